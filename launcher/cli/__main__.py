@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli import configs, gateway, inspection, models, play, rewards, runs
+from rl_async.launcher.cli import configs, gateway, inspection, models, play, rewards, runs, view
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "config": ("list, show and explain configs", configs.add_config_commands),
     "data": ("make and inspect data sets", configs.add_data_commands),
     "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),
+    "view": ("a local page on runs: curves, trajectories token by token, evaluations", view.add_view),
     "replay": ("play a recorded episode again, to debug its tools and rewards", inspection.add_replay),
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),

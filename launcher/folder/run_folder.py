@@ -76,7 +76,7 @@ def resumed_run(
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
     """Return the keys in which two configs differ, except the name and the mode of the run."""
-    old, new = (dict(_leaves(msgspec.to_builtins(config))) for config in (kept, given))
+    old, new = (dict(leaves(msgspec.to_builtins(config))) for config in (kept, given))
     keys = (old.keys() | new.keys()) - {"name", "mode"}
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
@@ -88,10 +88,11 @@ def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str
     return ["mode"] * (kept.mode != given.mode) + differences(kept, given)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of a nested mapping, such as ``trainer.steps``, with its value."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -1,0 +1,268 @@
+"""A table of all recorded trajectories of a run, made once and extended while the run goes on.
+
+It is an SQLite file beside the run's own, ``RUN/view.sqlite``: a cache that may be deleted at any time. A row has what
+lists, filters and sorts need, and the place of the trajectory's line, which alone has its tokens. Text is searched by
+words, through an index without the text itself.
+"""
+
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rl_async.launcher.view.recorded import RecordedFile, RecordedRow, lines
+
+log = logging.getLogger("rl_async.view")
+
+FILE = "view.sqlite"
+FORMAT = 1  # of the tables; a file of another format is made anew
+SEARCHED = 1 << 16  # characters of a trajectory
+PREVIEW = 200  # characters of a prompt or an answer in a list
+POLL_S = 2.0
+SCHEMA = """
+CREATE TABLE files (name TEXT PRIMARY KEY, size INTEGER, changed INTEGER);
+CREATE TABLE rows (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, place INTEGER,
+    partition TEXT, step INTEGER, lineage INTEGER, grp INTEGER, sample INTEGER, segment INTEGER,
+    task TEXT, source TEXT, reward REAL, turn_reward REAL, scored INTEGER, finish TEXT, error INTEGER,
+    tokens INTEGER, sampled INTEGER, masked INTEGER, min_weight REAL, advantage REAL, difference REAL,
+    staleness INTEGER, turns INTEGER, calls INTEGER, failed_calls INTEGER, seconds REAL, prompt TEXT, answer TEXT
+);
+CREATE INDEX rows_by_key ON rows (partition, step, grp, sample, segment);
+CREATE INDEX rows_by_task ON rows (task);
+CREATE INDEX rows_by_file ON rows (file);
+CREATE TABLE tools (row INTEGER, name TEXT, calls INTEGER, failed INTEGER);
+CREATE INDEX tools_by_row ON tools (row);
+CREATE TABLE rules (row INTEGER, name TEXT, tokens INTEGER);
+CREATE INDEX rules_by_row ON rules (row);
+CREATE VIRTUAL TABLE texts USING fts5 (text, content='', tokenize='unicode61 remove_diacritics 2');
+CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, first_step INTEGER);
+"""
+
+
+class Progress(NamedTuple):
+    """How many of the run's files are in the index."""
+
+    indexed: int
+    files: int
+
+
+class TrajectoryIndex:
+    """The index of the run in ``folder``. ``update`` belongs to one thread, ``connect`` to any."""
+
+    def __init__(self, folder: Path) -> None:
+        self._trajectories = folder / "trajectories"
+        self._temporary = not os.access(folder, os.W_OK)
+        self.path = (Path(tempfile.mkdtemp(prefix="rl-async-view-")) if self._temporary else folder) / FILE
+        self.progress = Progress(0, 0)
+        self.damaged: dict[str, str] = {}  # files that cannot be read, and why
+        self._prepare()
+
+    def _prepare(self) -> None:
+        with closing(sqlite3.connect(self.path)) as connection:
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found != FORMAT:
+            for path in self.path.parent.glob(f"{FILE}*"):
+                path.unlink()
+            with closing(sqlite3.connect(self.path)) as connection, connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+
+    def close(self) -> None:
+        """Remove an index that could not be kept beside its run."""
+        if self._temporary:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
+    @contextmanager
+    def connect(self) -> Iterator[sqlite3.Connection]:
+        """Open the index for one thread."""
+        with closing(sqlite3.connect(self.path, timeout=60.0)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA synchronous = OFF")  # a cache, which is made again
+            yield connection
+
+    def update(self, stopping: threading.Event) -> None:
+        """Index the files that are new or were replaced, the newest step first, until ``stopping``."""
+        with self.connect() as connection:
+            known = {name: (size, changed) for name, size, changed in connection.execute("SELECT * FROM files")}
+            found = self._files()
+            gone = known.keys() - found.keys()
+            todo = [name for name, stat in found.items() if known.get(name) != stat and name not in self.damaged]
+            self.progress = Progress(len(found) - len(todo), len(found))
+            for name in gone:
+                self._forget(connection, name)
+            for name in sorted(todo, key=_newest_first):
+                if stopping.is_set():
+                    return
+                self._index(connection, name, found[name])
+                self.progress = self.progress._replace(indexed=self.progress.indexed + 1)
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Return size and time of change of each recorded file."""
+        if not self._trajectories.is_dir():
+            return {}
+        with os.scandir(self._trajectories) as entries:
+            found = {entry.name: entry.stat() for entry in entries if RecordedFile.of(entry.name)}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+    def _forget(self, connection: sqlite3.Connection, name: str) -> None:
+        with connection:
+            _delete(connection, name)
+
+    def _index(self, connection: sqlite3.Connection, name: str, stat: tuple[int, int]) -> None:
+        """Add one file in one transaction; a reader sees all of its rows or none."""
+        place = RecordedFile.of(name)
+        assert place is not None
+        try:
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
+                _delete(connection, name)
+                for offset, line in lines(self._trajectories / name):
+                    _insert(connection, place, offset, msgspec.json.decode(line, type=RecordedRow))
+                if place.partition == "train":
+                    connection.execute(
+                        "INSERT INTO lineages VALUES (?, ?) "
+                        "ON CONFLICT DO UPDATE SET first_step = min(first_step, excluded.first_step)",
+                        (place.lineage, place.step),
+                    )
+                connection.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *stat))
+        except FileNotFoundError:
+            return  # it was deleted meanwhile
+        except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+            self.damaged[name] = str(error)
+            log.warning("%s cannot be read: %s", self._trajectories / name, error)
+
+
+def _newest_first(name: str) -> tuple[int, str]:
+    file = RecordedFile.of(name)
+    return -file.step if file else 0, name
+
+
+def _delete(connection: sqlite3.Connection, file: str) -> None:
+    """Remove a file's rows. Their words stay in ``texts``, where no row refers to them: ids are never used again."""
+    for table in ("tools", "rules"):
+        connection.execute(f"DELETE FROM {table} WHERE row IN (SELECT id FROM rows WHERE file = ?)", (file,))
+    connection.execute("DELETE FROM rows WHERE file = ?", (file,))
+    connection.execute("DELETE FROM files WHERE name = ?", (file,))
+
+
+def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row: RecordedRow) -> None:
+    calls = [call for turn in row.turns for call in turn.tool_calls]
+    base, correction = row.staleness_base, row.correction
+    values = {
+        "file": file.name,
+        "place": place,
+        "partition": file.partition,
+        "step": file.step,
+        "lineage": file.lineage,
+        "grp": row.group_id,
+        "sample": row.sample,
+        "segment": row.segment,
+        "task": row.task_id,
+        "source": row.data_source,
+        "reward": row.reward,
+        "turn_reward": row.turn_reward,
+        "scored": row.scored,
+        "finish": row.finish_reason,
+        "error": bool(row.error),
+        "tokens": len(row.token_ids),
+        "sampled": len(row.sampled),
+        "masked": sum(run.end - run.start for run in correction.rules) if correction else None,
+        "min_weight": min(correction.weights, default=None) if correction else None,
+        "advantage": _mean(correction.advantages) if correction else None,
+        "difference": _difference(row),
+        "staleness": file.step - base if base is not None and file.partition == "train" else None,
+        "turns": len(row.turns),
+        "calls": len(calls),
+        "failed_calls": sum(bool(call.error) for call in calls),
+        "seconds": row.timings.get("total"),
+        "prompt": _preview(row.said_last("user")),
+        "answer": _preview(row.error or row.said_last("assistant")),
+    }
+    names = ", ".join(values)
+    marks = ", ".join("?" * len(values))
+    cursor = connection.execute(f"INSERT INTO rows ({names}) VALUES ({marks})", list(values.values()))
+    connection.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (cursor.lastrowid, row.text()[:SEARCHED]))
+    tools, failed = Counter(call.name for call in calls), Counter(call.name for call in calls if call.error)
+    connection.executemany(
+        "INSERT INTO tools VALUES (?, ?, ?, ?)",
+        [(cursor.lastrowid, name, count, failed[name]) for name, count in tools.items()],
+    )
+    masked: Counter[str] = Counter()
+    for run in correction.rules if correction else ():
+        masked[run.rule] += run.end - run.start
+    connection.executemany(
+        "INSERT INTO rules VALUES (?, ?, ?)", [(cursor.lastrowid, name, count) for name, count in masked.items()]
+    )
+
+
+def _difference(row: RecordedRow) -> float | None:
+    """Return the largest difference between the engine's and the trainer's log-probability of a token."""
+    if row.correction is None or not row.correction.logprobs:
+        return None
+    pairs = zip(row.explained, row.correction.logprobs, strict=True)
+    return max(abs(row.logprobs[place] - ours) for place, ours in pairs)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _preview(text: str) -> str:
+    return " ".join(text[: 4 * PREVIEW].split())[:PREVIEW]
+
+
+class Indexer:
+    """A thread that keeps the indexes of the runs up to date that somebody has looked at.
+
+    Consumes the files in ``trajectories/``; produces the indexes. Waits POLL_S between looks. Runs until ``close``.
+    """
+
+    def __init__(self) -> None:
+        self._indexes: dict[Path, TrajectoryIndex] = {}
+        self._lock = threading.Lock()
+        self._stopping, self._wanted = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="indexer", daemon=True)
+        self._thread.start()
+
+    def of(self, folder: Path) -> TrajectoryIndex:
+        """Return the index of a run, which from now on follows it."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that indexes trajectories has ended; the log of `rl-async view` says why")
+        with self._lock:
+            if folder not in self._indexes:
+                self._indexes[folder] = TrajectoryIndex(folder)
+                self._wanted.set()
+            return self._indexes[folder]
+
+    def progress(self, folder: Path) -> Progress | None:
+        """Return how far the index of a run is; None if nobody has looked at its trajectories."""
+        with self._lock:
+            return self._indexes[folder].progress if folder in self._indexes else None
+
+    def close(self) -> None:
+        """Stop the thread after the file that it reads."""
+        self._stopping.set()
+        self._wanted.set()
+        self._thread.join()
+        for index in self._indexes.values():
+            index.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wanted.clear()
+            with self._lock:
+                indexes = list(self._indexes.values())
+            for index in indexes:
+                index.update(self._stopping)
+            self._wanted.wait(POLL_S)

@@ -1,0 +1,119 @@
+"""One recorded trajectory as the page reads it: a line of a file in ``trajectories/``."""
+
+import gzip
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rl_async.messages import Explanation, Sampling, Turn, VersionRun
+
+
+class RecordedRow(msgspec.Struct, dict=True):
+    """The part of a line that the page shows; other fields are skipped. Fields with defaults are not in all files."""
+
+    task_id: str
+    group_id: int
+    sample: int
+    reward: float
+    token_ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    versions: list[VersionRun]
+    sampling: Sampling
+    turns: list[Turn] = []
+    segment: int = 0
+    attempt: int = 0
+    episode_id: str = ""
+    reward_parts: dict[str, float] = {}
+    scored: bool = True
+    baseline: bool = False
+    finish_reason: str = ""
+    error: str = ""
+    timings: dict[str, float] = {}
+    ground_truth: str = ""
+    data_source: str = ""
+    correction: Explanation | None = None
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """The places of the sampled tokens."""
+        return [place for place, sampled in enumerate(self.loss_mask) if sampled]
+
+    @property
+    def explained(self) -> list[int]:
+        """The places of the tokens to which ``correction`` refers: the first of a row is predicted by none."""
+        return [place for place in self.sampled if place > 0]
+
+    @property
+    def turn_reward(self) -> float:
+        """The sum of the turns' own rewards."""
+        return sum(turn.reward or 0.0 for turn in self.turns)
+
+    @property
+    def staleness_base(self) -> int | None:
+        """The step of the oldest version that sampled a token; None if nothing was sampled."""
+        return min((run.version.step for run in self.versions), default=None)
+
+    def text(self) -> str:
+        """Return everything that was said, with errors, calls and results, to be searched."""
+        calls = [f"{call.arguments}\n{call.error}" for turn in self.turns for call in turn.tool_calls]
+        said = [turn.text for turn in self.turns]
+        return "\n".join([self.error, *said, *calls, self.ground_truth])
+
+    def said_last(self, role: str) -> str:
+        """Return the last turn of a role; empty if there is none."""
+        return next((turn.text for turn in reversed(self.turns) if turn.role == role), "")
+
+    def said_first(self, role: str) -> str:
+        """Return the first turn of a role; empty if there is none."""
+        return next((turn.text for turn in self.turns if turn.role == role), "")
+
+
+class RecordedFile(NamedTuple):
+    """What the name of a file in ``trajectories/`` says, such as ``step-000012-lineage0-rank0.jsonl.gz``."""
+
+    name: str
+    partition: str  # train or eval
+    step: int  # that trained the rows, or of the version that was evaluated
+    lineage: int  # 0 for evaluations, which name none
+
+    @classmethod
+    def of(cls, name: str) -> "RecordedFile | None":
+        """Parse a name; None for a file of another kind."""
+        if not name.endswith(".jsonl.gz"):
+            return None
+        kind, *parts = name.removesuffix(".jsonl.gz").split("-")
+        if kind == "eval" and len(parts) == 1 and parts[0].isdigit():
+            return cls(name, "eval", int(parts[0]), 0)
+        if kind == "step" and len(parts) == 3 and parts[0].isdigit() and parts[1].removeprefix("lineage").isdigit():
+            return cls(name, "train", int(parts[0]), int(parts[1].removeprefix("lineage")))
+        return None
+
+
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line of a file with its place in the decompressed text."""
+    place = 0
+    with gzip.open(file, "rb") as opened:
+        for line in opened:
+            yield place, line
+            place += len(line)
+
+
+def row_at(file: Path, place: int) -> RecordedRow:
+    """Read the row whose line begins at ``place`` of the decompressed text, which is decompressed up to there."""
+    with gzip.open(file, "rb") as opened:
+        opened.seek(place)
+        return msgspec.json.decode(opened.readline(), type=RecordedRow)
+
+
+def rows_at(file: Path, places: list[int]) -> list[RecordedRow]:
+    """Read several rows of a file in one pass, in the order of their places."""
+    with gzip.open(file, "rb") as opened:
+        rows = []
+        for place in sorted(places):
+            opened.seek(place)
+            rows.append(msgspec.json.decode(opened.readline(), type=RecordedRow))
+        return rows

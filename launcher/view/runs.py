@@ -1,0 +1,109 @@
+"""The runs that a page shows, and what it lists of each."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_async.errors import RequestRefused, UserError
+from rl_async.launcher.doctor.observe import launcher_of
+from rl_async.launcher.folder.run_folder import leaves
+from rl_async.launcher.view.columns import Evaluations, MetricColumns
+
+CONFIG = "config.yaml"
+
+
+class ViewedRun:
+    """One run folder. ``refresh`` reads what is new; its other methods only look at what was read.
+
+    Methods may be called on several threads, one at a time: hold ``lock``.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.lock = threading.Lock()
+        self.metrics = MetricColumns(folder / "metrics.jsonl")
+        self.evaluations = Evaluations(folder / "evaluations.jsonl")
+        self._config: tuple[int, dict[str, Any]] = (-1, {})
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last call."""
+        self.metrics.refresh()
+        self.evaluations.refresh()
+
+    def config(self) -> dict[str, Any]:
+        """Return the keys and values of the run's config, such as ``trainer.steps``.
+
+        It is shown as it stands, so that runs of other versions can be read too.
+        """
+        changed = (self.folder / CONFIG).stat().st_mtime_ns
+        if self._config[0] != changed:
+            self._config = changed, dict(leaves(yaml.safe_load((self.folder / CONFIG).read_bytes())))
+        return self._config[1]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the list of runs shows of it."""
+        config, steps = self.config(), self.metrics.steps
+        evaluations = self.evaluations.records()
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "mode": config.get("mode", ""),
+            "model": config.get("model.path", ""),
+            "steps": config.get("trainer.steps", 0),
+            "steps_done": steps[-1] + 1 if steps else 0,
+            "running": launcher_of(self.folder) is not None,
+            "began": (self.folder / CONFIG).stat().st_mtime,
+            "reward": self.metrics.last("reward/mean"),
+            "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
+            "trajectories": (self.folder / "trajectories").is_dir(),
+        }
+
+
+class ViewedRuns:
+    """The runs in ``places``, which are run folders or folders of runs. New runs appear by themselves."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        """Raises UserError if a place is neither."""
+        self._places = [place.absolute() for place in places]
+        self._runs: dict[Path, ViewedRun] = {}
+        for place in self._places:
+            if not place.is_dir():
+                raise UserError(f"{place} is no folder; give run folders such as runs/NAME, or a folder of runs")
+            if len(places) == 1 and not list(_folders(place)):
+                raise UserError(f"{place} is no run and holds none: there is no {CONFIG} in it or in its folders")
+
+    def all(self) -> list[ViewedRun]:
+        """Return the runs that exist now, the newest first."""
+        folders = {folder: None for place in self._places for folder in _folders(place)}
+        taken = {run.name for run in self._runs.values()}
+        for folder in folders:
+            if folder not in self._runs:
+                name = next(name for name in _names(folder) if name not in taken)
+                taken.add(name)
+                self._runs[folder] = ViewedRun(name, folder)
+        found = [self._runs[folder] for folder in folders]
+        return sorted(found, key=lambda run: (run.folder / CONFIG).stat().st_mtime, reverse=True)
+
+    def named(self, name: str) -> ViewedRun:
+        """Return the run of that name. Raises RequestRefused (404) if there is none."""
+        run = next((run for run in self.all() if run.name == name), None)
+        if run is None:
+            raise RequestRefused(f"there is no run {name[:200]!r}", code="no_run", status=404)
+        return run
+
+
+def _names(folder: Path) -> Iterator[str]:
+    yield folder.name
+    yield from (f"{folder.name}~{number}" for number in range(2, 1 << 30))
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    if (place / CONFIG).is_file():
+        yield place
+        return
+    for folder in sorted(place.iterdir()):
+        if (folder / CONFIG).is_file():
+            yield folder

@@ -1,0 +1,37 @@
+"""``rl-async view``: serve the page until it is interrupted."""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
+from rl_async.launcher.view.runs import ViewedRuns
+from rl_async.launcher.view.server import ViewServer
+from rl_async.process.http_server import server_of
+from rl_async.process.role import bind
+
+HOST = "127.0.0.1"
+
+
+def serve(places: Sequence[Path], port: int) -> None:
+    """Serve the runs in ``places`` on the loopback interface; port 0 takes a free one.
+
+    Prints the address to open. Raises UserError for a place without runs, and if the port is taken.
+    """
+    runs = ViewedRuns(places)
+    listener = bind(HOST, port, "--port")
+    listener.listen()
+    access = PageAccess(secrets.token_urlsafe(32), listener.getsockname()[1])
+    print(f"http://{HOST}:{listener.getsockname()[1]}{OPEN}{access.token}", flush=True)
+    print("only this machine can open it; Ctrl-C ends it", file=sys.stderr)
+
+    async def run() -> None:
+        server = ViewServer(runs, access)
+        try:
+            await server_of(SecurityHeaders(server.application()), access).serve(sockets=[listener])
+        finally:
+            server.close()
+
+    asyncio.run(run())

@@ -1,0 +1,241 @@
+"""The routes of the page: its files, and JSON about runs. Every route only reads.
+
+GET /open/TOKEN                          sets the cookie and leads to the page
+GET /, /app.js, /app.css                 the page
+GET /api/runs                            the runs, the newest first
+GET /api/runs/RUN/config                 its keys and values
+GET /api/runs/RUN/metrics                ?keys=a,b&epoch=E&after=N: columns behind the first N records
+GET /api/runs/RUN/evaluations            ?solved=1: records, and avg@k and pass@k by step and data source
+GET /api/runs/RUN/compare                ?before=STEP&after=STEP: two evaluations side by side
+GET /api/runs/RUN/diagnosis              what `rl-async doctor` sees
+GET /api/runs/RUN/choices                the values that filters may take, and how far the index is
+GET /api/runs/RUN/trajectories           filters of search.py, order, offset, limit: one page
+GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
+GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  the conversations of a group
+GET /api/events                          server-sent events: what changed in which run
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from rl_async.errors import RequestRefused, UserError
+from rl_async.launcher.doctor.diagnosis import diagnose
+from rl_async.launcher.doctor.observe import observe
+from rl_async.launcher.view import evaluation, search
+from rl_async.launcher.view.access import OPEN, PageAccess
+from rl_async.launcher.view.index import Indexer
+from rl_async.launcher.view.recorded import row_at, rows_at
+from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
+from rl_async.launcher.view.trajectory import decoder, story
+from rl_async.process.http_server import application
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+LOOK_S = 1.0  # between two looks at the files of the runs
+QUIET_S = 15.0  # after which a stream of events says that it is alive
+DIAGNOSIS_S = 3.0  # for which a diagnosis is given again
+GROUP = 64  # rows of a group that are shown
+
+
+class ViewServer:
+    """Answers the routes. What reads files runs on threads."""
+
+    def __init__(self, runs: ViewedRuns, access: PageAccess) -> None:
+        self._runs, self._access = runs, access
+        self._indexer = Indexer()
+        self._diagnoses: dict[str, tuple[float, bytes]] = {}
+        self._diagnosing = asyncio.Lock()
+
+    def application(self) -> Starlette:
+        """Return the application."""
+        answers: dict[str, Callable[[ViewedRun, Request], Any]] = {
+            "config": lambda run, _: run.config(),
+            "metrics": self._metrics,
+            "evaluations": self._evaluations,
+            "compare": self._compare,
+            "choices": self._choices,
+            "trajectories": self._trajectories,
+            "trajectories/{key}": self._trajectory,
+            "groups/{key}": self._group,
+        }
+        return application(
+            {
+                f"GET {OPEN}{{token}}": self._open,
+                "GET /": self._file,
+                "GET /{name}": self._file,
+                "GET /api/runs": self._list,
+                "GET /api/events": self._events,
+                "GET /api/runs/{run}/diagnosis": self._diagnosis,
+                **{f"GET /api/runs/{{run}}/{path}": self._on_thread(answer) for path, answer in answers.items()},
+            }
+        )
+
+    def close(self) -> None:
+        """End the thread that indexes."""
+        self._indexer.close()
+
+    async def _open(self, request: Request) -> Response:
+        response = RedirectResponse("/", 303)
+        response.set_cookie(self._access.cookie, self._access.token, httponly=True, samesite="strict")
+        return response
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        file = next((file for file in STATIC.iterdir() if file.name == name), None)
+        if file is None:
+            raise RequestRefused(f"there is no page {name[:100]!r}", code="no_page", status=404)
+        return Response(file.read_bytes(), media_type=TYPES[file.suffix[1:]])
+
+    def _on_thread(self, answer: Callable[[ViewedRun, Request], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return await asyncio.to_thread(on_thread, request)
+
+        def on_thread(request: Request) -> Response:
+            run = self._runs.named(request.path_params["run"])
+            return _json(answer(run, request))
+
+        return handle
+
+    async def _list(self, request: Request) -> Response:
+        def summaries() -> list[dict[str, Any]]:
+            return [_refreshed(run, run.summary) for run in self._runs.all()]
+
+        return _json(await asyncio.to_thread(summaries))
+
+    def _metrics(self, run: ViewedRun, request: Request) -> Any:
+        given = request.query_params
+        keys = [key for key in given.get("keys", "").split(",") if key]
+
+        def columns() -> dict[str, Any]:
+            epoch, after = _integer(given.get("epoch", "-1")), _integer(given.get("after", "0"))
+            return {**run.metrics.since(keys, epoch, max(0, after)), "names": run.metrics.names}
+
+        return _refreshed(run, columns)
+
+    def _evaluations(self, run: ViewedRun, request: Request) -> Any:
+        solved = _number(request.query_params.get("solved", "1"))
+        with self._indexer.of(run.folder).connect() as connection:
+            table = evaluation.table(evaluation.answered(connection), solved)
+        return {"records": _refreshed(run, run.evaluations.records), "table": table}
+
+    def _compare(self, run: ViewedRun, request: Request) -> Any:
+        before, after = (_integer(request.query_params.get(side, "")) for side in ("before", "after"))
+        with self._indexer.of(run.folder).connect() as connection:
+            return evaluation.compare(connection, before, after)
+
+    def _choices(self, run: ViewedRun, request: Request) -> Any:
+        index = self._indexer.of(run.folder)
+        with index.connect() as connection:
+            return {
+                **search.choices(connection),
+                "orders": list(search.ORDERS),
+                "progress": index.progress._asdict(),
+                "damaged": index.damaged,
+            }
+
+    def _trajectories(self, run: ViewedRun, request: Request) -> Any:
+        with self._indexer.of(run.folder).connect() as connection:
+            return search.find(connection, request.query_params)
+
+    def _trajectory(self, run: ViewedRun, request: Request) -> Any:
+        with self._indexer.of(run.folder).connect() as connection:
+            found = search.row_of_key(connection, request.path_params["key"])
+        row = row_at(run.folder / "trajectories" / found["file"], found["place"])
+        step = found["step"] if found["partition"] == "train" else None
+        return {**search.listed(found), **story(row, step, decoder(str(run.config().get("model.path", ""))))}
+
+    def _group(self, run: ViewedRun, request: Request) -> Any:
+        partition, *numbers = request.path_params["key"].split("-")
+        if len(numbers) != 2:
+            raise RequestRefused("a group is PARTITION-STEP-GROUP", code="no_group", status=404)
+        with self._indexer.of(run.folder).connect() as connection:
+            rows = search.rows_of_group(connection, partition, *map(_integer, numbers))[:GROUP]
+        shown = []
+        for file in sorted({row["file"] for row in rows}):
+            there = sorted((row for row in rows if row["file"] == file), key=lambda row: row["place"])
+            read = rows_at(run.folder / "trajectories" / file, [row["place"] for row in there])
+            shown += [{**search.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(there, read)]
+        return sorted(shown, key=lambda row: (row["sample"], row["segment"]))
+
+    async def _diagnosis(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._runs.named, request.path_params["run"])
+        async with self._diagnosing:  # each asks all processes of the run
+            at, body = self._diagnoses.get(run.name, (-DIAGNOSIS_S, b""))
+            if time.monotonic() - at > DIAGNOSIS_S:
+                body = await asyncio.to_thread(_diagnosed, run.folder)
+                self._diagnoses[run.name] = time.monotonic(), body
+        return Response(body, media_type="application/json")
+
+    async def _events(self, request: Request) -> Response:
+        return StreamingResponse(self._changes(), media_type="text/event-stream")
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        """Yield an event for each run that has changed. Waits LOOK_S between looks. Runs until the page is closed."""
+        known: dict[str, dict[str, Any]] = {}
+        said = time.monotonic()
+        while True:
+            for state in await asyncio.to_thread(self._states):
+                if known.get(state["run"]) != state:
+                    known[state["run"]], said = state, time.monotonic()
+                    yield b"data: " + msgspec.json.encode(state) + b"\n\n"
+            if time.monotonic() - said > QUIET_S:
+                said = time.monotonic()
+                yield b": alive\n\n"
+            await asyncio.sleep(LOOK_S)
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [_refreshed(run, partial(self._state, run)) for run in self._runs.all()]
+
+    def _state(self, run: ViewedRun) -> dict[str, Any]:
+        summary = run.summary()
+        progress = self._indexer.progress(run.folder)
+        return {
+            "run": run.name,
+            "epoch": run.metrics.epoch,
+            "count": len(run.metrics.steps),
+            "evaluations": len(run.evaluations.records()),
+            "indexed": None if progress is None else progress._asdict(),
+            "running": summary["running"],
+        }
+
+
+def _refreshed(run: ViewedRun, look: Callable[[], Any]) -> Any:
+    """Read what the run wrote, then look at it."""
+    with run.lock:
+        run.refresh()
+        return look()
+
+
+def _diagnosed(folder: Path) -> bytes:
+    try:
+        seen = observe(folder)
+    except UserError as error:
+        raise RequestRefused(str(error), code="no_diagnosis", status=409) from error
+    return msgspec.json.encode({"verdict": diagnose(seen), "observation": seen})
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RequestRefused(f"{text[:100]!r} is no whole number", code="no_number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestRefused(f"{text[:100]!r} is no number", code="no_number") from None
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,221 @@
+"""The index of a run's trajectories: what is found, what a resume voids, and files that change or are damaged."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.errors import RequestRefused
+from rl_async.launcher.view import index as module
+from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
+from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group, words
+from tests.conftest import make_rows
+from tests.unit.launcher.view.recordings import conversation, make_run, write_evaluation, write_step
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def index(run: Path) -> TrajectoryIndex:
+    made = TrajectoryIndex(run)
+    made.update(threading.Event())
+    return made
+
+
+def found(index: TrajectoryIndex, **filters: Any) -> list[tuple[int, int, int]]:
+    """Step, group and sample of what matches."""
+    with index.connect() as connection:
+        rows = find(connection, {name: str(value) for name, value in filters.items()})["rows"]
+    return [(row["step"], row["grp"], row["sample"]) for row in rows]
+
+
+def count(index: TrajectoryIndex, **filters: Any) -> int:
+    with index.connect() as connection:
+        return int(find(connection, {name: str(value) for name, value in filters.items()})["count"])
+
+
+HOSTILE_ROW = [(1, 4, 0)]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"error": 1},
+        {"tool": "browser"},
+        {"failed_tool": "browser"},
+        {"failed_call": 1},
+        {"text": "owned"},
+        {"text": "<script>"},
+        {"text": '"too slow"'},
+        {"text": "no_such_page"},
+        {"text": "timeout"},
+        {"text": "OPEN script gnp.e"},
+        {"step": 1, "group": 4, "sample": 0},
+    ],
+)
+def test_each_filter_finds_the_one_row_that_it_should(index: TrajectoryIndex, filters: dict[str, Any]) -> None:
+    assert found(index, **filters) == HOSTILE_ROW
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows"),
+    [
+        ({}, 48),
+        ({"text": "slow too", "tool": "shell"}, 0),
+        ({"text": '"slow too"'}, 0),
+        ({"tool": "shell"}, 47),
+        ({"step_from": 1, "step_to": 1}, 16),
+        ({"masked": 1}, 16),
+        ({"rule": "token_k3"}, 16),
+        ({"rule": "band"}, 0),
+        ({"source": "math"}, 48),
+        ({"reward_from": 1.25}, sum(row.reward == 1 for step in range(3) for row in make_rows(step))),
+        ({"reward_to": 0.25}, sum(row.reward == 0 for step in range(3) for row in make_rows(step))),
+        ({"task": "t4"}, 4),
+        ({"partition": "eval"}, 0),
+    ],
+)
+def test_filters_count(index: TrajectoryIndex, filters: dict[str, Any], rows: int) -> None:
+    assert count(index, **filters) == rows
+
+
+def test_pages_cover_everything_once_in_order(index: TrajectoryIndex) -> None:
+    pages = [found(index, order="oldest", offset=offset, limit=7) for offset in range(0, 48, 7)]
+    rows = [row for page in pages for row in page]
+    assert rows == sorted(rows) and len(set(rows)) == 48
+    assert found(index, limit=1) == [(2, 8, 0)], "the newest step comes first"
+
+
+def test_a_row_has_what_lists_show(index: TrajectoryIndex) -> None:
+    with index.connect() as connection:
+        row = dict(row_of_key(connection, "train-2-8-0-0"))
+    made = make_rows(2)[0]
+    assert (row["masked"], row["min_weight"], row["advantage"]) == (2, 0.0, 1.5)
+    assert row["difference"] == pytest.approx(0.25, abs=1e-6)
+    assert (row["tokens"], row["sampled"], row["staleness"]) == (len(made.token_ids), made.loss_mask.sum(), 0)
+    assert (row["prompt"], row["answer"], row["source"]) == ("question t8", "answer 0", "math")
+
+
+def test_what_was_trained_again_replaces_what_it_voids(run: Path, index: TrajectoryIndex) -> None:
+    again = make_rows(1, seed=7)
+    for row in again:
+        row.turns = conversation("again", "anew")
+    write_step(run, 1, again, lineage=1)
+    index.update(threading.Event())
+    assert count(index) == 32, "step 1 of lineage 0 counts no more, and nor does step 2"
+    assert count(index, step=1, text="anew") == 16 and count(index, step=2) == 0
+    assert found(index, text="owned") == []
+    with index.connect() as connection:
+        assert len(rows_of_group(connection, "train", 1, 4)) == 4
+        assert row_of_key(connection, "train-1-4-0-0")["lineage"] == 1
+
+
+def test_new_and_replaced_files_are_read_and_others_are_not(
+    run: Path, index: TrajectoryIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    real = module.lines
+    monkeypatch.setattr(module, "lines", lambda file: read.append(file.name) or real(file))
+    index.update(threading.Event())
+    assert read == []
+    write_evaluation(run, 3, [[1.0]], ["math"])
+    changed = write_step(run, 2, make_rows(2, samples=2))
+    index.update(threading.Event())
+    assert sorted(read) == ["eval-000003.jsonl.gz", changed.name]
+    assert count(index, step=2) == 8 and count(index, partition="eval") == 1
+    changed.unlink()
+    index.update(threading.Event())
+    assert count(index, step=2) == 0
+    assert TrajectoryIndex(run).path == index.path and count(TrajectoryIndex(run)) == 33, "it is kept"
+
+
+def test_a_damaged_file_is_named_and_others_are_read(run: Path) -> None:
+    file = run / "trajectories" / "step-000001-lineage0-rank0.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:-40])
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert list(index.damaged) == [file.name] and count(index) == 32
+
+
+def test_an_index_of_another_format_is_made_anew(run: Path, index: TrajectoryIndex) -> None:
+    with index.connect() as connection:
+        connection.execute("PRAGMA user_version = 999")
+    again = TrajectoryIndex(run)
+    assert count(again) == 0
+    again.update(threading.Event())
+    assert count(again) == 48
+
+
+def test_a_run_that_may_not_be_written_has_a_temporary_index(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert count(index) == 48 and run not in index.path.parents
+    index.close()
+    assert not index.path.exists()
+
+
+def test_the_values_of_filters_are_counted(index: TrajectoryIndex) -> None:
+    with index.connect() as connection:
+        given = choices(connection)
+    assert given["tool"] == [
+        {"value": "browser", "rows": 1, "calls": 1, "failed": 1},
+        {"value": "shell", "rows": 47, "calls": 47, "failed": 0},
+    ]
+    assert given["rule"] == [{"value": "token_k3", "rows": 16, "tokens": 32}]
+    assert given["steps"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "filters", [{"nothing": 1}, {"step": "x"}, {"order": "random"}, {"text": " <> "}, {"offset": "a"}]
+)
+def test_what_is_no_filter_is_refused(index: TrajectoryIndex, filters: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused):
+        found(index, **filters)
+
+
+@pytest.mark.parametrize(
+    "text", ['"', "a OR", "NEAR(", "a*b", "x:y", "-z", "'; DROP TABLE rows; --1", "a\x00b", "日本語"]
+)
+def test_no_text_is_an_operator(index: TrajectoryIndex, text: str) -> None:
+    try:
+        assert count(index, text=text) >= 0
+    except RequestRefused as error:
+        assert error.code == "no_words"
+    assert count(index) == 48
+
+
+def test_words() -> None:
+    assert words('open "too slow" now') == '"too slow" AND "open" AND "now"*'
+
+
+@pytest.fixture
+def indexer() -> Iterator[Indexer]:
+    made = Indexer()
+    yield made
+    made.close()
+
+
+def test_an_index_follows_its_run(run: Path, indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    assert indexer.progress(run) is None
+    index = indexer.of(run)
+    wait_for(index, Progress(3, 3))
+    write_step(run, 3, make_rows(3))
+    wait_for(index, Progress(4, 4))
+    assert count(index) == 64
+
+
+def wait_for(index: TrajectoryIndex, progress: Progress) -> None:
+    waiting = threading.Event()
+    for _ in range(3000):
+        if index.progress == progress:
+            return
+        waiting.wait(0.02)
+    raise AssertionError(f"{index.progress} has not become {progress}")

@@ -1,0 +1,158 @@
+"""What pages show is computed: metrics as columns, a token's story, evaluations with intervals."""
+
+import json
+import math
+import threading
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from rl_async.launcher.view.columns import Evaluations, MetricColumns
+from rl_async.launcher.view.evaluation import answered, compare, pass_at, table, wilson
+from rl_async.launcher.view.index import TrajectoryIndex
+from rl_async.launcher.view.recorded import RecordedRow, lines
+from rl_async.launcher.view.trajectory import story, token_texts
+from rl_async.messages import Version, VersionRun
+from tests.conftest import make_rows
+from tests.unit.launcher.view.recordings import conversation, make_run, write_evaluation, write_step
+
+
+def append(path: Path, *records: dict[str, float | None]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def test_columns_follow_a_run_through_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    columns = MetricColumns(path)
+    columns.refresh()
+    assert columns.since(["a"], -1, 0)["steps"] == []
+    append(path, {"step": 0, "a": 1.0}, {"step": 1, "a": 2.0, "b": 5.0}, {"step": 2, "b": None})
+    columns.refresh()
+    first = columns.since(["a", "b", "none"], -1, 0)
+    assert first["steps"] == [0, 1, 2] and first["columns"] == {"a": [1.0, 2.0, None], "b": [None, 5.0, None]}
+    append(path, {"step": 3, "a": 4.0})
+    columns.refresh()
+    more = columns.since(["a", "b"], first["epoch"], 3)
+    assert (more["begin"], more["steps"], more["columns"]) == (3, [3], {"a": [4.0], "b": [None]})
+    append(path, {"step": 1, "a": 9.0})
+    columns.refresh()
+    again = columns.since(["a"], more["epoch"], 4)
+    assert (again["begin"], again["steps"], again["columns"]) == (0, [0, 1], {"a": [1.0, 9.0]})
+    assert again["epoch"] != more["epoch"] and columns.last("a") == 9.0 and columns.last("c") is None
+
+
+def test_columns_of_a_file_that_is_replaced_by_a_shorter_one(tmp_path: Path) -> None:
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    append(path, *({"step": step, "a": 1.0} for step in range(5)))
+    columns = MetricColumns(path)
+    columns.refresh()
+    append(other, {"step": 0, "a": 7.0})
+    other.rename(path)
+    columns.refresh()
+    assert columns.since(["a"], -1, 0)["columns"] == {"a": [7.0]}
+
+
+def test_the_newest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    evaluations = Evaluations(path)
+    append(path, {"eval/step": 4, "eval/reward": 0.1}, {"eval/step": 0, "eval/reward": 0.0})
+    append(path, {"eval/step": 4, "eval/reward": 0.2})
+    evaluations.refresh()
+    assert [record["eval/reward"] for record in evaluations.records()] == [0.0, 0.2]
+
+
+def recorded(file: Path) -> RecordedRow:
+    _, line = next(lines(file))
+    return msgspec.json.decode(line, type=RecordedRow)
+
+
+def test_the_story_of_each_token(tmp_path: Path) -> None:
+    (row,) = make_rows(5, groups=1, samples=1)
+    sampled = int(row.loss_mask.sum())
+    row.versions = [VersionRun(Version(0, 3), 0, 2), VersionRun(Version(1, 5), 2, sampled)]
+    row.turns = conversation("a", "b")
+    read = recorded(write_step(tmp_path, 5, [row], masked=1))
+    told = story(read, 5, None)
+    tokens = told["tokens"]
+    first = 4  # of the sampled tokens
+    assert {len(values) for values in tokens.values()} == {len(row.token_ids)}
+    assert tokens["version"][first - 1 : first + 3] == [None, [0, 3], [0, 3], [1, 5]]
+    assert tokens["staleness"][first - 1 : first + 3] == [None, 2, 2, 0]
+    assert tokens["weight"][first - 1 : first + 2] == [None, 0.0, 0.5]
+    assert tokens["rule"][first - 1 : first + 2] == [None, "token_k3", None]
+    assert tokens["advantage"][first - 1 :] == [None, *[1.5] * sampled]
+    assert tokens["trained_logprob"][first] == pytest.approx(float(row.logprobs[first]) + 0.25)
+    assert tokens["logprob"][first - 1 : first + 1] == [None, pytest.approx(float(row.logprobs[first]))]
+    assert tokens["turn"][:first] == [0] * first and tokens["turn"][first] == 1
+    assert told["turns"][1]["reason"] == "on time"
+
+
+def test_a_row_of_an_older_run_has_weights_alone(tmp_path: Path) -> None:
+    (row,) = make_rows(0, groups=1, samples=1)
+    read = recorded(write_step(tmp_path, 0, [row]))
+    assert read.correction is not None
+    read.correction = msgspec.structs.replace(read.correction, logprobs=[], advantages=[])
+    tokens = story(read, 0, None)["tokens"]
+    assert set(tokens["advantage"]) == set(tokens["trained_logprob"]) == {None} and tokens["weight"][4] == 0.5
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, as byte-level BPE has it before any merge."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["plain words", "né 日本 🙂 x", "a\x1b[31m\u202e<script>\n\n ", "🙂" * 30])
+def test_token_texts_make_up_the_whole_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text).ids
+    texts = token_texts(ids, lambda part: tokenizer.decode(list(part), skip_special_tokens=False))
+    assert len(texts) == len(ids) == len(text.encode()) and "".join(texts) == text
+    if text.startswith("né"):
+        assert texts[:4] == ["n", "", "é", " "]
+
+
+def test_bytes_that_are_no_text_are_shown_as_far_as_they_go() -> None:
+    tokenizer = byte_tokenizer()
+    lead = tokenizer.token_to_id("ð")  # the byte f0, which begins a character that never ends
+    texts = token_texts([lead] * 40, lambda part: tokenizer.decode(list(part), skip_special_tokens=False))
+    assert len(texts) == 40 and sum(bool(text) for text in texts) >= 5
+
+
+@pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 3, 4)])
+def test_pass_at_k_counts_the_subsets_with_a_pass(samples: int, passed: int, k: int) -> None:
+    subsets = list(combinations([True] * passed + [False] * (samples - passed), k))
+    assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_wilson_against_published_values() -> None:
+    """Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    for passed, trials, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]:
+        assert wilson(passed / trials, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    sources = ["math", "math", "code"]
+    write_evaluation(run, 0, [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], sources)
+    write_evaluation(run, 4, [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], sources)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    with index.connect() as connection:
+        lines_of = table(answered(connection), 1.0)
+        compared = compare(connection, 0, 4)
+    code, math_line = lines_of[2:] if lines_of[0]["step"] == 4 else lines_of[:2]
+    assert (code["source"], code["step"], code["average"][0], code["passed"]["2"][0]) == ("code", 0, 0.0, 0.0)
+    assert (math_line["tasks"], math_line["episodes"], math_line["k"]) == (2, 4, 2)
+    assert math_line["average"][0] == 0.75 and math_line["passed"]["1"][0] == 0.75
+    assert math_line["passed"]["2"] == pytest.approx([1.0, *wilson(1.0, 2)])
+    assert [row["before"]["task"] for row in compared["rows"]] == ["test:1", "test:0", "test:2"]
+    assert (compared["tasks"], compared["better"], compared["worse"]) == (3, 2, 1)
+    assert compared["mean"][0] == pytest.approx(0.0) and math.isfinite(compared["mean"][1])
+    assert compared["rows"][0]["after"]["answer"] == "answer 0 of 4"

@@ -1,0 +1,213 @@
+"""The page's server: who may ask, what it answers, and that it sees what a run writes."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
+from rl_async.launcher.view.runs import ViewedRuns
+from rl_async.launcher.view.server import ViewServer
+from rl_async.process.http_server import server_of
+from tests.conftest import make_rows
+from tests.fuzz.http_served import Served
+from tests.unit.launcher.view.recordings import HOSTILE, make_run, write_evaluation, write_step
+
+TOKEN = "t" * 43
+
+
+class Page:
+    """A browser that has opened the page of the runs in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.views: list[ViewServer] = []
+
+        def make() -> Any:
+            access = PageAccess(TOKEN, 1)
+            self.views.append(ViewServer(ViewedRuns([folder]), access))
+            return server_of(SecurityHeaders(self.views[0].application()), access), None
+
+        self._served = Served(make)
+        self.cookie = f"rl-async-view-1={TOKEN}"
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Request a path with these headers alone; the status, headers in lower case, and the body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=60)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+
+    def get(self, path: str) -> Any:
+        """Request JSON as the page does."""
+        status, _, body = self.ask(f"/api/{path}", Cookie=self.cookie)
+        assert status == 200, body
+        return json.loads(body)
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        """Follow the events, up to ``count``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=60)
+        connection.request("GET", "/api/events", headers={"Cookie": self.cookie})
+        answer = connection.getresponse()
+        found = []
+        while len(found) < count:
+            line = answer.readline()
+            if line.startswith(b"data: "):
+                found.append(json.loads(line.removeprefix(b"data: ")))
+        connection.close()
+        return found
+
+    def close(self) -> None:
+        self._served.stop()
+        for view in self.views:
+            view.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write_evaluation(make_run(tmp_path / "a"), 2, [[1.0], [0.0]], ["math", "math"])
+    make_run(tmp_path / "b", steps=1)
+    return tmp_path
+
+
+@pytest.fixture
+def page(runs: Path) -> Iterator[Page]:
+    made = Page(runs)
+    yield made
+    made.close()
+
+
+def indexed(page: Page, run: str) -> dict[str, Any]:
+    """The choices of a run once its files are in the index."""
+    while True:
+        given = page.get(f"runs/{run}/choices")
+        if given["progress"]["files"] and given["progress"]["indexed"] == given["progress"]["files"]:
+            return dict(given)
+
+
+def test_the_address_sets_a_cookie_and_the_token_stays_out_of_the_page(page: Page) -> None:
+    status, headers, _ = page.ask(f"{OPEN}{TOKEN}")
+    assert (status, headers["location"]) == (303, "/")
+    cookie = headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert page.ask("/", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/api/runs", {}),
+        ("/", {}),
+        ("/app.js", {}),
+        ("/api/runs", {"Cookie": "rl-async-view-1=wrong"}),
+        ("/api/runs", {"Cookie": "rl-async-view-2=" + TOKEN}),
+        ("/api/runs", {"Cookie": 'rl-async-view-1="\\'}),
+        (f"{OPEN}wrong", {}),
+        (OPEN, {}),
+        (f"/api/runs?token={TOKEN}", {}),
+        ("/api/runs", {"Cookie": f"rl-async-view-1={TOKEN}", "Host": "rebound.example"}),
+        ("/api/runs", {"Cookie": f"rl-async-view-1={TOKEN}", "Origin": "http://other.example"}),
+    ],
+)
+def test_nobody_else_is_let_in(page: Page, path: str, headers: dict[str, str]) -> None:
+    status, _, body = page.ask(path, **headers)
+    assert status == 403 and TOKEN.encode() not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(page: Page, method: str) -> None:
+    assert page.ask("/api/runs", method, Cookie=page.cookie)[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/app.js", "/app.css", "/icon.svg", "/api/runs", "/nothing"])
+def test_every_answer_restricts_what_the_page_may_do(page: Page, path: str) -> None:
+    status, headers, _ = page.ask(path, Cookie=page.cookie)
+    assert status == (404 if path == "/nothing" else 200)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/..%2Fserver.py", "/%2e%2e/server.py", "/api/runs/..%2F..%2Fetc/config"])
+def test_no_other_file_is_served(page: Page, path: str) -> None:
+    assert page.ask(path, Cookie=page.cookie)[0] == 404
+
+
+def test_runs_and_their_configs(page: Page, runs: Path) -> None:
+    listed = {run["name"]: run for run in page.get("runs")}
+    assert listed.keys() == {"a", "b"}
+    assert (listed["a"]["steps_done"], listed["a"]["steps"], listed["a"]["running"]) == (3, 3, False)
+    assert listed["a"]["evaluation"] == 0.5 and listed["b"]["evaluation"] is None
+    assert page.get("runs/b/config") == {"name": "b", "mode": "disaggregated", "trainer.steps": 1}
+    make_run(runs / "later")
+    assert len(page.get("runs")) == 3
+    assert page.ask("/api/runs/none/config", Cookie=page.cookie)[0] == 404
+
+
+def test_metrics_evaluations_and_comparisons(page: Page) -> None:
+    found = page.get("runs/a/metrics?keys=reward/mean,none")
+    assert found["steps"] == [0, 1, 2] and list(found["columns"]) == ["reward/mean"] and "step" in found["names"]
+    assert page.get(f"runs/a/metrics?keys=step&epoch={found['epoch']}&after=2")["columns"] == {"step": [2.0]}
+    indexed(page, "a")
+    evaluations = page.get("runs/a/evaluations")
+    assert [line["average"][0] for line in evaluations["table"]] == [0.5] and len(evaluations["records"]) == 1
+    assert page.get("runs/a/compare?before=2&after=2")["tasks"] == 2
+
+
+def test_a_trajectory_and_its_group(page: Page) -> None:
+    indexed(page, "a")
+    (row,) = page.get("runs/a/trajectories?text=owned")["rows"]
+    key = "-".join(str(row[name]) for name in ("partition", "step", "grp", "sample", "segment"))
+    told = page.get(f"runs/a/trajectories/{key}")
+    assert told["turns"][1]["text"] == HOSTILE and told["tokens"]["advantage"][4] == 1.5
+    assert told["error"] == "TimeoutError: too slow" and told["reward_parts"] == {"exact": 0.0}
+    group = page.get(f"runs/a/groups/train-1-{row['grp']}")
+    assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("trajectories/train-1-4-0", 404),
+        ("trajectories/train-99-4-0-0", 404),
+        ("groups/train-1", 404),
+        ("groups/train-1-x", 400),
+        ("trajectories?step=x", 400),
+        ("metrics?after=x", 400),
+        ("evaluations?solved=x", 400),
+        ("compare?before=0", 400),
+    ],
+)
+def test_what_is_not_there_is_said(page: Page, path: str, status: int) -> None:
+    found, headers, body = page.ask(f"/api/runs/a/{path}", Cookie=page.cookie)
+    assert found == status and json.loads(body)["error"]["message"] and "default-src" in str(headers)
+
+
+def test_events_tell_of_new_steps(page: Page, runs: Path) -> None:
+    first = {event["run"]: event for event in page.events(2)}
+    assert (first["a"]["count"], first["b"]["count"]) == (3, 1)
+    write_step(runs / "b", 1, make_rows(1))
+    assert {event["run"]: event["count"] for event in page.events(2)} == {"a": 3, "b": 2}
+
+
+def test_a_diagnosis_of_what_never_ran_says_so(page: Page) -> None:
+    status, _, body = page.ask("/api/runs/a/diagnosis", Cookie=page.cookie)
+    assert status == 409 and "run" in json.loads(body)["error"]["message"]
+
+
+def test_places_without_runs_are_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError):
+            ViewedRuns([place])
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run")
+    runs = ViewedRuns([tmp_path / "x", tmp_path / "y" / "run"])
+    assert sorted(run.name for run in runs.all()) == ["run", "run~2"]
+    assert runs.named("run~2").folder == tmp_path / "y" / "run"
