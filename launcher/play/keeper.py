@@ -23,6 +23,7 @@ from typing import Any
 
 SUBREAPER, DEATH_SIGNAL = 36, 1  # options of prctl
 CANNOT_START = 127  # as shells have it
+GONE_S = 10.0  # within which what was killed has ended
 
 
 def main() -> int:
@@ -35,15 +36,17 @@ def main() -> int:
     os.mkdir(folder, 0o700)
     try:
         code = _run(program, folder / "workspace", lifeline, lambda: libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
-        _kill_all()
+        kill_all()
         with suppress(BrokenPipeError):  # nobody waits for it any more
             os.write(status, b"%d\n" % code)
         os.close(status)
         while os.read(lifeline, 1):
             pass
     finally:
-        _kill_all()
-        remove(folder)
+        try:
+            kill_all()
+        finally:
+            remove(folder)
     return 0
 
 
@@ -68,9 +71,15 @@ def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Ca
     return started.wait()
 
 
-def _kill_all() -> None:
-    """Kill every descendant: killing a parent makes its children the keeper's own, until there are none."""
+def kill_all(within_s: float = GONE_S) -> None:
+    """Kill every descendant: killing a parent makes its children the keeper's own, until there are none.
+
+    Raises TimeoutError for those that do not end in time, such as one that waits for a disk.
+    """
+    deadline = time.monotonic() + within_s
     while pids := _children():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes did not end within {within_s:g} s of being killed: {pids}")
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

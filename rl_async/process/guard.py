@@ -13,12 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 END, CHILD = signal.SIGTERM, signal.SIGCHLD
 CANNOT_START = 127  # as shells have it
+GONE_S = 10.0  # within which what was killed has ended
 
 
 def main() -> int:
@@ -51,8 +53,10 @@ def main() -> int:
                 return code
         return 128 + END
     finally:
-        kill_all()
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            kill_all()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def reap(server: int) -> int | None:
@@ -68,14 +72,20 @@ def reap(server: int) -> int | None:
     return found
 
 
-def kill_all() -> None:
-    """Kill the children of this process until there are none: what a killed one leaves behind becomes a child."""
-    with suppress(ChildProcessError):
-        while True:
-            for pid in children():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)
+def kill_all(within_s: float = GONE_S) -> None:
+    """Kill the children of this process until there are none: what a killed one leaves behind becomes a child.
+
+    Raises TimeoutError for those that do not end in time, such as one that waits for a disk.
+    """
+    deadline = time.monotonic() + within_s
+    while pids := children():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes did not end within {within_s:g} s of being killed: {pids}")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+        reap(0)
 
 
 def children() -> list[int]:

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.process import guard
 from tests.chaos.agents.__main__ import all_rounds
-from tests.chaos.agents.kinds import HERE, KINDS, PROGRAM, SERVER, VICTIMS, victims
+from tests.chaos.agents.kinds import HERE, HOST, KINDS, PROGRAM, SERVER, VICTIMS, victims
 from tests.chaos.agents.leftovers import FOLDERS, Process, Seen, kill, left_behind, processes
 
 
 def test_kinds_and_their_roles_are_struck_equally_often() -> None:
-    rounds = all_rounds(5 * 12, list(KINDS), random.Random(0))
-    assert {len(roles) for roles in rounds.values()} == {60 // len(KINDS)}
+    rounds = all_rounds(12 * len(KINDS), list(KINDS), random.Random(0))
+    assert {len(roles) for roles in rounds.values()} == {12}
     for name, roles in rounds.items():
         assert set(Counter(roles).values()) == {len(roles) // len(KINDS[name].victims)}
         assert set(roles) == set(KINDS[name].victims) <= set(VICTIMS)
+
+
+GUARD = ("python", "-I", "-S", guard.__file__, "17", "/tmp/folder")
 
 
 def process(pid: int, parent: int, *argv: str, name: str = "python") -> Process:
@@ -31,6 +35,9 @@ def process(pid: int, parent: int, *argv: str, name: str = "python") -> Process:
     [
         ("agent worker", ("python", "-m", "rl_async.agent_loop", "--run", "x"), "python"),
         ("gateway", ("python", "-m", "rl_async.agent_loop.gateway", "--run", "x"), "python"),
+        ("environment host", ("python", "-m", HOST), "python"),
+        ("guard of an environment host", (*GUARD, "python", "-m", HOST), "python"),
+        ("guard of an MCP server", (*GUARD, "npx", "server"), "python"),
         ("sandbox", ("bwrap", "--new-session"), "bwrap"),
         ("first process of a sandbox", ("python3", "-I", "-S", "/inside.py"), "python3"),
         ("rl-async play", ("python", "-m", "rl_async.launcher.cli", "play", "runs/x"), "python"),
@@ -39,6 +46,11 @@ def process(pid: int, parent: int, *argv: str, name: str = "python") -> Process:
 def test_a_process_is_known_by_its_command(role: str, argv: tuple[str, ...], name: str) -> None:
     running = [process(1, 0, *argv, name=name), process(2, 1, "sleep", "600", name="sleep")]
     assert [found.pid for found in victims(role, running)] == [1]
+
+
+def test_what_a_host_started_is_its_child() -> None:
+    running = [process(1, 0, *GUARD, "python", "-m", HOST), process(2, 1, "python", "-m", HOST), process(3, 2, "sh")]
+    assert [found.pid for found in victims("container of an environment", running)] == [3]
 
 
 def test_a_killed_process_is_gone_and_no_other_of_its_number_is_struck() -> None:
@@ -51,7 +63,7 @@ def test_a_killed_process_is_gone_and_no_other_of_its_number_is_struck() -> None
 
 
 def test_what_the_kinds_start_is_there() -> None:
-    assert PROGRAM.is_file() and SERVER.is_file() and (HERE / "loop.py").is_file()
+    assert all(path.is_file() for path in (PROGRAM, SERVER, HERE / "loop.py", HERE / "container.py"))
 
 
 def test_a_process_a_file_and_a_socket_are_named_while_they_are_there(tmp_path: Path) -> None:

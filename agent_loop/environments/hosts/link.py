@@ -56,7 +56,7 @@ class HostLink:
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
-                env=os.environ | {MARK: str(self._folder)},
+                env=os.environ | {MARK: str(self._folder), "TMPDIR": str(self._folder)},
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)

@@ -1,10 +1,10 @@
 """Kills what agents are made of at random moments of real runs: see ``scripts/chaos_agents -h``.
 
-A round is one SIGKILL: of an agent worker, an MCP server or its guard, a sandbox or a program in it, an agent program
-or its keeper, ``rl-async play``, or a gateway. The kinds of runs (``kinds.py``) take turns, until all rounds have
-struck. Each run must train all its steps, ``rl-async audit`` must pass, and then nothing of it may be left: no
-process, no mount, no Unix socket, no file in /tmp and no shared memory. For that, everything runs in namespaces of its
-own.
+A round is one SIGKILL: of an agent worker, an MCP server, an environment host or the guard of either, what a host had
+started, a sandbox or a program in it, an agent program or its keeper, ``rl-async play``, or a gateway. The kinds of
+runs (``kinds.py``) take turns, until all rounds have struck. Each run must train all its steps, ``rl-async audit`` must
+pass, and then nothing of it may be left: no process, no mount, no Unix socket, no file in /tmp and no shared memory.
+For that, everything runs in namespaces of its own.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """The kinds of runs, and whom a round may kill in each.
 
-To add one, such as a run whose environments live in processes of their own: an entry in KINDS with its settings, and in
-VICTIMS what its processes look like.
+To add one: an entry in KINDS with its settings, and in VICTIMS what its processes look like.
 """
 
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_async.agent_loop.environments.hosts.link import MODULE as HOST
 from rl_async.launcher.play import keeper
 from rl_async.process import guard
 from tests.chaos.agents.leftovers import Process
@@ -56,12 +56,25 @@ def _first_of_sandbox(process: Process, _: Processes) -> bool:
     return process.name != "bwrap" and process.argv[1:4] == ("-I", "-S", "/inside.py")
 
 
+def _guarded(server: Callable[[Process], bool]) -> IsVictim:
+    """The guard of such a server."""
+    return lambda process, _: guard.__file__ in process.argv and server(process)
+
+
+def _of_host(process: Process, everyone: Processes) -> bool:
+    parent = everyone.get(process.parent)
+    return parent is not None and VICTIMS["environment host"](parent, everyone)
+
+
 VICTIMS: dict[str, IsVictim] = {
     "agent worker": _module("rl_async.agent_loop"),
     "gateway": _module("rl_async.agent_loop.gateway"),
     "MCP server of a worker": _kept(guard.__file__, last="shared"),
     "MCP server of an episode": _kept(guard.__file__, last="own"),
-    "guard of an MCP server": lambda process, _: guard.__file__ in process.argv,
+    "guard of an MCP server": _guarded(lambda process: HOST not in process.argv),
+    "environment host": _module(HOST),
+    "guard of an environment host": _guarded(lambda process: HOST in process.argv),
+    "container of an environment": _of_host,
     "sandbox": lambda process, _: process.name == "bwrap",
     "first process of a sandbox": _first_of_sandbox,
     "program in a sandbox": _in_sandbox,
@@ -80,6 +93,16 @@ KINDS = {
             f"{{command: {START_SERVER}, '{{workspace}}/own'], scope: episode, name: own}}]",
         ),
         ("MCP server of a worker", "MCP server of an episode", "guard of an MCP server", "agent worker"),
+    ),
+    "environments": Kind(
+        (
+            *WORKERS,
+            "agent.tools=[]",
+            f"agent.environment={HERE / 'container.py'}:InContainer",
+            "agent.environment_hosts={ready: 2, processes: 2}",
+            "reward.functions=[{name: environment}]",
+        ),
+        ("environment host", "guard of an environment host", "container of an environment", "agent worker"),
     ),
     "sandbox": Kind(
         (*WORKERS, "agent.tools=[python, bash]"),

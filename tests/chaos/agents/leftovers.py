@@ -101,7 +101,7 @@ def own_temporary_folders(kept: list[Path], aside: Path) -> None:
     for folder in FOLDERS:
         _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder)
     for place, path in inside.items():
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)  # one may be in another
         _mount("--bind", place, path)
 
 
