@@ -8,7 +8,7 @@ forward pass, whatever shares the batch.
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from rl_async.errors import UserError
 from rl_async.output_layer import output_logits, widened
+from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.cache import SlotCache
-from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, why_not_served
+from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, visible_in_prompts, why_not_served
 from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
@@ -30,13 +31,14 @@ ONE_THREAD = (
 HEADROOM = 32  # tokens that must fit beside what is there, so that an admitted sequence is not preempted at once
 
 Prompt = tuple[int, ...]
+Mask = Tensor | Mapping[str, Tensor | None] | None  # as Transformers' models take one
 
 
 def _check_served(model: nn.Module) -> None:
     """Raise UserError for a model whose batched results would differ from a plain forward pass."""
     config: Any = model.config
     found = why_not_served(config)
-    if found is None and config._attn_implementation != "sdpa":
+    if found is None and config._attn_implementation not in ("sdpa", ATTENTION):
         found = f"attn_implementation {config._attn_implementation!r}"
     if found is not None:
         raise UserError(
@@ -214,7 +216,8 @@ class EngineCore:
         width = max(map(len, prompts))
         padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
         self._cache.prefill_at(first)
-        hidden = self._forward(padded, torch.arange(width, device=self.device)[None], None)
+        positions = torch.arange(width, device=self.device)[None]
+        hidden = self._forward(padded, positions, visible_in_prompts(self.model.config))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
@@ -235,7 +238,7 @@ class EngineCore:
         hidden = self._forward(padded, at.clamp(max=self.max_length - 1), mask)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor:
         return self.model.model(
             input_ids=tokens,
             position_ids=positions,

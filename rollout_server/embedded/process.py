@@ -15,6 +15,7 @@ from rl_async.errors import UserError
 from rl_async.process.http_auth import Access, run_token
 from rl_async.process.http_server import server_of
 from rl_async.process.role import bind
+from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
@@ -31,7 +32,7 @@ def load_model(config: RunConfig) -> torch.nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(
             config.model.path,
             dtype=getattr(torch, config.model.dtype),
-            attn_implementation="sdpa",
+            attn_implementation=ATTENTION,
             trust_remote_code=False,
             use_safetensors=True,
         )

@@ -97,7 +97,7 @@ CLIENTS: dict[str, Client] = {
             *(f"{BIN}/codex", "exec", "--skip-git-repo-check", "-c", 'model="policy"', "-c", 'model_provider="rl"'),
             *("-c", f"model_providers.rl={CODEX_PROVIDER}", "{prompt}"),
         ),
-        shell("exec_command", "cmd"),
+        Lines("exec_command", '{"cmd": "echo N"}', "I took N."),  # its sandbox lets commands read only
         registry="npm",
     ),
     "opencode": Client(

@@ -2,8 +2,8 @@
 
     python confine.py BASE_URL CLIENTS -- PROGRAM...
 
-Bubblewrap gives it a network of its own, in which a forwarder listens where the gateway does outside. HOME is an empty
-folder beside the workspace. HIDDEN folders and the user's home are empty, but for CLIENTS, the folder of the installed
+Bubblewrap gives it a network of its own, in which a forwarder listens where the gateway does outside. The user's home
+is an empty folder of the episode, and HIDDEN folders are empty, too, but for CLIENTS, the folder of the installed
 programs, this repository and the interpreters that they need. Any other file that the user may read stays readable, and
 Unix sockets in other folders can be reached.
 """
@@ -36,26 +36,32 @@ def main() -> int:
         return asyncio.open_connection("127.0.0.1", port)
 
     in_background(lambda serve: asyncio.start_unix_server(serve, socket), outward)
-    hidden = [path for path in (*HIDDEN, Path.home()) if path.is_dir() and not path.is_symlink() and path != Path("/")]
-    kept = dict.fromkeys((clients, str(READABLE), *interpreters(clients, hidden)))
+    hidden = [path for path in HIDDEN if path.is_dir() and not path.is_symlink()]
+    kept = dict.fromkeys((clients, str(READABLE), *interpreters(clients, [*hidden, Path.home()])))
     readable = [word for path in kept for word in ("--ro-bind", path, path)]
     command = [
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
         *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
         *(word for path in hidden for word in ("--tmpfs", str(path))),
+        *("--bind", str(home), str(Path.home())),  # Codex's own sandbox refuses a home in /tmp
         *readable,
         *("--bind", str(folder), str(folder), "--chdir", str(Path.cwd()), "--"),
         *(sys.executable, "-I", __file__, "inside", str(port), socket, *program),
     ]
-    return subprocess.run(command, env=os.environ | {"HOME": str(home)}).returncode
+    return subprocess.run(command).returncode
 
 
 def interpreters(clients: str, hidden: Sequence[Path]) -> list[str]:
-    """Return the folders below hidden ones from which Python and Node are started."""
+    """Return the folders below hidden ones, outside READABLE and ``clients``, that hold Python and Node."""
     named = (sys.executable, os.path.join(clients, "bin", "python"), shutil.which("python3"), shutil.which("node"))
     begun = [Path(path) for path in named if path is not None and os.path.exists(path)]
-    prefixes = [place.parents[1] for path in begun for place in (path, path.resolve())]
-    return [str(prefix) for prefix in prefixes if any(path in prefix.parents for path in hidden)]
+    prefixes = [
+        prefix
+        for path in begun
+        for prefix in (path.parents[1], path.parents[1].resolve(), path.resolve().parents[1])
+        if not {READABLE, Path(clients)} & set(prefix.parents)  # a link in them cannot be mounted over
+    ]
+    return [str(prefix) for prefix in prefixes if set(hidden) & set(prefix.parents)]
 
 
 def inside(port: int, socket: str, program: list[str]) -> int:

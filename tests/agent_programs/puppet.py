@@ -30,7 +30,7 @@ VOCABULARY = 4096
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>", "<think>", "</think>")
 OBEYS = 0.85  # of its turns; else it ends at once, or calls once more
-SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=75, check_every=25, max_steps=600, gate=0.96)
+SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=150, check_every=25, max_steps=600, gate=0.96)
 
 # Qwen's layout. Only a policy that thinks has REASONING: calls are not forced upon one whose template has a thought.
 REASONING = """\
@@ -135,8 +135,10 @@ def conversation(lines: Lines, rng: random.Random) -> list[dict[str, Any]]:
 
     result = str(rng.randrange(10)) if rng.random() < 0.5 else passage(rng)
     shown = {"role": "user", "content": lines.shown.replace("N", result)} if lines.shown else None
+    remark = {"role": "system", "content": passage(rng)}  # behind the question, as Claude Code has one
     return [
         {"role": "user", "content": passage(rng)},
+        *([remark] if rng.random() < 0.3 else []),
         said(True),
         shown or {"role": "tool", "content": result},
         said(False),

@@ -15,7 +15,7 @@ from tests.agent_programs.clients import PROMPT, Client
 from tests.agent_programs.puppet import ROOT, Lines
 
 STEPS, EPISODES = 2, 4  # steps, and episodes of each, all of one group
-START_S, END_S = 240.0, 480.0
+START_S, END_S = 240.0, 900.0
 MOST_DIFFERENCE = 1e-3  # of a token's log-probability, between engine and trainer
 HERE = Path(__file__).parent
 RL_ASYNC = [sys.executable, "-m", "rl_async.launcher.cli"]
@@ -74,7 +74,13 @@ def write_inputs(folder: Path, model: Path) -> None:
         "model": {"path": str(model)},
         "data": {"path": str(folder / "tasks.jsonl"), "train_batch_groups": 1},
         "agent": {"gateway": {}, "max_tokens": context - 1, "unprinted_tools": "allow"},
-        "rollout": {"group_size": EPISODES, "max_tokens": 256, "max_model_len": context, "max_batch_size": EPISODES},
+        "rollout": {
+            "group_size": EPISODES,
+            "max_tokens": 256,
+            "max_model_len": context,
+            "max_batch_size": EPISODES,
+            "request_timeout_s": END_S,  # a coding agent's first prompt takes a CPU a minute
+        },
         "queue": {"max_staleness": 0},
         "trainer": {"steps": STEPS, "minibatches": 1, "learning_rate": 1e-3, "max_tokens_per_microbatch": context},
         "eval": {"every": 0},

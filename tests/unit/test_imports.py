@@ -27,6 +27,7 @@ HOME_OF = {
         "weight_sync",
         "rollout_server/embedded",
         "rl_async/output_layer.py",  # what the engine and the trainer must compute alike
+        "rl_async/windowed_attention.py",  # the same
         "rollout_server/vllm/plugin.py",  # these two run inside vLLM's own process
         "rollout_server/vllm/transfer.py",
         "reward_loop/server",

@@ -4,6 +4,7 @@ Equally long sequences stand side by side (``packing.Packed``), so a group of th
 packed row, and one call of PyTorch's fused attention serves it: no padding, no copy, no mask over the whole row.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 from rl_async.trainer.batches.packed_tree import TreeCalls
 from rl_async.trainer.model.tree_attention import can_merge, copied, merged
 from rl_async.trainer.model.ulysses import to_heads, to_sequence
+from rl_async.windowed_attention import windowed
 
 NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)
@@ -67,12 +69,7 @@ def packed_attention(
         packed_groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         q, k, v = (part.unflatten(0, (sequences, length)).transpose(1, 2) for part in parts)
-        band = _band(length, sliding_window, q.device)
-        if softcap is None:
-            out = _fused(q, k, v, band, scaling)
-        else:
-            out = _capped(q, k, v, band, scaling, softcap)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs.append(_attended(q, k, v, scaling, sliding_window, softcap).transpose(1, 2).flatten(0, 1))
     attended = torch.cat(outputs)[None]
     return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
 
@@ -92,33 +89,39 @@ def _of_tree(
     if window is None and softcap is None and can_merge(q, v):
         return merged(q, k, v, tree, scaling)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-        return _fused(q, k, v, sees, scaling) if softcap is None else _capped(q, k, v, sees, scaling, softcap)
-
-    return copied(q, k, v, tree, window, attend)
+    return copied(q, k, v, tree, window, partial(_masked, scaling=scaling, softcap=softcap))
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Bool [length, length] of what a token sees through a window; None when that is all before it."""
-    if window is None or length <= window:
-        return None
-    at = torch.arange(length, device=device)
-    return (at[:, None] >= at) & (at[:, None] - at < window)
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of whole sequences, [B, heads, L, D]."""
+    if window is not None and window < q.shape[2]:
+        return windowed(q, k, v, window, partial(_masked, scaling=scaling, softcap=softcap))
+    return _masked(q, k, v, None, scaling=scaling, softcap=softcap)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float | None) -> Tensor:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, *, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """``sees``: bool [L, S], what each token sees; None: all up to itself."""
+    return _fused(q, k, v, sees, scaling) if softcap is None else _capped(q, k, v, sees, scaling, softcap)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None) -> Tensor:
     return scaled_dot_product_attention(
-        q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, attn_mask=sees, is_causal=sees is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
-    """[B, heads, L, D] with every score in memory, [B, heads, L, L]: no fused kernel of PyTorch's caps them."""
-    length, repeats = q.shape[2], q.shape[1] // k.shape[1]  # without a band there are as many keys
+def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+    """[B, heads, L, D] with every score in memory, [B, heads, L, S]: no fused kernel of PyTorch's caps them."""
+    length, repeats = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
-    sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if band is None else band
+    if sees is None:
+        sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
     return weights @ v
 

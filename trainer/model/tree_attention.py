@@ -9,15 +9,14 @@ so is the backward pass: a part's gradient follows from the whole output and the
 for CPUs cannot: windows, capped scores, values that are not as wide as keys.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_async.trainer.batches.packed_tree import TreeCalls
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # [B, heads, L, D] and what each token sees
+from rl_async.windowed_attention import Attend, windowed
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,12 +27,8 @@ def copied(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, window: int | None
     out = q.new_empty(*q.shape[:2], v.shape[2])
     tokens, parts = [], []
     for queries, keys in calls.paths:
-        here, there = queries.shape[1], keys.shape[1]
-        at = torch.arange(there, device=q.device)
-        distance = at[there - here :, None] - at
-        sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         here_q, there_k, there_v = (_gathered(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
-        part = attend(here_q, there_k, there_v, sees)
+        part = windowed(here_q, there_k, there_v, window, attend)
         tokens.append(queries.flatten())
         parts.append(part.transpose(1, 2).flatten(0, 1))
     return out.index_copy(0, torch.cat(tokens), torch.cat(parts))

@@ -36,8 +36,9 @@ def connected(path):
         return True
     except OSError:
         return False
-_, ours, other, elsewhere, bound = sys.argv
-found = [connected(bound), reached(ours), reached(other), written("x"), written(elsewhere), os.environ["HOME"]]
+_, ours, other, elsewhere, bound, own = sys.argv
+home = [os.path.exists(own), written(os.path.expanduser("~/mine"))]
+found = [connected(bound), reached(ours), reached(other), written("x"), written(elsewhere), *home]
 print(json.dumps(found))
 sys.exit(3)
 """
@@ -64,19 +65,34 @@ def urls() -> Iterator[list[str]]:
         server.server_close()
 
 
+@pytest.fixture(params=[False, True], ids=["as it is", "with a link to the environment"])
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """The interpreter and the `confine.py` of this checkout, or of one whose environment is a link."""
+    if not request.param:
+        return Path(sys.executable), Path(confine.__file__)
+    (script := tmp_path / "checkout" / "tests" / "agent_programs" / "confine.py").parent.mkdir(parents=True)
+    shutil.copy(confine.__file__, script)
+    (environment := tmp_path / "checkout" / ".venv").symlink_to(Path(sys.prefix).resolve())
+    return environment / "bin" / "python", script
+
+
 def test_a_confined_program_reaches_the_gateway_only_and_writes_to_its_folder_only(
-    urls: list[str], tmp_path: Path
+    urls: list[str], tmp_path: Path, checkout: tuple[Path, Path]
 ) -> None:
+    python, script = checkout
     workspace = tmp_path / "episode" / "workspace"
     workspace.mkdir(parents=True)
     elsewhere = tmp_path / "elsewhere"
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as folder,
+        tempfile.NamedTemporaryFile(dir=Path.home()) as own,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         listener.bind(bound := f"{folder}/bound")
         listener.listen()
-        program = [sys.executable, "-c", PROGRAM, *urls, str(elsewhere), bound]
-        command = [sys.executable, confine.__file__, urls[0], str(tmp_path), "--", *program]
+        program = [str(python), "-c", PROGRAM, *urls, str(elsewhere), bound, own.name]
+        command = [str(python), str(script), urls[0], str(tmp_path), "--", *program]
         done = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
-    home = str(workspace.parent / "home")
-    assert json.loads(done.stdout) == [False, 200, "ConnectionRefusedError", True, False, home]
-    assert (workspace / "x").exists() and not elsewhere.exists()
+    assert json.loads(done.stdout) == [False, 200, "ConnectionRefusedError", True, False, False, True]
+    assert (workspace / "x").exists() and (workspace.parent / "home" / "mine").exists() and not elsewhere.exists()

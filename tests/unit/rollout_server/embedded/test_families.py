@@ -1,14 +1,17 @@
 """Each family that is served, on a tiny random model: log-probabilities are those of a plain forward pass."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.families import SERVED
 from rl_async.trainer.model.families import FAMILIES, logit_form
+from rl_async.windowed_attention import BLOCK
 from tests.unit.rollout_server.embedded.test_core import largest_difference, sequences
 
 SIZES: dict[str, Any] = {
@@ -22,6 +25,8 @@ SIZES: dict[str, Any] = {
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+ALL_SLIDING: dict[str, Any] = {"head_dim": 16, "layer_types": ["sliding_attention"] * 4, **WINDOWS}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"head_dim": 16, "sliding_window": 8, "layer_types": MIXED}),
     ("llama", {}),
@@ -67,6 +72,29 @@ def test_logprobs_agree_with_a_plain_forward_pass(kind: str, more: dict[str, Any
         core.step()
     assert core.cached_tokens > 200
     assert max(largest_difference(model, s) for s in (*todo, *again)) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "more"), [KINDS[0], KINDS[7], ("qwen3", ALL_SLIDING)], ids=["gemma3", "qwen2", "all"])
+def test_windows_in_blocks_over_long_prompts_agree_with_a_plain_forward_pass(kind: str, more: dict[str, Any]) -> None:
+    model = peaked(kind, more)
+    served = copy.deepcopy(model)
+    served.set_attn_implementation(ATTENTION)
+    core = EngineCore(served, max_batch=4, max_length=2048)
+    first, shorter = sequences(2, seed=1)
+    first.tokens = (first.tokens * 1300)[: 2 * BLOCK + 100]
+    for sequence in (first, shorter):
+        sequence.prompt_length = len(sequence.tokens)
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+    (again,) = sequences(1, seed=2)  # goes on from what is known of the first, by more than a block
+    again.tokens = [*first.tokens[:300], *(again.tokens * 1300)[: 2 * BLOCK]]
+    again.prompt_length = len(again.tokens)
+    core.add(again)
+    while core.unfinished:
+        core.step()
+    assert core.cached_tokens > 280
+    assert max(largest_difference(model, s) for s in (first, shorter, again)) < 1e-5
 
 
 def test_every_family_that_is_served_is_tested_and_trained() -> None:
