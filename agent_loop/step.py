@@ -10,10 +10,12 @@ class Step(NamedTuple):
     """An answer to one turn, or to one tool call in it.
 
     ``reward`` is the turn's, and ``reason`` says why; both are recorded, and the reward counts in training beside the
-    episode's. ``done`` ends the episode, and so does an environment with nothing to say.
+    episode's. ``done`` ends the episode, and so does an environment with nothing to say. In a game of several roles,
+    ``to`` names the one that is told the observation and speaks next.
     """
 
     observation: Observation = None
     reward: float | None = None
     done: bool = False
     reason: str = ""
+    to: str = ""

@@ -16,7 +16,7 @@ from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
-from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory
+from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory, by_role
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -108,8 +108,9 @@ class AgentWorker:
         try:
             with spans.of_agent(name, group, group.task.agent or self._agent.loop):
                 rows = await self._episode(group, sample)
-            with spans.of_reward(name, rows[-1]):
-                await self._rewards.score(group.task, rows[-1], *rows[:-1])
+            for *others, last in by_role(rows):
+                with spans.of_reward(name, last):
+                    await self._rewards.score(group.task, last, *others)
             return rows
         except RlAsyncError as error:
             if self._replays:

@@ -13,6 +13,7 @@ class Environment:
     ``prepare``, a static method, may do beforehand what does not depend on the task; see ``registry.EnvironmentKind``.
     Called in this order: ``reset``, ``tools``, then ``step`` after every turn without tool calls until one is done,
     ``reward``, and ``close`` whatever happened. ``__aenter__`` and ``__aexit__``, if there are any, enclose them all.
+    One with ``roles`` is a game, whose methods are those of ``Game``.
     """
 
     def reset(self) -> Observation:
@@ -32,6 +33,35 @@ class Environment:
 
         A mapping has it as ``score``, and further numbers to record.
         """
+        return 0.0
+
+    def close(self) -> None:
+        """Release what the episode holds."""
+
+
+class Game:
+    """An environment of several roles, which speak in turn. Deriving is optional; ``roles`` makes a game of it.
+
+    Each role has a conversation of its own, which begins with the task's prompt and what the role is told first; if
+    that begins with a system message, the conversation begins with it instead.
+    """
+
+    roles: Sequence[str] = ()
+
+    def reset(self) -> Step:
+        """Begin; the step's ``to`` is the role that speaks first, its observation what it is told."""
+        return Step(to=self.roles[0])
+
+    def tools(self) -> Sequence[Tool] | Mapping[str, Sequence[Tool]]:
+        """Return the tools of all roles, or those of each. Must not block."""
+        return ()
+
+    def step(self, answer: str) -> Step:
+        """Answer what the role said whose turn it was. The reward is that role's; ``to`` is who speaks next."""
+        return Step(done=True)
+
+    def reward(self) -> float | Mapping[str, Any]:
+        """Return what each role has earned beyond its turns' rewards, by role, or one reward for all of them."""
         return 0.0
 
     def close(self) -> None:

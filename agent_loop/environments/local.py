@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rl_async.agent_loop.environments.calls import call_user
+from rl_async.agent_loop.environments.game import GameSession
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Session
@@ -33,13 +34,14 @@ class LocalEnvironments:
         assert self._kind.prepare is not None
         return await self._begin("prepare", self._kind.prepare, self._services)
 
-    async def make(self, task: Task, *prepared: Any) -> Session:
+    async def make(self, task: Task, *prepared: Any) -> Session | GameSession:
         """Make the environment of an episode, which its session will enter and close. Raises EnvironmentFailed."""
         if self._kind.may_block:
             environment = await self._begin("__init__", self._kind.make, task, self._services, *prepared)
         else:
             environment = self._kind.make(task, self._services, *prepared)
-        return Session(self._name, environment, self._timeout_s, start_limited=self._start_limited)
+        kind = GameSession if getattr(environment, "roles", ()) else Session
+        return kind(self._name, environment, self._timeout_s, start_limited=self._start_limited)
 
     async def discard(self, prepared: Any) -> None:
         """Release what ``prepare`` made and no environment got. Raises EnvironmentFailed."""
@@ -52,7 +54,7 @@ class LocalEnvironments:
         return await call_user(f"environment {self._name}: {method}()", function, *arguments, timeout_s=limit)
 
     @contextlib.asynccontextmanager
-    async def open(self, task: Task) -> AsyncIterator[Session]:
+    async def open(self, task: Task) -> AsyncIterator[Session | GameSession]:
         """Make an environment for an episode, and close it at the episode's end."""
         prepared = [await self.prepare()] if self.prepares else []
         try:

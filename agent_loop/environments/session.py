@@ -1,7 +1,8 @@
 """An environment in use by one episode: calls what it has of the protocol, each call with a deadline."""
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,7 +18,15 @@ from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 log = logging.getLogger("rl_async.agent_loop")
 
 
-class OpenEnvironment(Protocol):
+class Answering(Protocol):
+    """What answers the turns of one conversation. Raises EnvironmentFailed."""
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the answer to a turn, and what it says as messages: none where the episode is over."""
+        ...
+
+
+class OpenEnvironment(Answering, Protocol):
     """An environment in use by one episode, in this process or in another one. Methods raise EnvironmentFailed."""
 
     async def reset(self) -> list[Message]:
@@ -28,25 +37,44 @@ class OpenEnvironment(Protocol):
         """Return the environment's tools."""
         ...
 
-    async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the environment's answer to a turn, and what it says as messages: none where the episode is over."""
-        ...
-
     async def reward(self) -> Score | None:
         """Return the episode's reward; None if the environment gives none, 0 if it gives rewards to turns alone."""
         ...
 
 
+class OpenGame(ABC):
+    """A game of several roles in use by one episode, in this process or in another one. Methods raise
+    EnvironmentFailed."""
+
+    roles: Sequence[str]
+
+    @abstractmethod
+    async def reset(self) -> tuple[Step, list[Message]]:
+        """Begin the episode; return a step ``to`` the role that speaks first, and what it is told."""
+
+    @abstractmethod
+    def tools(self) -> Mapping[str, Sequence[CallableTool]]:
+        """Return the tools of each role."""
+
+    @abstractmethod
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the game's answer to the role that spoke, which also says who is next, and what that one is told."""
+
+    @abstractmethod
+    async def reward(self) -> Mapping[str, Score]:
+        """Return the reward of each role; 0 if the game gives rewards to turns alone."""
+
+
 class Environments(Protocol):
     """Where a worker's episodes get their environments from."""
 
-    def open(self, task: Task) -> AbstractAsyncContextManager[OpenEnvironment]:
+    def open(self, task: Task) -> AbstractAsyncContextManager[OpenEnvironment | OpenGame]:
         """Make an environment for an episode, and close it at the episode's end."""
         ...
 
 
-class Session:
-    """An async context manager around an environment (``interface.Environment``), whose methods are all optional.
+class UserSession:
+    """An async context manager around a user's environment (``interface.py``), whose methods are all optional.
 
     ``own_deadlines`` of a built-in environment says that what it waits for has deadlines. Every method raises
     EnvironmentFailed if the environment raises, misses its deadline or returns something unusable, except for errors
@@ -79,6 +107,45 @@ class Session:
                 raise
             log.warning("%s, after %s", failure, type(error).__name__)  # the first error is the one to report
 
+    def _has(self, method: str) -> bool:
+        return hasattr(self._environment, method)
+
+    async def _call(self, target: Any, method: str, *arguments: Any) -> Any:
+        limit = None if self._start_limited and method in ("__aenter__", "reset") else self._timeout_s
+        what = f"environment {self._name}: {method}()"
+        return await call_user(what, getattr(target, method), *arguments, timeout_s=limit)
+
+    def _answer(self, method: str, step: Any) -> tuple[Step, list[Message]]:
+        """Check what the environment answered; return it, and its observation as messages."""
+        if not isinstance(step, Step):
+            raise self._unusable(method, step, "a Step")
+        messages = self._messages(method, step.observation)
+        if any(message["role"] == "assistant" for message in messages):
+            raise self._unusable(method, messages, "without messages of the assistant, which the model alone writes")
+        return step, [] if step.done else messages
+
+    def _messages(self, method: str, observation: Any) -> list[Message]:
+        if observation is None:
+            return []
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        if not isinstance(observation, Sequence) or not all(map(_is_message, observation)):
+            raise self._unusable(method, observation, "a text or messages with role and content as text")
+        return list(observation)
+
+    def _score(self, reward: Any) -> Score:
+        try:
+            return to_score(reward)
+        except ScorerFailed as error:
+            raise EnvironmentFailed(f"environment {self._name}: reward() {error}") from None
+
+    def _unusable(self, method: str, answer: object, wanted: str) -> EnvironmentFailed:
+        return EnvironmentFailed(f"environment {self._name}: {method}() returned {answer!r:.80}, not {wanted}")
+
+
+class Session(UserSession):
+    """A session of an environment without roles (``interface.Environment``)."""
+
     async def reset(self) -> list[Message]:
         """Begin the episode; return the messages to append to the task's prompt."""
         if not self._has("reset"):
@@ -93,43 +160,13 @@ class Session:
         """Return the environment's answer to a turn, and what it says as messages: none where the episode is over."""
         if not self._has("step"):
             return Step(done=True), []
-        step = await self._call(self._environment, "step", answer)
-        if not isinstance(step, Step):
-            raise self._unusable("step", step, "a Step")
-        messages = self._messages("step", step.observation)
-        if any(message["role"] == "assistant" for message in messages):
-            raise self._unusable("step", messages, "without messages of the assistant, which the model alone writes")
-        return step, [] if step.done else messages
+        return self._answer("step", await self._call(self._environment, "step", answer))
 
     async def reward(self) -> Score | None:
         """Return the episode's reward; None if the environment gives none, 0 if it gives rewards to turns alone."""
         if not self._has("reward"):
             return Score(0.0) if self._has("step") else None
-        reward = await self._call(self._environment, "reward")
-        try:
-            return to_score(reward)
-        except ScorerFailed as error:
-            raise EnvironmentFailed(f"environment {self._name}: reward() {error}") from None
-
-    def _has(self, method: str) -> bool:
-        return hasattr(self._environment, method)
-
-    async def _call(self, target: Any, method: str, *arguments: Any) -> Any:
-        limit = None if self._start_limited and method in ("__aenter__", "reset") else self._timeout_s
-        what = f"environment {self._name}: {method}()"
-        return await call_user(what, getattr(target, method), *arguments, timeout_s=limit)
-
-    def _messages(self, method: str, observation: Any) -> list[Message]:
-        if observation is None:
-            return []
-        if isinstance(observation, str):
-            return [{"role": "user", "content": observation}]
-        if not isinstance(observation, Sequence) or not all(map(_is_message, observation)):
-            raise self._unusable(method, observation, "a text or messages with role and content as text")
-        return list(observation)
-
-    def _unusable(self, method: str, answer: object, wanted: str) -> EnvironmentFailed:
-        return EnvironmentFailed(f"environment {self._name}: {method}() returned {answer!r:.80}, not {wanted}")
+        return self._score(await self._call(self._environment, "reward"))
 
 
 def _is_message(value: object) -> bool:

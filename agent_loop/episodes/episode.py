@@ -17,7 +17,7 @@ from rl_async.agent_loop.chat_formats.format import (
     ParsedCall,
     TooLong,
 )
-from rl_async.agent_loop.environments.session import OpenEnvironment
+from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
@@ -45,10 +45,12 @@ class Episode:
         chat: ChatFormat,
         generator: Generator,
         tools: Sequence[CallableTool],
-        environment: OpenEnvironment | None = None,
+        environment: Answering | None = None,
         prompt: Sequence[Message] | None = None,
+        role: str = "",
     ) -> None:
-        """``prompt``: the task's with what the environment says first; None: the task's."""
+        """``prompt``: the task's with what the environment says first; None: the task's. ``role``: whose conversation
+        it is in an episode of several."""
         self.task = group.task
         self.config = config
         self.messages: list[Message] = list(group.task.prompt if prompt is None else prompt)
@@ -60,7 +62,8 @@ class Episode:
         self._given = len(self.messages)  # messages of the prompt
         self._group, self._sample, self._environment = group, sample, environment
         self._chat, self._generator = chat, generator
-        self._id = f"{group.group_id}.{sample}.{group.attempt}"
+        self._id, self._role = f"{group.group_id}.{sample}.{group.attempt}", role
+        self._session = session_of(self._id, role)
         self._baseline = is_baseline(config, group.partition, sample)
         self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -109,7 +112,7 @@ class Episode:
         if room <= 0:
             return "length"
         request = GenerateRequest(
-            request_id=f"{self._id}.{len(self.turns)}",
+            request_id=f"{self._session}.{len(self.turns)}",
             token_ids=self._row.token_ids.copy(),
             sampling=self._sampling,
             max_tokens=room,
@@ -118,7 +121,7 @@ class Episode:
         )
         began = time.monotonic()
         with spans.of_chat(self._id, self.config.model.path, request) as sampled:
-            result = await self._generator.generate(request, session=self._id)
+            result = await self._generator.generate(request, session=self._session)
             sampled(result)
         seconds = time.monotonic() - began
         self._seconds["generate"] += seconds
@@ -263,6 +266,7 @@ class Episode:
             episode_id=self._id,
             sampling=self._sampling,
             timings={**self._seconds, "total": time.monotonic() - self._began},
+            role=self._role,
             baseline=self._baseline,
         )
 
@@ -277,6 +281,11 @@ class Episode:
             known = len(turns)
             rewarded.append(replace(row, turns=turns))
         return rewarded
+
+
+def session_of(episode: str, role: str) -> str:
+    """Return the name under which engines see a conversation: the requests of one best go to the same engine."""
+    return f"{episode}.{role}" if role else episode
 
 
 def policy_sampling(config: RunConfig, partition: str) -> Sampling:

@@ -74,9 +74,10 @@ def trajectories(
     episode_id: str,
     sampling: Sampling,
     timings: Mapping[str, float],
+    role: str = "",
     baseline: bool = False,
 ) -> list[Trajectory]:
-    """Return the rows of an episode to train on, which have no reward yet."""
+    """Return the rows of a conversation to train on, which have no reward yet."""
     return [
         Trajectory(
             task_id=group.task.task_id,
@@ -85,6 +86,7 @@ def trajectories(
             attempt=group.attempt,
             episode_id=episode_id,
             segment=segment,
+            role=role,
             partition=group.partition,
             **row.tokens.arrays(),
             sampling=sampling,

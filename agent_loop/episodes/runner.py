@@ -3,18 +3,24 @@
 import contextlib
 import logging
 import random
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from rl_async.agent_loop.chat_formats.format import ChatFormat, text_size
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, text_size
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
-from rl_async.agent_loop.environments.session import Environments, joined
+from rl_async.agent_loop.environments.session import Answering, Environments, OpenEnvironment, OpenGame, joined
+from rl_async.agent_loop.environments.speakers import make_opponents
 from rl_async.agent_loop.episodes.episode import Episode
+from rl_async.agent_loop.episodes.game import Seat, play_game, require_roles
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
 from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, require_listed, task_tools
+from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
@@ -48,16 +54,20 @@ class EpisodeRunner:
         if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
             self._open_sandbox()
         self._services, self._environments = Services(config, chat, generator), hosted
+        self._opponents = make_opponents(config, chat, generator)
         if config.agent.environment and hosted is None:
             self._environments = LocalEnvironments(config.agent.environment, self._services)
         self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
 
     async def close(self) -> None:
-        """Close what its environments share."""
+        """Close what its environments share, and its opponents."""
         await self._services.close()
+        for opponent in self._opponents.values():
+            await opponent.close()
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Run one episode, from the prompt to its rows; the last one ends with the last answer.
+        """Run one episode, from the prompt to its rows, of which the last one ends with the last answer; of an episode
+        of several roles, the rows of one after the other.
 
         They are not scored, but have what the environment says of the episode. Raises EngineError, EnvironmentFailed,
         whatever a user's loop raises, and ConfigError or DataError if the task names what does not exist or code that
@@ -65,32 +75,70 @@ class EpisodeRunner:
         """
         task = group.task
         require_listed(self._config, task)
-        loop = get_loop(task.agent or self._config.agent.loop)
         async with contextlib.AsyncExitStack() as stack:
             of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
             tools = task_tools(self._config, task, of_servers)
-            session, prompt = None, task.prompt
             if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
                 code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
                 tools = code.bind(tools)
-            if self._environments is not None:
-                session = await stack.enter_async_context(self._environments.open(task))
-                prompt = joined(prompt, await session.reset())
-                tools += distinct(session.tools(), of_servers)
-            episode = await off_loop(
-                text_size(prompt),
-                Episode,
-                group,
-                sample,
-                config=self._config,
-                chat=self._chat,
-                generator=self._generator,
-                tools=tools,
-                environment=session,
-                prompt=prompt,
-            )
-            reason = await loop(episode)
-            score = await session.reward() if session else None
+            world = await stack.enter_async_context(self._environments.open(task)) if self._environments else None
+            place = _Place(group, sample, tools, of_servers)
+            played = await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
+        rows = [row for conversation in played for row in self._rows(*conversation)]
+        for segment, row in enumerate(rows):
+            row.segment = segment
+        return rows
+
+    async def _play(self, place: "_Place", world: OpenEnvironment | None) -> list["_Played"]:
+        """Play an episode without roles. Raises ConfigError if there are opponents for some."""
+        if self._opponents:
+            raise ConfigError(f"agent.opponents: {self._config.agent.environment} has no roles; leave them out")
+        tools, prompt = place.tools, place.group.task.prompt
+        if world is not None:
+            prompt = joined(prompt, await world.reset())
+            tools = [*tools, *distinct(world.tools(), place.of_servers)]
+        episode, reason = await self._converse(place, prompt, tools, world)
+        return [_Played(episode, reason, await world.reward() if world else None)]
+
+    async def _play_game(self, place: "_Place", game: OpenGame) -> list["_Played"]:
+        """Play an episode of several roles; return those that the policy played."""
+        require_roles(game, self._opponents)
+        of_roles = {role: distinct(tools, place.of_servers) for role, tools in game.tools().items()}
+
+        async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:
+            return await self._converse(place, prompt, [*place.tools, *of_roles[seat.role]], seat, seat.role)
+
+        prompt, turns = place.group.task.prompt, self._config.agent.max_turns
+        played = await play_game(game, prompt, converse, self._opponents, turns)
+        scores = await game.reward()
+        return [_Played(episode, reason, scores[role]) for role, (episode, reason) in played.items()]
+
+    async def _converse(
+        self,
+        place: "_Place",
+        prompt: Sequence[Message],
+        tools: Sequence[CallableTool],
+        world: Answering | None,
+        role: str = "",
+    ) -> tuple[Episode, str]:
+        """Play one conversation of an episode; return it, and why it ended."""
+        episode = await off_loop(
+            text_size(prompt),
+            Episode,
+            place.group,
+            place.sample,
+            config=self._config,
+            chat=self._chat,
+            generator=self._generator,
+            tools=tools,
+            environment=world,
+            prompt=prompt,
+            role=role,
+        )
+        return episode, await get_loop(place.group.task.agent or self._config.agent.loop)(episode)
+
+    def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
+        """Return the rows of a conversation, with what the environment says of it."""
         if self._random.random() < self._config.agent.check_rendering:
             self._check(episode)
         rows = episode.trajectories(reason)
@@ -123,3 +171,20 @@ class EpisodeRunner:
                 episode.task.task_id,
                 at,
             )
+
+
+class _Place(NamedTuple):
+    """What the conversations of an episode share."""
+
+    group: LeasedGroup
+    sample: int
+    tools: Sequence[CallableTool]
+    of_servers: Mapping[str, CallableTool]  # those among the tools
+
+
+class _Played(NamedTuple):
+    """A conversation that is over, why it is, and what the environment gave for it."""
+
+    episode: Episode
+    reason: str
+    score: Score | None

@@ -24,7 +24,15 @@ def servers(c: RunConfig) -> str | None:
         return "agent.user.url and agent.user.model name a server and its model; leave both out for the policy itself"
     if user is not None and user.highest <= user.lowest:
         return f"agent.user.highest={user.highest:g} must be above agent.user.lowest={user.lowest:g}"
-    sections = (("reward.model", model), ("reward.judge", judge), ("agent.user", user))
+    opponents = [(f"agent.opponents.{role}", opponent) for role, opponent in c.agent.opponents.items()]
+    if opponents and c.agent.environment is None:
+        return "agent.opponents play roles of agent.environment; name one, or leave them out"
+    for section, opponent in opponents:
+        if bool(opponent.url) != bool(opponent.model):
+            return (
+                f"{section}.url and {section}.model name a server and its model; leave both out for the policy itself"
+            )
+    sections = (("reward.model", model), ("reward.judge", judge), ("agent.user", user), *opponents)
     urls = {f"{name}.url": section.url for name, section in sections if section is not None}
     for key, url in urls.items():
         if url and not re.fullmatch(r"https?://[^\s@?#]+", url):

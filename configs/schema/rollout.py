@@ -10,7 +10,7 @@ from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, do
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
 from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.user import UserConfig
+from rl_async.configs.schema.user import SpeakerConfig, UserConfig
 
 UnsupportedFields = Literal["ignore", "refuse"]
 
@@ -91,6 +91,13 @@ class AgentConfig(Config, frozen=True):
     user: Annotated[
         UserConfig | None, doc("The language model behind the environment simulated_user (docs/environments.md).")
     ] = None
+    opponents: Annotated[
+        dict[str, SpeakerConfig],
+        doc(
+            "Who plays roles of a game in place of the policy, by role, e.g. {seller: {url: ..., model: ...}}; {}: the "
+            "policy plays all (docs/environments.md)."
+        ),
+    ] = msgspec.field(default_factory=dict)
     environment_timeout_s: Annotated[
         Seconds,
         doc("Deadline of one call of an environment: a step, its reward, its end; in-process its reset, too."),

@@ -1,4 +1,4 @@
-"""Section `agent.user`: the language model that plays users."""
+"""Sections `agent.user` and `agent.opponents`: language models that speak in an episode beside the policy."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,31 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Positive, Seconds, doc
 
 
-class UserConfig(Config, frozen=True):
+class SpeakerConfig(Config, frozen=True, kw_only=True):
+    """A language model that speaks: one that a server has, or the policy itself."""
+
+    url: Annotated[
+        str,
+        doc("Base URL of an OpenAI-compatible server; empty: the policy itself, and what it says here trains nothing."),
+    ] = ""
+    model: Annotated[str, doc("Name of the model at that server.")] = ""
+    api_key_env: Annotated[
+        str, doc("NAME of the environment variable with the API key, which is stored nowhere; empty: no key.")
+    ] = ""
+    temperature: Annotated[float, Meta(ge=0, description="Its sampling temperature.")] = 1.0
+    max_tokens: Annotated[Positive, doc("Most tokens of one of its messages.")] = 256
+    extra_body: Annotated[
+        dict[str, Any], doc("Further keys of the request; null removes one, e.g. {max_tokens: null}.")
+    ] = msgspec.field(default_factory=dict)
+    timeout_s: Annotated[Seconds, doc("Deadline of one message, retries included.")] = 60.0
+    attempts: Annotated[Positive, doc("Requests per message: 429, 5xx and lost connections are retried.")] = 4
+    backoff_s: Annotated[Seconds, doc("Pause before the second attempt; doubles each time.")] = 1.0
+    max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
+
+
+class UserConfig(SpeakerConfig, frozen=True, kw_only=True):
+    """The model that plays users."""
+
     system: Annotated[
         str,
         doc(
@@ -16,14 +40,6 @@ class UserConfig(Config, frozen=True):
             "{wish}. Reveal it bit by bit. Write [DONE] once you have it.'"
         ),
     ]
-    url: Annotated[
-        str,
-        doc("Base URL of an OpenAI-compatible server; empty: the policy itself, whose words as user train nothing."),
-    ] = ""
-    model: Annotated[str, doc("Name of the model at that server.")] = ""
-    api_key_env: Annotated[
-        str, doc("NAME of the environment variable with the API key, which is stored nowhere; empty: no key.")
-    ] = ""
     stop: Annotated[str, Meta(min_length=1, description="The user ends the conversation by writing this.")] = "[DONE]"
     score: Annotated[
         str,
@@ -34,12 +50,3 @@ class UserConfig(Config, frozen=True):
     ] = ""
     lowest: Annotated[float, doc("The answer to score that is worth 0; a lower one is an error.")] = 0.0
     highest: Annotated[float, doc("The answer to score that is worth 1; a higher one is an error.")] = 10.0
-    temperature: Annotated[float, Meta(ge=0, description="The user's sampling temperature.")] = 1.0
-    max_tokens: Annotated[Positive, doc("Most tokens of one message of the user.")] = 256
-    extra_body: Annotated[
-        dict[str, Any], doc("Further keys of the request; null removes one, e.g. {max_tokens: null}.")
-    ] = msgspec.field(default_factory=dict)
-    timeout_s: Annotated[Seconds, doc("Deadline of one message, retries included.")] = 60.0
-    attempts: Annotated[Positive, doc("Requests per message: 429, 5xx and lost connections are retried.")] = 4
-    backoff_s: Annotated[Seconds, doc("Pause before the second attempt; doubles each time.")] = 1.0
-    max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64

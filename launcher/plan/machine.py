@@ -57,6 +57,8 @@ def check_api_keys(config: RunConfig) -> None:
     reward, user = config.reward, config.agent.user
     if user is not None and config.agent.environment == "simulated_user":
         read_api_key(user.api_key_env, "agent.user.api_key_env")
+    for role, opponent in config.agent.opponents.items():
+        read_api_key(opponent.api_key_env, f"agent.opponents.{role}.api_key_env")
     names = {term.name for term in reward.functions}
     if reward.judge is not None and "judge" in names:
         read_api_key(reward.judge.api_key_env, "reward.judge.api_key_env")

@@ -23,7 +23,7 @@ from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint
 from rl_async.launcher.plan.memory import tiny_shape
-from rl_async.messages import LeasedGroup, Task, Version, episode_rewards
+from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
@@ -93,7 +93,8 @@ async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRend
                 group_id=number, partition="eval", attempt=0, samples=[0], task=task, min_version=Version()
             )
             rows = await runner.run(group, 0)
-            await rewards.score(task, rows[-1], *rows[:-1])
+            for *others, last in by_role(rows):
+                await rewards.score(task, last, *others)
             return sum(episode_rewards(row.header() for row in rows).values())
 
         scores = await asyncio.gather(*(play(number, task) for number, task in enumerate(tasks)))

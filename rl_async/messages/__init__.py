@@ -10,4 +10,4 @@ from rl_async.messages.data import *  # noqa: F403
 from rl_async.messages.replies import *  # noqa: F403
 from rl_async.messages.requests import *  # noqa: F403
 
-SCHEMA = 8
+SCHEMA = 9

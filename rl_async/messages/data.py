@@ -117,6 +117,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     partition: str  # train | eval
     episode_id: str
     segment: int
+    role: str = ""  # in an episode of several roles, the one that the row is of
     tokens: int
     sampled: int
     reward: float
@@ -167,34 +168,44 @@ def media_sample(sha256: str) -> int:
     return -1 - int(sha256[:15], 16)
 
 
-def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int], float]:
-    """Return the reward of each scored episode by (group, sample): its outcome and its turns' rewards, in all its rows.
+def role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int, str], float]:
+    """Return what each role of each episode earned, by (group, sample, role), if it was scored: its outcome and the
+    rewards of its turns, in all its rows. An episode without roles has one, called "".
 
     That is what estimators compare; only ``gdpo`` looks at parts instead.
     """
-    rewards: dict[tuple[int, int], float] = {}
+    rewards: dict[tuple[int, int, str], float] = {}
     for header in headers:
         if header.scored:
-            key = header.group_id, header.sample
+            key = header.group_id, header.sample, header.role
             rewards[key] = rewards.get(key, header.reward) + header.turn_rewards
     return rewards
 
 
+def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int], float]:
+    """Return the reward of each scored episode by (group, sample): the mean of what its roles earned."""
+    earned: dict[tuple[int, int], list[float]] = {}
+    for (group, sample, _), reward in role_rewards(headers).items():
+        earned.setdefault((group, sample), []).append(reward)
+    return {key: sum(rewards) / len(rewards) for key, rewards in earned.items()}
+
+
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
-    """Whether two scored episodes of one group differ in reward; one that is not a number differs from all.
+    """Whether a role earned something else in one scored episode of a group than in another; what is not a number
+    differs from all.
 
     Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
     by it, and the trainer counts by it.
     """
-    rewards = list(episode_rewards(group).values())
-    return any(reward != rewards[0] for reward in rewards)
+    first: dict[str, float] = {}
+    return any(reward != first.setdefault(role, reward) for (_, _, role), reward in role_rewards(group).items())
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
     """One row to train on, exactly as it was sampled. Agent worker -> queue (opaque payload) -> trainer.
 
     An episode is one row, or several that count from segment 0 and share its reward: conversations side by side, or a
-    history that was branched or rewritten.
+    history that was branched or rewritten. In an episode of several roles, those of each role share a reward.
 
     token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
     distribution, 0 where the mask is false.
@@ -206,6 +217,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     attempt: int
     episode_id: str
     segment: int = 0
+    role: str = ""  # in an episode of several roles, the one that the row is of
     partition: str = "train"
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -250,6 +262,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
             partition=self.partition,
             episode_id=self.episode_id,
             segment=self.segment,
+            role=self.role,
             tokens=len(self.token_ids),
             sampled=int(np.count_nonzero(self.loss_mask)),
             reward=self.reward,
@@ -268,6 +281,14 @@ class Trajectory(msgspec.Struct, kw_only=True):
     def tokens_sha256(self) -> str:
         """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
         return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").data).hexdigest()
+
+
+def by_role(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Return the rows of each role of one episode, as they come; the rows of an episode without roles together."""
+    found: dict[str, list[Trajectory]] = {}
+    for row in rows:
+        found.setdefault(row.role, []).append(row)
+    return list(found.values())
 
 
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):

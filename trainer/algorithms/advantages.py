@@ -27,6 +27,9 @@ class AdvantageInputs:
     Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
     every statistic (``row_weights``); its rows share its total reward, and each has the outcome and its own turn
     rewards on its tokens. Rows without a valid reward (``scored`` false) belong to no statistic and get advantage 0.
+
+    Where episodes have several roles, each stands for an episode of its own: ``groups`` are those of one role, and
+    rewards and weights those of the row's role in its episode.
     """
 
     rewards: Tensor  # float64 [N], of the row's whole episode: outcome and all its turn rewards

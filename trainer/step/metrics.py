@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, episode_rewards, has_signal
+from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, episode_rewards, has_signal, role_rewards
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -18,7 +18,8 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     ``reward/unscored_fraction`` says how many were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are
     over trained tokens: the step minus the step of the version that sampled each. ``max_staleness`` is the bound beyond
     which tokens were masked, or None. Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean``
-    alone, which is over scored ones.
+    alone, which is over scored ones. With several roles in an episode its reward is the mean of theirs, and
+    ``reward/mean/ROLE`` is each one's.
     """
     baselines = list(episode_rewards(h for h in headers if h.baseline).values())
     without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
@@ -39,7 +40,17 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "batch/trajectories": float(len(headers)),
         "batch/episodes": float(len(episodes)),
         **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
+        **{f"reward/mean/{role}": reward for role, reward in mean_by_role(headers).items()},
     }
+
+
+def mean_by_role(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
+    """Return the mean reward of each role over the episodes in which it was scored; nothing if there are no roles."""
+    earned: dict[str, list[float]] = {}
+    for (_, _, role), reward in sorted(role_rewards(headers).items()):
+        if role:
+            earned.setdefault(role, []).append(reward)
+    return {role: float(np.mean(rewards)) for role, rewards in earned.items()}
 
 
 def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:

@@ -58,7 +58,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if algorithm.decoupled:
         corrected = algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age)
     inputs = advantage_inputs(whole, before, corrected, config)
-    inputs, kl = penalised(inputs, whole.episodes, before, algorithm, config.algorithm.kl, kl_coef)
+    inputs, kl = penalised(inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef)
     advantages = algorithm.advantage(inputs)
     advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
     sums = LossSums(ranks)
@@ -154,7 +154,7 @@ def advantage_inputs(
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double() / shaping.divisor(headers, config.algorithm.shaping)
-    rewards = outcomes + episode_sums(turn_rewards.sum(1), whole.episodes)
+    rewards = outcomes + player_sums(turn_rewards.sum(1), whole.players)
     weights = {term.name: term.weight for term in config.reward.functions}
     options = config.algorithm.advantage_options
     baselines, compared = greedy_baselines(headers, rewards)
@@ -162,10 +162,10 @@ def advantage_inputs(
         rewards=rewards,
         token_rewards=turn_rewards + on_last_token(outcomes, whole.mask),
         mask=whole.mask,
-        groups=torch.tensor([h.group_id for h in headers]),
+        groups=whole.groups,
         scored=torch.tensor([h.scored and not h.baseline for h in headers]) & compared,
         baselines=baselines,
-        row_weights=whole.row_weights,
+        row_weights=whole.player_weights,
         lengths=torch.tensor([h.sampled for h in headers], dtype=torch.float64),
         turns=whole.turns,
         options=msgspec.structs.replace(options, gdpo_weights=weights | options.gdpo_weights),
@@ -181,37 +181,38 @@ def advantage_inputs(
 
 
 def penalised(
-    x: AdvantageInputs, episodes: Tensor, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
+    x: AdvantageInputs, players: Tensor, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """Subtract coef * KL(pi_old || reference) from every token's reward with ``kl.place=reward``.
 
-    ``episodes``, int64 [N], says which rows are one episode. Returns the inputs, and the mean of that KL as a metric;
+    ``players``, int64 [N], says which rows have one reward. Returns the inputs, and the mean of that KL as a metric;
     the inputs alone as they were in any other case.
     """
     if kl.place != "reward" or before.reference is None:
         return x, {}
     penalty = torch.where(x.mask, algorithm.kl(before.proximal.double(), before.reference.double()), 0.0)
     mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
-    rewards = x.rewards - coef * episode_sums(penalty.sum(1), episodes)
+    rewards = x.rewards - coef * player_sums(penalty.sum(1), players)
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
 
 
-def episode_sums(rows: Tensor, episodes: Tensor) -> Tensor:
-    """Sum numbers of rows [N] over all rows of each one's episode, [N]."""
-    return Groups.of(episodes, torch.ones_like(rows)).sum(rows)
+def player_sums(rows: Tensor, players: Tensor) -> Tensor:
+    """Sum numbers of rows [N] over all rows of each one's player, [N]."""
+    return Groups.of(players, torch.ones_like(rows)).sum(rows)
 
 
 def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Look up the greedy episode's reward for each row's group, [N], and whether it has one, bool [N].
+    """Look up what each row's role earned in the greedy episode of its group, [N], and whether there is one, bool [N].
 
     Without greedy episodes in the batch: None, and true everywhere.
     """
     pairs = zip(headers, rewards.tolist(), strict=True)
-    greedy = {h.group_id: reward for h, reward in pairs if h.baseline and h.scored}
+    greedy = {(h.group_id, h.role): reward for h, reward in pairs if h.baseline and h.scored}
     if not any(h.baseline for h in headers):
         return None, torch.ones(len(headers), dtype=torch.bool)
-    found = torch.tensor([h.group_id in greedy for h in headers])
-    return torch.tensor([greedy.get(h.group_id, 0.0) for h in headers], dtype=torch.float64), found
+    keys = [(h.group_id, h.role) for h in headers]
+    found = torch.tensor([key in greedy for key in keys])
+    return torch.tensor([greedy.get(key, 0.0) for key in keys], dtype=torch.float64), found
 
 
 def train_minibatches(

@@ -5,7 +5,7 @@ Only numbers per token are exchanged (log-probabilities, turns, turn rewards), n
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,20 +55,43 @@ class WholeBatch:
         return self.mask.shape[0], self.mask.shape[1]
 
     @property
-    def episodes(self) -> Tensor:
-        """int64 [N], the number of each row's episode."""
-        _, numbers = np.unique([h.episode_id for h in self.headers], return_inverse=True)
-        return torch.from_numpy(numbers)
+    def players(self) -> Tensor:
+        """int64 [N], the number of each row's player: its role in its episode, all of an episode that has no roles.
+
+        The rows of a player have one reward.
+        """
+        return numbered([(h.episode_id, h.role) for h in self.headers])
+
+    @property
+    def groups(self) -> Tensor:
+        """int64 [N], the number of what each row is compared in: its group, and there its role."""
+        return numbered([(h.group_id, h.role) for h in self.headers])
 
     @property
     def row_weights(self) -> Tensor:
-        """float64 [N], 1 / rows of the row's episode: an episode counts once, however many rows it became.
+        """float64 [N], 1 / rows of the row's episode: in the loss an episode counts once, however many rows it became.
 
         0 for a greedy episode, which never trains.
         """
         rows = Counter(h.episode_id for h in self.headers)
         weights = [0.0 if h.baseline else 1.0 / rows[h.episode_id] for h in self.headers]
         return torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def player_weights(self) -> Tensor:
+        """float64 [N], 1 / rows of the row's player: in its group an episode counts once for each of its roles.
+
+        0 for a greedy episode, which never trains.
+        """
+        rows = Counter((h.episode_id, h.role) for h in self.headers)
+        weights = [0.0 if h.baseline else 1.0 / rows[h.episode_id, h.role] for h in self.headers]
+        return torch.tensor(weights, dtype=torch.float64)
+
+
+def numbered(keys: Sequence[Hashable]) -> Tensor:
+    """Number keys [N] from 0 in the order in which they first occur, int64 [N]."""
+    found: dict[Hashable, int] = {}
+    return torch.tensor([found.setdefault(key, len(found)) for key in keys], dtype=torch.int64)
 
 
 def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:

@@ -10,7 +10,7 @@ from types import NoneType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from rl_async.agent_loop.environments.hosts import plan, wire
-from rl_async.agent_loop.environments.hosts.hosted import HostedSession
+from rl_async.agent_loop.environments.hosts.hosted import HostedGame, HostedSession, begin
 from rl_async.agent_loop.environments.hosts.link import HostLink
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
@@ -72,12 +72,12 @@ class HostedEnvironments:
         await self._close()
 
     @contextlib.asynccontextmanager
-    async def open(self, task: Task) -> AsyncIterator[HostedSession]:
+    async def open(self, task: Task) -> AsyncIterator[HostedSession | HostedGame]:
         """Have an environment for an episode, and close it at the episode's end. Raises EnvironmentFailed."""
         place, failure = await self._acquire(), ""
         start_s = self._hosts.start_timeout_s
         try:
-            session = await HostedSession.begin(*place, task, start_timeout_s=start_s, timeout_s=self._timeout_s)
+            session = await begin(*place, task, start_timeout_s=start_s, timeout_s=self._timeout_s)
             self._plan.opened(place.instance)
             self._act()
             yield session

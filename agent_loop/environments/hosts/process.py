@@ -10,12 +10,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from rl_async.agent_loop.environments.calls import overdue_calls
+from rl_async.agent_loop.environments.game import GameSession
 from rl_async.agent_loop.environments.hosts import wire
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
@@ -35,8 +36,8 @@ class _Instance:
 
     def __init__(self) -> None:
         self.prepared: list[Any] = []  # not given to an environment yet
-        self.session: Session | None = None  # entered
-        self.tools: Sequence[CallableTool] = ()
+        self.session: Session | GameSession | None = None  # entered
+        self.tools: Mapping[str, Sequence[CallableTool]] = {}  # of each role, "" where there are none
         self.calls: set[asyncio.Task[None]] = set()
 
 
@@ -122,12 +123,17 @@ class EnvironmentHost:
         session = await self._environments.make(request.task, *instance.prepared)
         instance.prepared.clear()  # the environment's own from here on
         instance.session = await session.__aenter__()
+        if isinstance(session, GameSession):
+            first, messages = await session.reset()
+            instance.tools = session.tools()
+            return wire.Begun(messages, _described(instance.tools), list(session.roles), first.to)
         messages = await session.reset()
-        instance.tools = session.tools()
-        return wire.Begun(messages, [wire.Described(tool.name, tool.schema) for tool in instance.tools])
+        instance.tools = {"": session.tools()}
+        return wire.Begun(messages, _described(instance.tools))
 
     async def _use_tool(self, request: wire.UseTool) -> Any:
-        tool = next(tool for tool in self._instances[request.instance].tools if tool.name == request.name)
+        tools = self._instances[request.instance].tools[request.role]
+        tool = next(tool for tool in tools if tool.name == request.name)
         return _plain(await tool.call(request.arguments, timeout_s=request.timeout_s))
 
     async def _end(self, request: wire.End) -> wire.Ended:
@@ -145,7 +151,8 @@ class EnvironmentHost:
                 await self._environments.discard(prepared)
         except RlAsyncError as error:
             failure = str(error)
-        self._stuck_tools += [tool for tool in instance.tools if isinstance(tool, Tool) and tool.overdue]
+        tools = [tool for of_role in instance.tools.values() for tool in of_role]
+        self._stuck_tools += [tool for tool in tools if isinstance(tool, Tool) and tool.overdue]
         stuck = overdue_calls() > 0 or any(tool.overdue for tool in self._stuck_tools)
         return wire.Ended(stuck, failure)
 
@@ -153,10 +160,14 @@ class EnvironmentHost:
         """Close all environments, and what was prepared."""
         await asyncio.gather(*(self._end(wire.End(0, number, "the worker ended")) for number in list(self._instances)))
 
-    def _session(self, number: int) -> Session:
+    def _session(self, number: int) -> Session | GameSession:
         session = self._instances[number].session
         assert session is not None, "the worker begins before it calls"
         return session
+
+
+def _described(tools: Mapping[str, Sequence[CallableTool]]) -> list[wire.Described]:
+    return [wire.Described(role, tool.name, tool.schema) for role, of_role in tools.items() for tool in of_role]
 
 
 T = TypeVar("T", Step, ToolResult)

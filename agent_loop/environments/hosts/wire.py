@@ -46,17 +46,18 @@ class Say(msgspec.Struct, tag=True):
 
 
 class UseTool(msgspec.Struct, tag=True):
-    """Call a tool of the environment. Answered by a ToolResult."""
+    """Call a tool of the environment, or of a role in it. Answered by a ToolResult."""
 
     call: int
     instance: int
+    role: str
     name: str
     arguments: dict[str, Any]
     timeout_s: float
 
 
 class Judge(msgspec.Struct, tag=True):
-    """Ask for the episode's reward. Answered by a Score or nothing."""
+    """Ask for the episode's reward. Answered by a Score or nothing, by a game with a Score for each role."""
 
     call: int
     instance: int
@@ -81,17 +82,20 @@ Request = Setup | Prepare | Begin | Say | UseTool | Judge | End | Cancel
 
 
 class Described(msgspec.Struct):
-    """A tool as the model sees it."""
+    """A tool as the model sees it, and the role that has it."""
 
+    role: str
     name: str
     schema: dict[str, Any]
 
 
 class Begun(msgspec.Struct):
-    """What the environment says first, and its tools."""
+    """What the environment says first, and its tools. Of a game its roles, too, and ``to`` which of them it speaks."""
 
     messages: list[Message]
     tools: list[Described]
+    roles: list[str] = []
+    to: str = ""
 
 
 class Said(msgspec.Struct):

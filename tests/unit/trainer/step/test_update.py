@@ -255,8 +255,8 @@ def split_episodes(turn_rewards: Sequence[float], kl: float = 0.0) -> tuple[Adva
     reference[2] -= kl
     before = Precomputed(proximal=whole.behaviour, reference=reference)
     x = advantage_inputs(whole, before, None, config)
-    x, _ = penalised(x, whole.episodes, before, build(config), config.algorithm.kl, 1.0)
-    return x, whole.episodes
+    x, _ = penalised(x, whole.players, before, build(config), config.algorithm.kl, 1.0)
+    return x, whole.players
 
 
 OUTCOME_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]

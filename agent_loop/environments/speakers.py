@@ -1,0 +1,111 @@
+"""Language models that speak in an episode beside the policy: users and opponents."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, TooLong
+from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.user import SpeakerConfig
+from rl_async.errors import EnvironmentFailed
+from rl_async.messages import Sampling
+from rl_async.reward_loop.api import ScorerFailed
+from rl_async.reward_loop.api_keys import read_api_key
+from rl_async.reward_loop.completion import read_completion
+from rl_async.reward_loop.post import Poster
+from rl_async.rollout_server.api import GenerateRequest, Generator
+
+
+class Speaker(Protocol):
+    """A language model that speaks."""
+
+    async def say(self, messages: Sequence[Message]) -> str:
+        """Return the next message of the assistant. Raises EnvironmentFailed or EngineError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ServedSpeaker:
+    """A model behind an OpenAI-compatible URL. ``section`` is its place in the config.
+
+    Raises ConfigError if the environment lacks its API key.
+    """
+
+    def __init__(self, config: SpeakerConfig, section: str) -> None:
+        self._config, self._section = config, section
+        self._poster = Poster(
+            f"{config.url.rstrip('/')}/chat/completions",
+            section=section,
+            timeout_s=config.timeout_s,
+            attempts=config.attempts,
+            backoff_s=config.backoff_s,
+            max_concurrent=config.max_concurrent,
+            api_key=read_api_key(config.api_key_env, f"{section}.api_key_env"),
+        )
+
+    async def say(self, messages: Sequence[Message]) -> str:
+        config = self._config
+        body: dict[str, Any] = {
+            "model": config.model,
+            "messages": list(messages),
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        } | config.extra_body
+        try:
+            raw = await self._poster.post({key: value for key, value in body.items() if value is not None})
+            message = read_completion(raw, self._poster.url).choices[0].message
+        except ScorerFailed as error:
+            raise EnvironmentFailed(f"{self._section}: {error}") from None
+        if message.refusal or message.content is None:
+            raise EnvironmentFailed(f"{self._section}: {self._poster.url} said nothing: {message.refusal or ''!s:.200}")
+        return message.content
+
+    async def close(self) -> None:
+        await self._poster.close()
+
+
+class PolicySpeaker:
+    """The policy itself. What it says here is sampled by the same engines and is never trained."""
+
+    def __init__(
+        self, config: SpeakerConfig, section: str, rollout: RolloutConfig, chat: ChatFormat, generator: Generator
+    ) -> None:
+        self._chat, self._generator, self._section = chat, generator, section
+        self._limit, self._max_tokens = rollout.max_model_len, config.max_tokens
+        self._sampling = Sampling(temperature=config.temperature)
+
+    async def say(self, messages: Sequence[Message]) -> str:
+        try:
+            prompt = self._chat.prompt(messages, limit=self._limit)
+        except TooLong as error:
+            raise EnvironmentFailed(
+                f"{self._section}: what it has to read is {error}, and an engine takes {self._limit} "
+                "(rollout.max_model_len)"
+            ) from None
+        name = f"{self._section}.{uuid.uuid4().hex}"
+        request = GenerateRequest(
+            request_id=name,
+            token_ids=prompt,
+            sampling=self._sampling,
+            max_tokens=min(self._max_tokens, self._limit - len(prompt)),
+            stop_token_ids=self._chat.stop_token_ids,
+        )
+        result = await self._generator.generate(request, session=name)
+        return self._chat.parse(result.token_ids, prompt_ids=prompt).text
+
+    async def close(self) -> None:
+        """Nothing is open: the engines are the worker's."""
+
+
+def make_opponents(config: RunConfig, chat: ChatFormat, generator: Generator) -> dict[str, Speaker]:
+    """Make the models of ``agent.opponents``, by role. Raises ConfigError if the environment lacks an API key."""
+    made: dict[str, Speaker] = {}
+    for role, speaker in config.agent.opponents.items():
+        section = f"agent.opponents.{role}"
+        if speaker.url:
+            made[role] = ServedSpeaker(speaker, section)
+        else:
+            made[role] = PolicySpeaker(speaker, section, config.rollout, chat, generator)
+    return made
