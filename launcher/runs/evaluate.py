@@ -18,7 +18,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import EngineRecord, Reserved, Version, episode_rewards
+from rl_async.messages import EngineRecord, Reserved, Version, episode_rewards, mean_role_rewards
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import write_trajectories
@@ -119,7 +119,7 @@ class EvaluationRun:
 
 
 def report_lines(result: Reserved) -> Sequence[str]:
-    """Return the mean reward per data source and, with several sources, over all."""
+    """Return the mean reward per data source and, with several sources, over all; then that of each role."""
     rewards: dict[str, list[float]] = defaultdict(list)
     episodes = [header for header in result.headers if header.segment == 0]
     totals = episode_rewards(result.headers)  # without those that could not be scored, which count as 0
@@ -131,4 +131,4 @@ def report_lines(result: Reserved) -> Sequence[str]:
     return [
         f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
         for source, values in rewards.items()
-    ]
+    ] + [f"as {role}: reward {reward:.4f}" for role, reward in mean_role_rewards(result.headers).items()]

@@ -6,6 +6,7 @@ Tools, environment and rewards run as they are now; what they answer is compared
 import gzip
 import re
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,12 +16,13 @@ import msgspec
 import numpy as np
 
 from rl_async.agent_loop.chat_formats.registry import load_format
+from rl_async.agent_loop.episodes.episode import session_of
 from rl_async.agent_loop.process import played_and_scored
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.watch.trajectory_view import place_of
-from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun
+from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun, by_role
 from rl_async.recording import read_trajectories
 from rl_async.reward_loop.api import is_time
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -38,19 +40,26 @@ class Fact(NamedTuple):
 
 
 class RecordedAnswers:
-    """Says what was sampled, answer by answer, whatever it is asked; an empty answer when there is no more."""
+    """Says what was sampled in each role's conversation, answer by answer, whatever it is asked; an empty answer when
+    there is no more."""
 
     def __init__(self, rows: Sequence[Trajectory], stop_token_ids: Sequence[int]) -> None:
-        self._answers = [answer for row in rows for answer in _sampled(row)]
+        self._answers = {
+            session_of(own[0].episode_id, own[0].role): deque(answer for row in own for answer in _sampled(row))
+            for own in by_role(rows)
+        }
         self._stops = stop_token_ids
-        self.unused = len(self._answers)
+
+    @property
+    def unused(self) -> int:
+        """How many answers were not asked for."""
+        return sum(map(len, self._answers.values()))
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Return the next answer, aborted after the last."""
-        if not self.unused:
+        """Return the next answer of a conversation, aborted after the last."""
+        if not self._answers.get(session):
             return GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
-        answer = self._answers[-self.unused]
-        self.unused -= 1
+        answer = self._answers[session].popleft()
         return GenerateResult(
             token_ids=answer,
             logprobs=[0.0] * len(answer),
@@ -82,7 +91,8 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
         playing = played_and_scored(config, answers, run, logs=Path(logs), owner="replay")
         async with playing as (runner, rewards):
             rows = await runner.run(group, last.sample)
-            await rewards.score(group.task, rows[-1], *rows[:-1])
+            for *others, last in by_role(rows):
+                await rewards.score(group.task, last, *others)
     lines, same = compare(facts(recorded), facts(rows))
     if answers.unused:
         lines.append(f"the episode ended {answers.unused} answers earlier than the recorded one")
@@ -98,6 +108,11 @@ def _require_playable(run: Path, config: RunConfig) -> None:
         raise UserError(
             f"agent.user.url: the policy played the users of {run}, and what it said as one was not recorded, so its "
             "episodes cannot be played again"
+        )
+    if own := [role for role, opponent in agent.opponents.items() if not opponent.url]:
+        raise UserError(
+            f"agent.opponents.{own[0]}.url: the policy played this role in {run} without training it, and what it said "
+            "was not recorded, so its episodes cannot be played again"
         )
     own_model = reward.model is not None and not reward.model.url
     if own_model and "reward_model" in {term.name for term in reward.functions}:
@@ -129,6 +144,14 @@ def _mentions(path: Path, sought: bytes) -> bool:
 
 def facts(rows: Sequence[Trajectory]) -> list[Fact]:
     """List what tools, environment and rewards said in an episode of these rows, in order, without measured times."""
+    return [
+        Fact(f"{own[0].role}: {place}" if own[0].role else place, text)
+        for own in by_role(rows)
+        for place, text in _facts_of_role(own)
+    ]
+
+
+def _facts_of_role(rows: Sequence[Trajectory]) -> list[Fact]:
     last = rows[-1]
     turns = [max((row.turns[n] for row in rows if n < len(row.turns)), key=_rewarded) for n in range(len(last.turns))]
     found = [fact for number, turn in enumerate(turns) for fact in _facts_of_turn(number, turn)]

@@ -23,6 +23,7 @@ class HeldOut(msgspec.Struct):
     reward: float
     turns: list[Turn]
     segment: int = 0
+    role: str = ""
 
 
 def show_evaluations(run: Path, console: Console | None = None) -> None:
@@ -43,7 +44,7 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
 
 
 def side_by_side(first: Path, last: Path) -> Table:
-    """Lay out two evaluations with one line per task and sample that both have, and their mean rewards below."""
+    """Lay out two evaluations with one line per task, sample and role that both have, and their mean rewards below."""
     before, after = _read(first), _read(last)
     both = sorted(before.keys() & after.keys(), key=lambda key: (before[key].reward - after[key].reward, key))
     means = [sum(rows[key].reward for key in both) / max(len(both), 1) for rows in (before, after)]
@@ -55,14 +56,15 @@ def side_by_side(first: Path, last: Path) -> Table:
     for key in both:
         old, new = before[key], after[key]
         answers = [cell for row in (old, new) for cell in (_said(row, "assistant"), f"{row.reward:g}")]
-        table.add_row(_said(old, "user"), *answers)
+        table.add_row(f"{printable(old.role)}: " * bool(old.role) + _said(old, "user"), *answers)
     return table
 
 
-def _read(file: Path) -> dict[tuple[str, int], HeldOut]:
+def _read(file: Path) -> dict[tuple[str, int, str], HeldOut]:
     with gzip.open(file, "rb") as lines:
         rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
-    return {(row.task_id, row.sample): row for row in sorted(rows, key=lambda row: row.segment)}  # the last row of each
+    rows.sort(key=lambda row: row.segment)
+    return {(row.task_id, row.sample, row.role): row for row in rows}  # the last row of each
 
 
 def _said(row: HeldOut, role: str) -> str:

@@ -42,6 +42,7 @@ class RecordedRow(msgspec.Struct):
     token_ids: list[int]
     loss_mask: list[bool]
     segment: int = 0
+    role: str = ""
     error: str = ""
     correction: Explanation | None = None
     turns: list[RecordedTurn] = []
@@ -73,6 +74,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
         console.print(_table(f"step {number}, group {group}", chosen, lambda row: row.sample, "sample"))
     row = max(chosen, key=_corrected)
     place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
+    place += f", role {printable(row.role)}" * bool(row.role)
     console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
     for line in turn_rewards(row):
         console.print(line, highlight=False, markup=False)
@@ -180,12 +182,13 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
 
 
 def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
-    """Return the reward of each episode with its turns' rewards, counting one with several rows once, as metrics do."""
-    rewards: dict[tuple[int, int], float] = {}
+    """Return the reward of each episode with its turns' rewards, counting one with several rows once, as metrics do:
+    the mean of what its roles earned."""
+    earned: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
-        key = row.group_id, row.sample
-        rewards[key] = rewards.get(key, row.reward) + sum(turn.reward or 0.0 for turn in row.turns)
-    return list(rewards.values())
+        roles = earned.setdefault((row.group_id, row.sample), {})
+        roles[row.role] = roles.get(row.role, row.reward) + sum(turn.reward or 0.0 for turn in row.turns)
+    return [mean(roles.values()) for roles in earned.values()]
 
 
 def _counts(rows: Sequence[RecordedRow]) -> str:

@@ -190,6 +190,15 @@ def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int]
     return {key: sum(rewards) / len(rewards) for key, rewards in earned.items()}
 
 
+def mean_role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[str, float]:
+    """Return the mean reward of each role over the episodes in which it was scored; nothing if there are no roles."""
+    earned: dict[str, list[float]] = {}
+    for (_, _, role), reward in sorted(role_rewards(headers).items()):
+        if role:
+            earned.setdefault(role, []).append(reward)
+    return {role: sum(rewards) / len(rewards) for role, rewards in earned.items()}
+
+
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
     """Whether a role earned something else in one scored episode of a group than in another; what is not a number
     differs from all.

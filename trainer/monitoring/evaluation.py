@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
-from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards
+from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards, mean_role_rewards
 
 log = logging.getLogger("rl_async.evaluation")
 
@@ -28,10 +28,13 @@ class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     newest_step: int  # of the newest version that sampled a token; above ``step`` if training went on meanwhile
     reward: float  # mean over episodes
     trajectories: int  # number of episodes, each of one or several rows
+    roles: dict[str, float] = {}  # mean reward of each role, if episodes have several
 
     def metrics(self) -> dict[str, float]:
         """Return the result as metrics ``eval/...``."""
-        return {f"eval/{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
+        numbers = msgspec.structs.asdict(self)
+        roles = {f"reward/{role}": reward for role, reward in numbers.pop("roles").items()}
+        return {f"eval/{name}": float(value) for name, value in (numbers | roles).items()}
 
 
 class Evaluator:
@@ -133,6 +136,7 @@ class Evaluator:
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
             reward=sum(episode_rewards(reply.headers).values()) / len(episodes),
             trajectories=len(episodes),
+            roles=mean_role_rewards(reply.headers),
         )
         self._record(result, rows)
         log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl_async.messages import CALL_PROBLEMS, Trajectory, TrajectoryHeader, episode_rewards, has_signal, role_rewards
+from rl_async.messages import (
+    CALL_PROBLEMS,
+    Trajectory,
+    TrajectoryHeader,
+    episode_rewards,
+    has_signal,
+    mean_role_rewards,
+)
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -40,17 +47,8 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "batch/trajectories": float(len(headers)),
         "batch/episodes": float(len(episodes)),
         **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
-        **{f"reward/mean/{role}": reward for role, reward in mean_by_role(headers).items()},
+        **{f"reward/mean/{role}": reward for role, reward in mean_role_rewards(headers).items()},
     }
-
-
-def mean_by_role(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
-    """Return the mean reward of each role over the episodes in which it was scored; nothing if there are no roles."""
-    earned: dict[str, list[float]] = {}
-    for (_, _, role), reward in sorted(role_rewards(headers).items()):
-        if role:
-            earned.setdefault(role, []).append(reward)
-    return {role: float(np.mean(rewards)) for role, rewards in earned.items()}
 
 
 def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:

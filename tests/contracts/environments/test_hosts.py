@@ -22,7 +22,7 @@ from rl_async.agent_loop.environments.hosts.link import MARK
 from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
-from rl_async.agent_loop.environments.session import Environments
+from rl_async.agent_loop.environments.session import Environments, OpenGame
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.agent_loop.worker import AgentWorker
@@ -116,6 +116,26 @@ async def test_tools_with_their_schemas_rewards_and_errors(where: Open, tmp_path
         assert (await tools["broken"].call({"at": "here"}, timeout_s=PATIENCE_S)).error == "'here'"
         pid = int((await tools["pid"].call({}, timeout_s=PATIENCE_S)).text)
     assert (pid == os.getpid()) == (where is local)
+
+
+@both
+async def test_a_game_of_several_roles(where: Open, tmp_path: Path) -> None:
+    async with where("Haggle", tmp_path) as environments:
+        async with environments.open(task()) as game:
+            assert isinstance(game, OpenGame) and list(game.roles) == ["seller", "buyer"]
+            first, messages = await game.reset()
+            assert (first.to, messages) == ("seller", [{"role": "user", "content": "name a price"}])
+            tools = {role: tool for role, (tool,) in game.tools().items()}
+            assert tools["buyer"].schema["function"]["description"] == "What it is worth to the buyer."
+            worth = [await tools[role].call({"of": "it"}, timeout_s=PATIENCE_S) for role in game.roles]
+            assert worth == [ToolResult("it: 3", reward=0.5), ToolResult("it: 5")]
+            step, messages = await game.step("4")
+            assert (step.to, step.reward, step.reason, step.done) == ("buyer", -0.25, "asked", False)
+            assert messages == [{"role": "user", "content": "for 4?"}]
+            step, messages = await game.step("yes")
+            assert (step.reward, bool(step.done), messages) == (1.0, True, [])
+            assert await game.reward() == {"seller": Score(1.0), "buyer": Score(-1.0, {"turns": 2.0})}
+        assert len(files(tmp_path, "closed")) == 1
 
 
 @both

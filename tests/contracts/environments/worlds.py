@@ -144,3 +144,32 @@ class Gated:
 
     async def reward(self) -> float:
         return 1.0
+
+
+class Haggle(Game):
+    """The seller names a price and the buyer answers; each has a tool of the same name, and a reward of its own."""
+
+    roles = ("seller", "buyer")
+
+    def reset(self) -> Step:  # type: ignore[override]
+        return Step("name a price", to="seller")
+
+    def tools(self) -> Any:
+        def worth(of: str) -> Step:
+            """What it is worth to the seller."""
+            return Step(f"{of}: 3", reward=np.float32(0.5))
+
+        def dear(of: str) -> str:
+            """What it is worth to the buyer."""
+            return f"{of}: 5"
+
+        return {"seller": [Tool(worth, name="worth")], "buyer": [Tool(dear, name="worth")]}
+
+    def step(self, answer: str) -> Step:
+        self.guesses += 1
+        if self.guesses == 2:
+            return Step(done=np.bool_(True), reward=np.float64(1))
+        return Step(f"for {answer}?", to="buyer", reward=-0.25, reason="asked")
+
+    def reward(self) -> Any:
+        return {"seller": np.float64(1), "buyer": {"score": -1, "turns": self.guesses}}

@@ -4,14 +4,15 @@ from rl_async.launcher.runs.evaluate import report_lines, without_training
 from rl_async.messages import Reserved, Task, TrajectoryHeader
 
 
-def header(group_id: int, reward: float) -> TrajectoryHeader:
+def header(group_id: int, reward: float, role: str = "", segment: int = 0) -> TrajectoryHeader:
     return TrajectoryHeader(
         group_id=group_id,
         sample=0,
         attempt=0,
         partition="eval",
         episode_id="e",
-        segment=0,
+        segment=segment,
+        role=role,
         tokens=1,
         sampled=1,
         reward=reward,
@@ -41,6 +42,21 @@ def test_mean_reward_per_data_source_and_over_all() -> None:
 def test_one_data_source_needs_no_total() -> None:
     result = Reserved(step=0, headers=[header(1, 1.0)], tasks={1: task("math")})
     assert report_lines(result) == ["math: reward 1.0000 over 1 trajectories"]
+
+
+def test_roles_have_a_line_each() -> None:
+    headers = [
+        header(1, 1.0, "buyer"),
+        header(1, 0.0, "seller", 1),
+        header(2, 0.0, "buyer"),
+        header(2, 0.0, "seller", 1),
+    ]
+    result = Reserved(step=0, headers=headers, tasks={1: task("market"), 2: task("market")})
+    assert report_lines(result) == [
+        "market: reward 0.2500 over 2 trajectories",
+        "as buyer: reward 0.5000",
+        "as seller: reward 0.0000",
+    ]
 
 
 def test_without_any_trajectory_there_is_still_an_answer() -> None:

@@ -131,3 +131,63 @@ def test_what_only_the_run_had_is_a_users_error(
     (run / "config.yaml").write_text(dump(from_values(config)))
     assert main(["replay", str(run), "7.0"]) == EXIT_USER
     assert ".url" in capsys.readouterr().err
+
+
+GAME = """
+from pathlib import Path
+
+from rl_async.agent_loop.step import Step
+
+
+class Game:
+    roles = ("speaker", "listener")
+
+    def __init__(self, task):
+        self.answers = []
+
+    def reset(self):
+        return Step("speak", to="speaker")
+
+    def step(self, answer):
+        self.answers.append(answer)
+        to = self.roles[len(self.answers) % 2]
+        return Step((Path(__file__).parent / "said.txt").read_text(), to=to, done=len(self.answers) == 4)
+
+    def reward(self):
+        return {"speaker": float(self.answers == ["a", "b", "c", "d"]), "listener": 0.5}
+"""
+
+
+def test_roles_say_again_what_each_has_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "said.txt").write_text("go on")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "a game", "reward_model": {"ground_truth": ""}}))
+    values = {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "tasks.jsonl")},
+        "agent": {"loop": "tool_agent", "environment": f"{tmp_path}/game.py:Game", "unprinted_tools": "allow"},
+        "reward": {"functions": [{"name": "environment"}]},
+    }
+    config, renderer = from_values(values), renderer_in(tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(dump(config))
+
+    async def play() -> None:
+        group = leased(task_id="tasks:0")
+        group.task = find_task(config, "tasks:0", "train")
+        rows = await EpisodeRunner(config, renderer, ScriptedEngine(renderer, ["a", "b", "c", "d"])).run(group, 0)
+        async with RewardService(config.reward) as rewards:
+            for row in rows:
+                await rewards.score(group.task, row)
+        write_trajectories(tmp_path / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
+
+    asyncio.run(play())
+    assert main(["replay", str(tmp_path), "7.0"]) == 0
+    out = capsys.readouterr().out
+    assert 'speaker: reward: "1"' in out and 'listener: reward: "0.5"' in out and "DIFFERS" not in out
+    (tmp_path / "said.txt").write_text("stop")
+    assert main(["replay", str(tmp_path), "7.0"]) == 1
+    assert "listener: turn 2, user DIFFERS" in capsys.readouterr().out
+    config = from_values({**values, "agent": {**values["agent"], "opponents": {"listener": {}}}})
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert main(["replay", str(tmp_path), "7.0"]) == EXIT_USER
+    assert "agent.opponents.listener.url" in capsys.readouterr().err

@@ -26,6 +26,7 @@ def row(
     weights: Sequence[float] = (1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1.0),
     segment: int = 0,
     reward: float = 1.0,
+    role: str = "",
 ) -> RecordedRow:
     """Three tokens of context, seven sampled."""
     rules = [RuleRun("band", 3, 4), RuleRun("seq_mean_k1", 4, 6)] if 0.0 in weights else []
@@ -34,6 +35,7 @@ def row(
         sample=sample,
         segment=segment,
         reward=reward,
+        role=role,
         token_ids=list(range(10)),
         loss_mask=[False] * 3 + [True] * 7,
         correction=Explanation(weights=list(weights), rules=rules),
@@ -124,3 +126,14 @@ def test_a_groups_reward_is_the_mean_over_its_episodes(run: Path) -> None:
     show(run, 4, None, None, Console(file=out, width=120))
     (line,) = [line for line in out.getvalue().splitlines() if line.startswith("│")]
     assert [cell.strip() for cell in line.split("│")[1:5]] == ["4", "2", "4", "0.5"]
+
+
+def test_roles_are_told_apart_and_an_episodes_reward_is_the_mean_of_theirs(run: Path) -> None:
+    played = (("buyer", 1.0, 0), ("seller", 0.0, 1), ("seller", 0.0, 2))
+    rows = [row(0, [1.0] * 7, segment=number, reward=reward, role=role) for role, reward, number in played]
+    write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", *rows)
+    out = StringIO()
+    show(run, 4, None, None, Console(file=out, width=120))
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in line.split("│")[1:5]] == ["4", "1", "3", "0.5"]
+    assert "group 4, sample 0, role buyer, reward 1" in out.getvalue()

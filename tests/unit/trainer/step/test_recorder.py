@@ -120,7 +120,7 @@ def test_an_error_of_the_thread_is_logged_and_raised_by_the_next_call(
 def test_an_evaluation_is_recorded_with_its_rows(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 2, 0, is_recorder=True)
     rows = make_rows(0, groups=1, samples=2)
-    recorder.evaluated(FinishedEvaluation(step=4, newest_step=4, reward=0.5, trajectories=2), rows)
+    recorder.evaluated(FinishedEvaluation(step=4, newest_step=4, reward=0.5, trajectories=2, roles={"a": 1.0}), rows)
     recorder.flush()
     assert [row.key for row in read_trajectories(tmp_path / "trajectories" / "eval-000004.jsonl.gz")] == [
         row.key for row in rows
