@@ -94,8 +94,8 @@ class AgentConfig(Config, frozen=True):
     opponents: Annotated[
         dict[str, SpeakerConfig],
         doc(
-            "Who plays roles of a game in place of the policy, by role, e.g. {seller: {url: ..., model: ...}}; {}: the "
-            "policy plays all (docs/environments.md)."
+            "Who plays roles of a game in place of the policy, by role, with keys of agent.user from url to "
+            "max_concurrent, e.g. {seller: {url: ..., model: ...}}; {}: the policy plays all (docs/environments.md)."
         ),
     ] = msgspec.field(default_factory=dict)
     environment_timeout_s: Annotated[

@@ -10,6 +10,7 @@ EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
 MEGATRON = ("trainer.backend=megatron",)
 
 
+GAME = "agent.environment=x.py:Game"
 USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
 
 
@@ -165,6 +166,10 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
+        (["agent.opponents={a: {}}"], ["agent.opponents", "agent.environment"]),
+        ([GAME, "agent.opponents={a: {url: http://x/v1}}"], ["agent.opponents.a.url", "agent.opponents.a.model"]),
+        ([GAME, "agent.opponents={a: {url: ftp://x, model: m}}"], ["agent.opponents.a.url", "http://"]),
+        ([GAME, "agent.opponents={a: {api_key_env: sk-secret}}"], ["agent.opponents.a.api_key_env"]),
         (["agent.environment=simulated_user"], ["agent.user"]),
         (["agent.user={system: hi}"], ["agent.environment=simulated_user"]),
         ([*USER, "agent.user.url=http://x/v1"], ["agent.user.url", "agent.user.model"]),

@@ -127,3 +127,4 @@ def test_an_evaluation_is_recorded_with_its_rows(tmp_path: Path) -> None:
     ]
     (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(line)["lineage"] == 2 and json.loads(line)["eval/reward"] == 0.5
+    assert json.loads(line)["eval/reward/a"] == 1.0
