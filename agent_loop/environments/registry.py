@@ -9,7 +9,7 @@ from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
 from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
 from rl_async.agent_loop.environments.adapters.textarena import TextArena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
-from rl_async.agent_loop.environments.adapters.verl import VerlInteraction
+from rl_async.agent_loop.environments.adapters.verl import Verl
 from rl_async.agent_loop.environments.order import Customer
 from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.shop import Shop
@@ -40,7 +40,7 @@ ADAPTERS = {
     "openenv": Adapter(OpenEnv, "openenv", "pip install openenv-core"),
     "textarena": Adapter(TextArena, "textarena", "pip install textarena"),
     "verifiers": Adapter(Verifiers, "verifiers.envs", "pip install 'verifiers<0.2'"),
-    "verl": Adapter(VerlInteraction),
+    "verl": Adapter(Verl),
 }
 
 

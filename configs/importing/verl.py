@@ -158,11 +158,12 @@ def _sizes(t: Translation) -> None:
     t.put("rollout.max_model_len", t.take(f"{ROLLOUT}.max_model_len") or total, *lengths, f"{ROLLOUT}.max_model_len")
     if t.take(f"{ROLLOUT}.multi_turn.enable", False):
         t.put("agent.loop", "tool_agent", f"{ROLLOUT}.multi_turn.enable")
-    interactions = f"{ROLLOUT}.multi_turn.interaction_config_path"
-    if file := t.take(interactions):
-        t.put("agent.environment", f"verl:{file}", interactions)
+    listed = [f"{ROLLOUT}.multi_turn.{kind}_config_path" for kind in ("tool", "interaction")]
+    if files := [file for key in listed if (file := t.take(key))]:
+        t.put("agent.environment", f"verl:{','.join(files)}", *listed)
         t.notes.append(
-            "agent.environment: rewards get the interaction's scores there; add {name: environment} to reward.functions"
+            "agent.environment: rewards get the scores of tools and interactions there; add {name: environment} to "
+            "reward.functions"
         )
 
 

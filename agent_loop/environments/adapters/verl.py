@@ -1,90 +1,108 @@
-"""`verl:FILE.yaml`: verl's interactions (`verl.interactions.base.BaseInteraction`), unchanged.
+"""`verl:FILE.yaml`: verl's interactions and tools (`verl.interactions`, `verl.tools`), unchanged.
 
-FILE is what verl's `multi_turn.interaction_config_path` names: a list `interaction` of `{name, class_name, config}`.
-The column `extra_info.interaction_kwargs` of a task has the `name` of its interaction and what that wants to know.
+FILE is what verl's `multi_turn.interaction_config_path` or `multi_turn.tool_config_path` names: a list `interaction` of
+`{name, class_name, config}`, or a list `tools` of `{class_name, config, tool_schema}`; with both, two files joined by a
+comma. The columns of `extra_info` are verl's: `interaction_kwargs`, `tools_kwargs`, `tool_selection`.
 """
 
+import contextlib
 import functools
-import inspect
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.environments.adapters.verl_interaction import EpisodeInteraction
+from rl_async.agent_loop.environments.adapters.verl_tools import EpisodeTools, VerlTool, make_tool
 from rl_async.agent_loop.step import Step
-from rl_async.errors import ConfigError, DataError
+from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.userload import load_user_object
 
 
-class _Entry(msgspec.Struct):
+class _Interaction(msgspec.Struct):
     class_name: str
     name: str = ""
     config: dict[str, Any] = {}
 
 
+class _Tool(msgspec.Struct):
+    class_name: str
+    config: dict[str, Any] = {}
+    tool_schema: dict[str, Any] | None = None
+
+
 class _File(msgspec.Struct):
-    interaction: list[_Entry]
+    interaction: list[_Interaction] = []
+    tools: list[_Tool] = []
 
 
-class VerlInteraction:
-    """The sum of the turns' scores is the episode's reward, beside the last one; verl's rewards get them likewise.
+class Listed(NamedTuple):
+    """What files of verl list, by name: objects that serve all episodes of a process, as in verl."""
 
-    As in verl, one object serves all episodes of a process, and ``calculate_score`` is not called from outside.
-    """
+    interactions: Mapping[str, Any]
+    tools: Mapping[str, Any]
+
+
+class Verl:
+    """An episode with verl's tools, its interaction, or both. Their scores add up to the episode's reward."""
 
     def __init__(self, name: str, task: Task, options: Mapping[str, Any]) -> None:
-        given = task.extra.get("interaction_kwargs") or {}
-        self._kwargs = {key: value for key, value in given.items() if value is not None}  # Arrow fills other rows' keys
-        self._interaction = _chosen(interactions(name), self._kwargs.get("name"), task)
-        self._id, self._scores = f"{task.task_id}.{uuid.uuid4().hex}", list[float]()
-        self._messages: list[Message] = [dict(message) for message in task.prompt]
+        listed = listed_in(name)
+        self._tools = EpisodeTools(listed.tools, task)
+        self._interaction = EpisodeInteraction(listed.interactions, task) if listed.interactions else None
 
     async def reset(self) -> None:
-        self._id = await self._interaction.start_interaction(self._id, **self._kwargs)
+        await self._tools.create()
+        if self._interaction is not None:
+            await self._interaction.start()
+
+    def tools(self) -> Sequence[VerlTool]:
+        return self._tools.tools
 
     async def step(self, answer: str) -> Step:
-        self._messages.append({"role": "assistant", "content": answer})
-        done, text, score, _ = await self._interaction.generate_response(self._id, self._messages, **self._kwargs)
-        self._messages.append({"role": "user", "content": text})
-        self._scores.append(float(score))
-        return Step(text, done=bool(done))
+        return Step(done=True) if self._interaction is None else await self._interaction.step(answer)
 
     async def reward(self) -> dict[str, float]:
-        return {"score": sum(self._scores), "last": self._scores[-1] if self._scores else 0.0}
+        parts = await self._tools.reward()
+        if self._interaction is not None:
+            said = self._interaction.reward()
+            parts |= said | {"score": parts["score"] + said["score"]}
+        return parts
 
     async def close(self) -> None:
-        finalize = self._interaction.finalize_interaction
-        await (finalize(self._id) if inspect.signature(finalize).parameters else finalize())  # the base class has none
+        async with contextlib.AsyncExitStack() as stack:  # each of them, whatever another one raises
+            stack.push_async_callback(self._tools.release)
+            if self._interaction is not None:
+                stack.push_async_callback(self._interaction.finalize)
 
 
 @functools.cache
-def interactions(file: str) -> dict[str, Any]:
-    """Make the interactions that a file of verl lists, by name. Raises ConfigError naming what is wrong with it."""
-    key = f"agent.environment=verl:{file}"
-    try:
-        entries = msgspec.yaml.decode(Path(file).read_bytes(), type=_File).interaction
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{key}: {error}") from error
-    made = {}
-    for entry in entries:
-        module, _, name = entry.class_name.rpartition(".")
-        kind: Callable[[dict[str, Any]], Any] = load_user_object(f"{module}:{name}", key)
-        called = entry.name or name.removesuffix("Interaction").lower()  # as verl names those without a name
-        made[called] = kind({"name": called, **entry.config})
-    if not made:
-        raise ConfigError(f"{key}: it lists no interaction")
-    return made
+def listed_in(files: str) -> Listed:
+    """Make what files of verl, joined by commas, list. Raises ConfigError naming what is wrong with them."""
+    key = f"agent.environment=verl:{files}"
+    interactions, tools = dict[str, Any](), dict[str, Any]()
+    for file in files.split(","):
+        try:
+            listed = msgspec.yaml.decode(Path(file).read_bytes(), type=_File)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{key}: {file}: {error}") from error
+        if not listed.interaction and not listed.tools:
+            raise ConfigError(f"{key}: {file} lists neither interactions nor tools")
+        for entry in listed.interaction:
+            name = entry.class_name.rpartition(".")[2].removesuffix("Interaction").lower()
+            called = entry.name or name  # as verl names those without a name
+            interactions[called] = _class(entry.class_name, key)({"name": called, **entry.config})
+        for declared in listed.tools:
+            if (kind := declared.config.get("type", "native")) != "native":
+                raise ConfigError(f"{key}: {file}: {declared.class_name} is of type {kind!r}; for MCP use agent.mcp")
+            tool = make_tool(_class(declared.class_name, key), declared.config, declared.tool_schema)
+            tools[tool.name] = tool
+    return Listed(interactions, tools)
 
 
-def _chosen(known: dict[str, Any], name: str | None, task: Task) -> Any:
-    if name is None and len(known) == 1:
-        return next(iter(known.values()))
-    if name is None or name not in known:
-        raise DataError(
-            f"task {task.task_id}: extra_info.interaction_kwargs.name is {name!r}; known: {', '.join(known)}"
-        )
-    return known[name]
+def _class(dotted: str, key: str) -> Callable[..., Any]:
+    module, _, name = dotted.rpartition(".")
+    kind: Callable[..., Any] = load_user_object(f"{module}:{name}", key)
+    return kind

@@ -1,6 +1,10 @@
-"""verl's interactions run unchanged, chosen by a task's name and by nothing else that a task says."""
+"""verl's interactions and tools run unchanged, chosen by a task's names and by nothing else that a task says.
+
+``contracts/environments/of_verl.py`` has tools of verl's own classes.
+"""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.errors import ConfigError, DataError
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import Trajectory
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
@@ -52,6 +56,33 @@ class Base:
 
     async def finalize_interaction(self):
         OPEN["finalized"] = True
+
+
+class Schema:
+    def model_dump(self, **options):
+        return {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+class AddTool:
+    def __init__(self, config, tool_schema):
+        self.name, self.tool_schema, self.config = "add", Schema(), config
+
+    async def create(self, instance_id=None, **kwargs):
+        OPEN[instance_id] = kwargs["start"]
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        OPEN[instance_id] += parameters["number"]
+        return str(OPEN[instance_id]), None, {}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return float(OPEN[instance_id])
+
+    async def release(self, instance_id, **kwargs):
+        del OPEN[instance_id]
+        OPEN["released"] = True
+        if self.config.get("breaks"):
+            raise ValueError("cannot be released")
 '''
 
 
@@ -59,6 +90,7 @@ class Base:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "verl_like.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "verl_like", raising=False)
     path = tmp_path / "interactions.yaml"
     path.write_text(
         "interaction:\n"
@@ -85,6 +117,45 @@ async def test_an_interaction_answers_scores_and_ends(renderer: ChatRenderer, fi
     assert importlib.import_module("verl_like").OPEN == {"finalized": True}
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 2}}\n</tool_call>'
+
+
+async def play_with_tools(renderer: ChatRenderer, file: Path, *, breaks: bool = False, **extra: object) -> Trajectory:
+    tools = file.with_name("tools.yaml")
+    tools.write_text(f"tools: [{{class_name: verl_like.AddTool, config: {{type: native, breaks: {breaks}}}}}]\n")
+    runner = EpisodeRunner(
+        run_config({"max_model_len": 2048}, environment=f"verl:{tools},{file}", max_turns=4, max_tokens=2048),
+        renderer,
+        ScriptedEngine(renderer, [CALL, CALL, "5"]),
+    )
+    kwargs = {"add": {"create_kwargs": {"start": 1}}, "of_other_rows": None}
+    (row,) = await runner.run(leased(extra={"tools_kwargs": kwargs, **extra}), 0)
+    return row
+
+
+async def test_tools_and_an_interaction_in_one_episode(renderer: ChatRenderer, file: Path) -> None:
+    said = {"name": "grade", "query": "?", "ground_truth": "5"}
+    row = await play_with_tools(renderer, file, interaction_kwargs=said)
+    assert [turn.text for turn in row.turns if turn.role == "tool"] == ["3", "5"]
+    assert row.reward_parts == {
+        "environment": 6.0,
+        "environment/add": 5.0,
+        "environment/calls": 0.0,
+        "environment/last": 1.0,
+    }
+
+
+async def test_what_breaks_at_the_end_leaves_nothing_open(renderer: ChatRenderer, file: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="cannot be released"):
+        await play_with_tools(renderer, file, breaks=True, interaction_kwargs={"name": "plain"})
+    assert importlib.import_module("verl_like").OPEN == {"released": True, "finalized": True}
+
+
+async def test_a_task_selects_tools_that_there_are(renderer: ChatRenderer, file: Path) -> None:
+    with pytest.raises(DataError, match=r"tool_selection"):
+        await play_with_tools(renderer, file, tool_selection=["subtract"], interaction_kwargs={"name": "plain"})
+
+
 async def test_a_task_chooses_among_what_the_file_lists(renderer: ChatRenderer, file: Path) -> None:
     with pytest.raises(DataError, match=r"interaction_kwargs\.name.*grade, plain"):
         await play(renderer, file, [], name="verl_like.Base")
@@ -93,7 +164,14 @@ async def test_a_task_chooses_among_what_the_file_lists(renderer: ChatRenderer, 
 
 
 @pytest.mark.parametrize(
-    "text", [None, "interaction: 3", "interaction: []", "interaction: [{class_name: no_such.Thing}]"]
+    "text",
+    [
+        None,
+        "interaction: 3",
+        "interaction: []",
+        "interaction: [{class_name: no_such.Thing}]",
+        "tools: [{class_name: no_such.Tool, config: {type: mcp}}]",
+    ],
 )
 async def test_a_file_that_is_wrong_is_named(renderer: ChatRenderer, tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "wrong.yaml"

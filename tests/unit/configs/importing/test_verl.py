@@ -69,6 +69,8 @@ def test_an_interaction_is_an_environment(tmp_path: Path) -> None:
     config, comments = translated(tmp_path, *given)
     assert (config.agent.loop, config.agent.environment) == ("tool_agent", "verl:/c/interaction.yaml")
     assert "reward.functions" in comments
+    config, _ = translated(tmp_path, *given, f"{multi_turn}.tool_config_path=/c/tools.yaml")
+    assert config.agent.environment == "verl:/c/tools.yaml,/c/interaction.yaml"
 
 
 def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
