@@ -39,7 +39,13 @@ from rl_async.launcher.view.trajectory import decoder, story
 from rl_async.process.http_server import application
 
 STATIC = Path(__file__).parent / "static"
-TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
 LOOK_S = 1.0  # between two looks at the files of the runs
 QUIET_S = 15.0  # after which a stream of events says that it is alive
 DIAGNOSIS_S = 3.0  # for which a diagnosis is given again

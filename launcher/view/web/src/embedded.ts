@@ -1,0 +1,90 @@
+// Answers the page's requests from a report file, as launcher/view/server.py would.
+
+import type { Metrics, Row, Trajectory } from "./types";
+
+interface EmbeddedRun {
+  metrics: Metrics;
+  rows: Row[];
+  trajectories: Record<string, Trajectory>;
+  [answer: string]: unknown;
+}
+
+interface Report {
+  runs: unknown[];
+  run: Record<string, EmbeddedRun>;
+}
+
+export function embedded(report: Report): (path: string) => unknown {
+  return (path) => {
+    const [place = "", query = ""] = path.split("?");
+    const given = new URLSearchParams(query);
+    if (place === "runs") return report.runs;
+    const [, name = "", kind = "", key = ""] = place.split("/").map(decodeURIComponent);
+    const run = report.run[name];
+    if (!run) throw new Error(`the report has no run ${name}`);
+    if (kind === "metrics") return metrics(run.metrics, (given.get("keys") ?? "").split(","));
+    if (kind === "trajectories") return key ? found(run.trajectories[key]) : page(run, given);
+    if (kind === "groups") return group(run, key);
+    return found(run[kind === "compare" ? `compare ${given.get("before")} ${given.get("after")}` : kind]);
+  };
+}
+
+function found<T>(value: T | undefined): T {
+  if (value === undefined) throw new Error("this is not in the report; `rl-async view` has it");
+  return value;
+}
+
+function metrics(all: Metrics, keys: string[]): Metrics {
+  return { ...all, columns: Object.fromEntries(keys.filter((k) => k in all.columns).map((k) => [k, all.columns[k]!])) };
+}
+
+export const keyOf = (row: { partition: string; step: number; grp: number; sample: number; segment: number }) =>
+  `${row.partition}-${row.step}-${row.grp}-${row.sample}-${row.segment}`;
+
+const total = (row: Row) => row.reward + row.turn_reward;
+const tests: Record<string, (row: Row, value: string, full: Trajectory | undefined) => boolean> = {
+  partition: (row, value) => row.partition === value,
+  step: (row, value) => row.step === Number(value),
+  step_from: (row, value) => row.step >= Number(value),
+  step_to: (row, value) => row.step <= Number(value),
+  group: (row, value) => row.grp === Number(value),
+  task: (row, value) => row.task === value,
+  source: (row, value) => row.source === value,
+  reward_from: (row, value) => total(row) >= Number(value),
+  reward_to: (row, value) => total(row) <= Number(value),
+  finish: (row, value) => row.finish === value,
+  error: (row) => !!row.error,
+  failed_call: (row) => row.failed_calls > 0,
+  masked: (row) => (row.masked ?? 0) > 0,
+  tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value)),
+  rule: (_, value, full) => !!full?.tokens.rule.includes(value),
+  text: (_, value, full) => {
+    const text = JSON.stringify([full?.turns, full?.error, full?.ground_truth]).toLowerCase();
+    return value.toLowerCase().split(/\s+/).every((word) => text.includes(word.replaceAll('"', "")));
+  },
+};
+const orders: Record<string, (a: Row, b: Row) => number> = {
+  oldest: (a, b) => a.step - b.step || a.grp - b.grp || a.sample - b.sample,
+  reward_low: (a, b) => total(a) - total(b),
+  reward_high: (a, b) => total(b) - total(a),
+  masked: (a, b) => (b.masked ?? 0) - (a.masked ?? 0),
+  tokens: (a, b) => b.tokens - a.tokens,
+  failed_calls: (a, b) => b.failed_calls - a.failed_calls,
+};
+
+function page(run: EmbeddedRun, given: URLSearchParams): unknown {
+  const wanted = [...given].filter(([name]) => name in tests);
+  const rows = run.rows.filter((row) =>
+    wanted.every(([name, value]) => tests[name]!(row, value, run.trajectories[keyOf(row)])),
+  );
+  const order = orders[given.get("order") ?? ""];
+  if (order) rows.sort(order);
+  const offset = Number(given.get("offset") ?? 0);
+  return { count: rows.length, offset, rows: rows.slice(offset, offset + Number(given.get("limit") ?? 100)) };
+}
+
+function group(run: EmbeddedRun, key: string): unknown {
+  return run.rows
+    .filter((row) => `${row.partition}-${row.step}-${row.grp}` === key)
+    .map((row) => ({ ...row, turns: run.trajectories[keyOf(row)]?.turns, error_text: run.trajectories[keyOf(row)]?.error }));
+}

@@ -1,0 +1,57 @@
+// Numbers, times and hostile text as they are shown.
+
+import type { ComponentChildren } from "preact";
+
+export function number(value: number | null | undefined, digits = 3): string {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace("e+", "e");
+  return Number.isInteger(value) ? value.toLocaleString("en") : value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, `${Math.trunc(size)}`.length) });
+}
+
+export function signed(value: number): string {
+  return (value > 0 ? "+" : value < 0 ? "−" : "±") + number(Math.abs(value));
+}
+
+export function seconds(value: number | null | undefined): string {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.001) return "< 1 ms";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  return value < 120 ? `${number(value)} s` : `${Math.round(value / 60)} min`;
+}
+
+// Characters that a reader would not see, or that change the direction of what follows.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
+
+// Text of any origin, with hidden characters spelled out.
+export function visible(text: string): ComponentChildren {
+  if (!HIDDEN.test(text)) return text;
+  const parts: ComponentChildren[] = [];
+  let plain = "";
+  for (const character of text) {
+    if (!HIDDEN.test(character)) plain += character;
+    else {
+      const code = character.codePointAt(0)!;
+      parts.push(plain, <span class="hidden-character">{code === 27 ? "ESC" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}</span>);
+      plain = "";
+    }
+  }
+  return [...parts, plain];
+}
+
+// The text of one token for a label: spaces and line breaks are shown too.
+export function tokenLabel(text: string | null, id: number): string {
+  if (text === null) return `#${id}`;
+  if (text === "") return "(part of a character)";
+  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+}
+
+export function toolArguments(text: string): string {
+  try {
+    const value = JSON.parse(text);
+    const inner = typeof value.arguments === "object" && value.arguments ? value.arguments : value;
+    return Object.entries(inner).map(([name, one]) => `${name}=${typeof one === "string" ? one : JSON.stringify(one)}`).join(", ");
+  } catch {
+    return text;
+  }
+}

@@ -1,0 +1,134 @@
+// The shell: which page of which run is shown, and the list of runs.
+
+import { render } from "preact";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { get, live, useChanges, useKeys } from "./api";
+import { EvaluationPage } from "./evaluation";
+import { FlowPage } from "./flow";
+import { number } from "./format";
+import { RunPage } from "./run";
+import { TrajectoriesPage } from "./trajectories";
+import { TrajectoryPage } from "./trajectory";
+import { GroupPage } from "./group";
+import type { RunSummary } from "./types";
+
+export interface Place {
+  page: string;
+  run: string;
+  key: string;
+  given: Record<string, string>;
+}
+
+const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", flow: "Flow" };
+
+export function parse(hash: string): Place {
+  const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
+  const [page = "", run = "", key = ""] = path.split("/").map(decodeURIComponent);
+  return { page: page || "run", run, key, given: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function address(place: Partial<Place> & { page: string; run: string }): string {
+  const query = new URLSearchParams(Object.entries(place.given ?? {}).filter(([, value]) => value !== ""));
+  const parts = [place.page, place.run, ...(place.key ? [place.key] : [])].map(encodeURIComponent);
+  return `#/${parts.join("/")}${query.size ? `?${query}` : ""}`;
+}
+
+export function go(place: Partial<Place> & { page: string; run: string }, replace = false): void {
+  if (replace) history.replaceState(null, "", address(place));
+  else history.pushState(null, "", address(place));
+  window.dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+function App() {
+  const [place, setPlace] = useState(parse(location.hash));
+  const [runs, setRuns] = useState<RunSummary[]>([]);
+  const [error, setError] = useState("");
+  const [help, setHelp] = useState(false);
+  const changes = useChanges();
+  useEffect(() => {
+    const listen = () => setPlace(parse(location.hash));
+    window.addEventListener("hashchange", listen);
+    window.addEventListener("popstate", listen);
+    return () => {
+      window.removeEventListener("hashchange", listen);
+      window.removeEventListener("popstate", listen);
+    };
+  }, []);
+  useEffect(() => {
+    get<RunSummary[]>("runs").then(setRuns, (problem: Error) => setError(problem.message));
+  }, [changes]);
+  const name = place.run || runs[0]?.name || "";
+  const others = useMemo(() => (place.given.with ?? "").split(",").filter(Boolean), [place.given.with]);
+  useKeys((key) => {
+    const pages = Object.keys(PAGES);
+    if (key === "?") setHelp(!help);
+    else if (key === "Escape" && help) setHelp(false);
+    else if (pages[Number(key) - 1]) go({ page: pages[Number(key) - 1]!, run: name });
+  });
+  if (error) return <main class="page"><p class="problem">{error}</p></main>;
+  if (!name) return <main class="page"><p class="quiet">Loading …</p></main>;
+  const summary = runs.find((run) => run.name === name);
+  const at = { ...place, run: name };
+  const tab = place.page === "trajectory" || place.page === "group" ? "trajectories" : place.page;
+  return (
+    <>
+      <header class="top">
+        <a class="brand" href={address({ page: "run", run: name })}>rl-async</a>
+        <RunPicker runs={runs} chosen={name} page={tab} />
+        <nav aria-label="pages">
+          {Object.entries(PAGES).map(([page, title]) => (
+            <a href={address({ page, run: name })} aria-current={tab === page ? "page" : undefined} key={page}>{title}</a>
+          ))}
+        </nav>
+        <span class="state">
+          {summary && <State run={summary} />}
+          <button class="plain" title="keys (?)" aria-label="keys" onClick={() => setHelp(!help)}>?</button>
+        </span>
+      </header>
+      {help && <Keys />}
+      {place.page === "run" && <RunPage name={name} runs={runs} others={others} changes={changes} place={at} />}
+      {place.page === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
+      {place.page === "trajectory" && <TrajectoryPage name={name} place={at} />}
+      {place.page === "group" && <GroupPage name={name} place={at} />}
+      {place.page === "evaluation" && <EvaluationPage name={name} place={at} change={changes[name]} />}
+      {place.page === "flow" && <FlowPage name={name} />}
+    </>
+  );
+}
+
+function RunPicker({ runs, chosen, page }: { runs: RunSummary[]; chosen: string; page: string }) {
+  return (
+    <select aria-label="run" value={chosen} onChange={(event) => go({ page, run: event.currentTarget.value })}>
+      {runs.map((run) => <option value={run.name} key={run.name}>{run.name}{run.running ? " ●" : ""}</option>)}
+    </select>
+  );
+}
+
+function State({ run }: { run: RunSummary }) {
+  const done = run.steps ? Math.min(1, run.steps_done / run.steps) : 0;
+  return (
+    <span class="progress" title={run.folder}>
+      <span class={run.running ? "dot running" : "dot"} />
+      <span>{!live ? "report" : run.running ? "running" : run.steps_done >= run.steps ? "finished" : "stopped"}</span>
+      <progress value={done} max={1} aria-label="steps" />
+      <span class="figure">{number(run.steps_done)} / {number(run.steps)}</span>
+    </span>
+  );
+}
+
+function Keys() {
+  const keys: [string, string][] = [
+    ["1 – 4", "pages"],
+    ["/", "search"],
+    ["j  k", "next and previous row or turn"],
+    ["Enter", "open"],
+    ["[  ]", "previous and next sample of the group"],
+    ["←  →", "previous and next token"],
+    ["n  p", "next and previous masked token"],
+    ["g", "group side by side"],
+    ["Esc", "back, or close"],
+  ];
+  return <dl class="keys">{keys.map(([key, what]) => <div key={key}><dt>{key}</dt><dd>{what}</dd></div>)}</dl>;
+}
+
+render(<App />, document.getElementById("app")!);

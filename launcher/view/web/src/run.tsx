@@ -1,0 +1,220 @@
+// The curves of a run, of several over each other, and their configs.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { get, parameters, run as runPath, useKeys } from "./api";
+import { Chart, type Series } from "./charts";
+import { number } from "./format";
+import { go, type Place } from "./main";
+import type { Change, Column, Config, Evaluations, Metrics, RunSummary } from "./types";
+
+// What is worth a look first: a title, and metrics of which those that the run has are drawn in one card.
+const CARDS: [string, string[]][] = [
+  ["reward", ["reward/mean"]],
+  ["time per step (s)", ["time/step_s"]],
+  ["waiting for a batch (s)", ["time/wait_batch_s"]],
+  ["updating (s)", ["time/update_s"]],
+  ["syncing weights (s)", ["time/sync_s"]],
+  ["tokens per second", ["tokens/per_s"]],
+  ["staleness, mean", ["staleness/mean"]],
+  ["loss", ["loss/policy", "loss/train"]],
+  ["gradient norm", ["loss/grad_norm"]],
+  ["KL between engine and trainer", ["correction/kl"]],
+  ["effective sample size", ["correction/ess"]],
+  ["share masked", ["correction/masked"]],
+  ["mismatch after a publication", ["mismatch/mean"]],
+  ["groups ready", ["queue/ready_groups"]],
+  ["response tokens", ["rollout/response_tokens_mean"]],
+  ["failed tool calls", ["rollout/tool_errors_mean"]],
+];
+const MOST = 24; // cards of a search
+
+interface Kept {
+  epoch: number;
+  steps: number[];
+  columns: Record<string, Column>;
+  names: string[];
+}
+
+// The columns `keys` of several runs, extended whenever one of them has new steps.
+function useMetrics(names: string[], keys: string[], changes: Record<string, Change>): Record<string, Kept> {
+  const [kept, setKept] = useState<Record<string, Kept>>({});
+  const held = useRef<{ keys: string; runs: Record<string, Kept> }>({ keys: "", runs: {} });
+  const signature = keys.join(",");
+  const state = names.map((name) => `${name} ${changes[name]?.epoch} ${changes[name]?.count}`).join(",");
+  useEffect(() => {
+    let current = true;
+    if (held.current.keys !== signature) held.current = { keys: signature, runs: {} };
+    const runs = held.current.runs;
+    for (const name of names) {
+      const old = runs[name];
+      const query = parameters({ keys: signature, epoch: old?.epoch ?? -1, after: old?.steps.length ?? 0 });
+      get<Metrics>(`${runPath(name)}/metrics?${query}`).then((fresh) => {
+        if (!current) return;
+        const base = old && fresh.begin > 0 ? old : { steps: [], columns: {} as Record<string, Column> };
+        const columns = Object.fromEntries(
+          Object.entries(fresh.columns).map(([key, column]) => [
+            key,
+            [...(base.columns[key] ?? base.steps.map(() => null)), ...column],
+          ]),
+        );
+        runs[name] = { epoch: fresh.epoch, steps: [...base.steps, ...fresh.steps], columns, names: fresh.names };
+        setKept({ ...runs });
+      });
+    }
+    return () => {
+      current = false;
+    };
+  }, [signature, state]);
+  return kept;
+}
+
+export const runColour = (index: number) => `--run-${index % 8}`;
+
+export function RunPage({ name, runs, others, changes, place }: {
+  name: string;
+  runs: RunSummary[];
+  others: string[];
+  changes: Record<string, Change>;
+  place: Place;
+}) {
+  const [search, setSearch] = useState("");
+  const [smooth, setSmooth] = useState(0);
+  const [log, setLog] = useState(false);
+  const field = useRef<HTMLInputElement>(null);
+  const compared = [name, ...others.filter((other) => other !== name && runs.some((run) => run.name === other))];
+  const [names, setNames] = useState<string[]>([]);
+  const cards = useMemo(() => chosen(search, names), [search, names]);
+  const kept = useMetrics(compared, cards.flatMap(([, keys]) => keys), changes);
+  useEffect(() => {
+    const found = [...new Set(compared.flatMap((one) => kept[one]?.names ?? []))];
+    if (found.length !== names.length) setNames(found);
+  }, [kept]);
+  useKeys((key, event) => {
+    if (key === "/") {
+      event.preventDefault();
+      field.current?.focus();
+    } else if (key === "Escape") setSearch("");
+  });
+  const toggle = (other: string) => {
+    const next = others.includes(other) ? others.filter((one) => one !== other) : [...others, other];
+    go({ ...place, page: "run", run: name, given: { ...place.given, with: next.join(",") } }, true);
+  };
+  return (
+    <main class="page with-side">
+      <aside class="side">
+        <RunList runs={runs} compared={compared} name={name} toggle={toggle} />
+      </aside>
+      <section class="body">
+        <div class="bar">
+          <input ref={field} type="search" placeholder={`search ${names.length || ""} metrics  ( / )`} value={search} aria-label="search metrics"
+            onInput={(event) => setSearch(event.currentTarget.value)} />
+          <label>smooth <input type="range" min={0} max={0.95} step={0.05} value={smooth} onInput={(event) => setSmooth(Number(event.currentTarget.value))} /></label>
+          <label><input type="checkbox" checked={log} onChange={() => setLog(!log)} /> log</label>
+        </div>
+        <div class="charts">
+          {!search && <EvaluationChart compared={compared} changes={changes} />}
+          {cards.map(([title, keys]) => (
+            <Chart key={title} title={title} smooth={smooth} log={log} series={seriesOf(compared, keys, kept)} />
+          ))}
+        </div>
+        {search && !cards.length && <p class="quiet">No metric has “{search}” in its name.</p>}
+        <Configs compared={compared} />
+      </section>
+    </main>
+  );
+}
+
+function chosen(search: string, names: string[]): [string, string[]][] {
+  if (!search) return names.length ? CARDS.filter(([, keys]) => keys.some((key) => names.includes(key))) : CARDS;
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = names.filter((metric) => words.every((word) => metric.toLowerCase().includes(word)));
+  return found.slice(0, MOST).map((metric) => [metric, [metric]]);
+}
+
+function seriesOf(compared: string[], keys: string[], kept: Record<string, Kept>): Series[] {
+  return compared.flatMap((one, index) =>
+    keys.flatMap((key) => {
+      const column = kept[one]?.columns[key];
+      return column ? [{ label: one, colour: runColour(index), xs: kept[one]!.steps, ys: column }] : [];
+    }),
+  );
+}
+
+function EvaluationChart({ compared, changes }: { compared: string[]; changes: Record<string, Change> }) {
+  const [found, setFound] = useState<Record<string, Evaluations>>({});
+  const state = compared.map((name) => `${name} ${changes[name]?.evaluations}`).join(",");
+  useEffect(() => {
+    for (const name of compared)
+      get<Evaluations>(`${runPath(name)}/evaluations`).then((value) => setFound((old) => ({ ...old, [name]: value })));
+  }, [state]);
+  const series = compared.flatMap((name, index) => {
+    const records = found[name]?.records ?? [];
+    const ys = records.map((record) => record["eval/reward"] ?? record["eval/loss"] ?? null);
+    return records.length ? [{ label: name, colour: runColour(index), xs: records.map((r) => r["eval/step"]!), ys, points: true }] : [];
+  });
+  return series.length ? <Chart title="evaluation" series={series} /> : null;
+}
+
+function RunList({ runs, compared, name, toggle }: {
+  runs: RunSummary[];
+  compared: string[];
+  name: string;
+  toggle: (name: string) => void;
+}) {
+  const [search, setSearch] = useState("");
+  const shown = runs.filter((run) => run.name.toLowerCase().includes(search.toLowerCase()));
+  return (
+    <>
+      {runs.length > 8 && <input type="search" placeholder="search runs" aria-label="search runs" value={search} onInput={(event) => setSearch(event.currentTarget.value)} />}
+      <ul class="runs">
+        {shown.map((run) => {
+          const index = compared.indexOf(run.name);
+          return (
+            <li key={run.name}>
+              <label title={run.folder}>
+                <input type="checkbox" checked={index >= 0} disabled={run.name === name} onChange={() => toggle(run.name)} />
+                <span class="swatch" style={index >= 0 ? { background: `var(${runColour(index)})` } : {}} />
+                <span class="name">{run.name}</span>
+                <span class="figure">{number(run.reward)}</span>
+              </label>
+            </li>
+          );
+        })}
+      </ul>
+    </>
+  );
+}
+
+function Configs({ compared }: { compared: string[] }) {
+  const [search, setSearch] = useState("");
+  const [configs, setConfigs] = useState<Record<string, Config>>({});
+  useEffect(() => {
+    for (const name of compared)
+      get<Config>(`${runPath(name)}/config`).then((value) => setConfigs((old) => ({ ...old, [name]: value })));
+  }, [compared.join(",")]);
+  const shown = compared.filter((name) => configs[name]);
+  const keys = [...new Set(shown.flatMap((name) => Object.keys(configs[name]!)))].sort();
+  const text = (name: string, key: string) => (key in configs[name]! ? JSON.stringify(configs[name]![key]) : "—");
+  const differ = (key: string) => new Set(shown.map((name) => text(name, key))).size > 1;
+  const matching = keys.filter((key) => (search ? `${key} ${shown.map((name) => text(name, key))}`.toLowerCase().includes(search.toLowerCase()) : shown.length < 2 || differ(key)));
+  return (
+    <details class="config" open={shown.length > 1}>
+      <summary>{shown.length > 1 ? `config: ${matching.length} keys differ` : "config"}</summary>
+      <input type="search" placeholder="search keys and values" aria-label="search config" value={search} onInput={(event) => setSearch(event.currentTarget.value)} />
+      <div class="scroll">
+        <table>
+          <thead><tr><th>key</th>{shown.map((name) => <th key={name}>{name}</th>)}</tr></thead>
+          <tbody>
+            {matching.map((key) => (
+              <tr key={key} class={shown.length > 1 && differ(key) ? "differs" : ""}>
+                <th scope="row">{key}</th>
+                {shown.map((name) => <td key={name}>{text(name, key)}</td>)}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </details>
+  );
+}
+

@@ -1,0 +1,146 @@
+// The recorded trajectories of a run: search, filters, order, pages.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { parameters, run as runPath, useKeys, useLoaded } from "./api";
+import { keyOf } from "./embedded";
+import { number, visible } from "./format";
+import { address, go, type Place } from "./main";
+import type { Change, Choices, Page, Row } from "./types";
+
+const PAGE = 50;
+const ORDERS: Record<string, string> = {
+  newest: "newest first",
+  oldest: "oldest first",
+  reward_low: "lowest reward",
+  reward_high: "highest reward",
+  masked: "most masked tokens",
+  difference: "largest difference of engine and trainer",
+  weight: "smallest weight",
+  tokens: "longest",
+  seconds: "slowest",
+  failed_calls: "most failed calls",
+};
+const FLAGS: Record<string, string> = { error: "error", failed_call: "failed call", masked: "masked tokens" };
+
+export function TrajectoriesPage({ name, place, change }: { name: string; place: Place; change: Change | undefined }) {
+  const given = place.given;
+  const [text, setText] = useState(given.text ?? "");
+  const [at, setAt] = useState(0);
+  const field = useRef<HTMLInputElement>(null);
+  const indexed = change?.indexed ? `${change.indexed.indexed}/${change.indexed.files}` : "";
+  const choices = useLoaded<Choices>(`${runPath(name)}/choices`, indexed);
+  const { value: page, error } = useLoaded<Page>(`${runPath(name)}/trajectories?${parameters({ limit: PAGE, ...given })}`, indexed);
+  const set = (changes: Record<string, string>) => {
+    setAt(0);
+    go({ ...place, given: { ...given, offset: "", ...changes } }, true);
+  };
+  useEffect(() => setText(given.text ?? ""), [given.text]);
+  useEffect(() => {
+    const timer = setTimeout(() => text !== (given.text ?? "") && set({ text }), 250);
+    return () => clearTimeout(timer);
+  }, [text]);
+  const rows = page?.rows ?? [];
+  const offset = Number(given.offset ?? 0);
+  const turn = (by: number) => set({ offset: `${Math.max(0, offset + by * PAGE)}` });
+  useKeys((key, event) => {
+    if (key === "/") {
+      event.preventDefault();
+      field.current?.focus();
+    } else if (key === "j") setAt(Math.min(rows.length - 1, at + 1));
+    else if (key === "k") setAt(Math.max(0, at - 1));
+    else if (key === "Enter" && rows[at]) go({ page: "trajectory", run: name, key: keyOf(rows[at]!) });
+    else if (key === "Escape" && Object.keys(given).length) go({ page: "trajectories", run: name }, true);
+  });
+  useEffect(() => document.querySelector("tr.at")?.scrollIntoView({ block: "nearest" }), [at]);
+  const progress = choices.value?.progress;
+  return (
+    <main class="page">
+      <div class="bar filters">
+        <input ref={field} class="wide" type="search" placeholder="search what was said, called and returned  ( / )" aria-label="search trajectories" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+        <Select label="set" value={given.partition} set={(partition) => set({ partition })} options={(choices.value?.partition ?? []).map((c) => [c.value, `${c.value === "eval" ? "held out" : "trained"} (${number(c.rows)})`])} />
+        <Range label="step" given={given} name="step" set={set} hint={choices.value?.steps ?? [null, null]} />
+        <Range label="reward" given={given} name="reward" set={set} hint={[null, null]} />
+        <Select label="source" value={given.source} set={(source) => set({ source })} options={(choices.value?.source ?? []).map((c) => [c.value, `${c.value} (${number(c.rows)})`])} />
+        <Select label="tool" value={given.tool} set={(tool) => set({ tool })} options={(choices.value?.tool ?? []).map((c) => [c.value, `${c.value} (${number(c.failed)} of ${number(c.calls)} failed)`])} />
+        <Select label="end" value={given.finish} set={(finish) => set({ finish })} options={(choices.value?.finish ?? []).map((c) => [c.value, `${c.value} (${number(c.rows)})`])} />
+        <Select label="masked by" value={given.rule} set={(rule) => set({ rule })} options={(choices.value?.rule ?? []).map((c) => [c.value, `${c.value} (${number(c.tokens)} tokens)`])} />
+        {Object.entries(FLAGS).map(([flag, title]) => (
+          <label key={flag}><input type="checkbox" checked={!!given[flag]} onChange={() => set({ [flag]: given[flag] ? "" : "1" })} /> {title}</label>
+        ))}
+        <select aria-label="order" value={given.order ?? "newest"} onChange={(event) => set({ order: event.currentTarget.value })}>
+          {Object.entries(ORDERS).map(([order, title]) => <option value={order} key={order}>{title}</option>)}
+        </select>
+      </div>
+      {given.task && <p>Task <b>{visible(given.task)}</b> over time. <a href={address({ page: "trajectories", run: name })}>all tasks</a></p>}
+      <p class="quiet" aria-live="polite">
+        {page ? `${number(page.count)} trajectories` : "Loading …"}
+        {progress && progress.indexed < progress.files && `; reading, ${number(progress.indexed)} of ${number(progress.files)} files so far`}
+      </p>
+      {error && <p class="problem">{error}</p>}
+      {Object.entries(choices.value?.damaged ?? {}).map(([file, why]) => <p class="problem" key={file}>{file} cannot be read: {visible(why)}</p>)}
+      <RowTable rows={rows} run={name} at={at} />
+      {page && page.count > PAGE && (
+        <div class="bar">
+          <button disabled={!offset} onClick={() => turn(-1)}>previous</button>
+          <span class="quiet">{number(offset + 1)}–{number(offset + rows.length)}</span>
+          <button disabled={offset + rows.length >= page.count} onClick={() => turn(1)}>next</button>
+        </div>
+      )}
+    </main>
+  );
+}
+
+export function RowTable({ rows, run, at }: { rows: Row[]; run: string; at: number }) {
+  if (!rows.length) return null;
+  return (
+    <table class="rows">
+      <thead>
+        <tr><th>step</th><th>group</th><th>reward</th><th>task</th><th>last answer</th><th class="optional">tokens</th><th class="optional">masked</th><th class="optional">stale</th><th class="optional">end</th></tr>
+      </thead>
+      <tbody>
+        {rows.map((row, index) => (
+          <tr key={keyOf(row)} class={index === at ? "at" : ""} onClick={() => go({ page: "trajectory", run, key: keyOf(row) })}>
+            <td class="figure">{row.step}</td>
+            <td class="figure"><a href={address({ page: "trajectory", run, key: keyOf(row) })}>{row.partition === "eval" ? visible(row.task) : row.grp}.{row.sample}{row.segment ? `.${row.segment}` : ""}</a></td>
+            <td><Reward value={row.reward + row.turn_reward} /></td>
+            <td class="preview">{visible(row.prompt)}</td>
+            <td class={row.error ? "preview problem" : "preview"}>{visible(row.answer)}</td>
+            <td class="figure optional">{number(row.tokens)}</td>
+            <td class="figure optional">{row.masked ? number(row.masked) : ""}</td>
+            <td class="figure optional">{row.staleness ?? ""}</td>
+            <td class="optional">{row.finish}{row.failed_calls ? <span class="problem"> {row.failed_calls} failed</span> : null}</td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+export function Reward({ value }: { value: number }) {
+  const kind = value > 0 ? "good" : value < 0 ? "bad" : "none";
+  return <span class={`reward ${kind}`}>{number(value)}</span>;
+}
+
+function Select({ label, value, set, options }: { label: string; value: string | undefined; set: (value: string) => void; options: [string, string][] }) {
+  if (!options.length) return null;
+  return (
+    <select aria-label={label} value={value ?? ""} onChange={(event) => set(event.currentTarget.value)}>
+      <option value="">{label}: any</option>
+      {options.map(([one, title]) => <option value={one} key={one}>{title}</option>)}
+    </select>
+  );
+}
+
+function Range({ label, name, given, set, hint }: {
+  label: string;
+  name: string;
+  given: Record<string, string>;
+  set: (changes: Record<string, string>) => void;
+  hint: [number | null, number | null];
+}) {
+  const part = (end: "from" | "to", index: 0 | 1) => (
+    <input type="number" step="any" aria-label={`${label} ${end}`} placeholder={hint[index] === null ? end : `${hint[index]}`} value={given[`${name}_${end}`] ?? ""}
+      onChange={(event) => set({ [`${name}_${end}`]: event.currentTarget.value })} />
+  );
+  return <span class="range">{label} {part("from", 0)}–{part("to", 1)}</span>;
+}

@@ -1,0 +1,189 @@
+// One trajectory: its rewards, its conversation token by token, its group, and its task over time.
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { parameters, run as runPath, useKeys, useLoaded } from "./api";
+import { keyOf } from "./embedded";
+import { number, seconds, signed, toolArguments, visible } from "./format";
+import { address, go, type Place } from "./main";
+import { Story, Timings } from "./story";
+import { Legend, PlainText, PROPERTIES, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
+import { Reward } from "./trajectories";
+import type { Call, Page, Row, Trajectory, Turn } from "./types";
+
+export function TrajectoryPage({ name, place }: { name: string; place: Place }) {
+  const { value, error } = useLoaded<Trajectory>(`${runPath(name)}/trajectories/${place.key}`);
+  if (error) return <main class="page"><p class="problem">{error}</p></main>;
+  if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
+  return <Shown key={keyOf(value)} name={name} place={place} trajectory={value} />;
+}
+
+function Shown({ name, place, trajectory }: { name: string; place: Place; trajectory: Trajectory }) {
+  const tokens = trajectory.tokens;
+  const [property, setProperty] = useState<Property>((place.given.color as Property) ?? "trained");
+  const given = Number(place.given.token ?? -1);
+  const [chosen, setChosen] = useState(Number.isInteger(given) && given < tokens.id.length ? given : -1);
+  const scale = useMemo(() => scaleOf(tokens, property), [tokens, property]);
+  const group = useLoaded<Page>(`${runPath(name)}/trajectories?${parameters({ partition: trajectory.partition, step: trajectory.step, group: trajectory.grp, order: "oldest" })}`).value?.rows ?? [];
+  const choose = (at: number) => {
+    if (at < 0 || at >= tokens.id.length) return;
+    setChosen(at);
+    go({ ...place, given: { ...place.given, token: `${at}`, color: property } }, true);
+  };
+  const close = () => {
+    setChosen(-1);
+    go({ ...place, given: { color: property } }, true);
+  };
+  useEffect(() => document.querySelector(".token.chosen")?.scrollIntoView({ block: "nearest" }), [chosen]);
+  const sibling = (by: number) => {
+    const index = group.findIndex((row) => keyOf(row) === keyOf(trajectory));
+    const next = group[index + by];
+    if (index >= 0 && next) go({ page: "trajectory", run: name, key: keyOf(next), given: { color: property } });
+  };
+  const masked = (by: number) => {
+    for (let at = chosen + by; at >= 0 && at < tokens.id.length; at += by) if (tokens.rule[at]) return choose(at);
+  };
+  const turnOf = (by: number) => {
+    const elements = [...document.querySelectorAll<HTMLElement>("article.turn")];
+    const now = elements.findIndex((element) => element.getBoundingClientRect().top > 60);
+    elements[Math.max(0, Math.min(elements.length - 1, by > 0 ? (now < 0 ? elements.length - 1 : now + (elements[now]!.getBoundingClientRect().top < 90 ? 1 : 0)) : (now < 0 ? elements.length : now) - 1))]?.scrollIntoView({ block: "start" });
+  };
+  useKeys((key, event) => {
+    const moves: Record<string, () => void> = {
+      ArrowRight: () => choose(chosen + 1),
+      ArrowLeft: () => choose(chosen - 1),
+      n: () => masked(1),
+      p: () => chosen > 0 && masked(-1),
+      "]": () => sibling(1),
+      "[": () => sibling(-1),
+      j: () => turnOf(1),
+      k: () => turnOf(-1),
+      g: () => go({ page: "group", run: name, key: `${trajectory.partition}-${trajectory.step}-${trajectory.grp}` }),
+      Escape: () => (chosen >= 0 ? close() : history.back()),
+    };
+    if (!moves[key]) return;
+    event.preventDefault();
+    moves[key]!();
+  });
+  return (
+    <main class={chosen >= 0 ? "page with-story" : "page"}>
+      <section class="body">
+        <Head name={name} trajectory={trajectory} group={group} />
+        <div class="bar sticky">
+          <label>colour by{" "}
+            <select aria-label="colour by" value={property} onChange={(event) => setProperty(event.currentTarget.value as Property)}>
+              {Object.entries(PROPERTIES).map(([one, title]) => <option value={one} key={one}>{title}</option>)}
+            </select>
+          </label>
+          <Legend scale={scale} />
+          <Strip tokens={tokens} scale={scale} chosen={chosen} choose={choose} />
+        </div>
+        <Conversation trajectory={trajectory} scale={scale} chosen={chosen} choose={choose} />
+        <OverTime name={name} trajectory={trajectory} />
+      </section>
+      {chosen >= 0 && <Story trajectory={trajectory} at={chosen} close={close} />}
+    </main>
+  );
+}
+
+function Head({ name, trajectory, group }: { name: string; trajectory: Trajectory; group: Row[] }) {
+  const heldOut = trajectory.partition === "eval";
+  const rules = new Map<string, number>();
+  for (const rule of trajectory.tokens.rule) if (rule) rules.set(rule, (rules.get(rule) ?? 0) + 1);
+  return (
+    <header class="head">
+      <h1>
+        {heldOut ? `held-out ${trajectory.task}, version ${trajectory.step}` : `step ${trajectory.step}, group ${trajectory.grp}`}
+        <span class="quiet"> sample {trajectory.sample}{trajectory.segment ? `, segment ${trajectory.segment}` : ""}</span>
+      </h1>
+      <nav class="chips" aria-label="samples of the group">
+        {group.map((row) => (
+          <a key={keyOf(row)} href={address({ page: "trajectory", run: name, key: keyOf(row) })} aria-current={keyOf(row) === keyOf(trajectory) ? "true" : undefined} title={`sample ${row.sample}`}>
+            <Reward value={row.reward + row.turn_reward} />
+          </a>
+        ))}
+        {group.length > 1 && <a href={address({ page: "group", run: name, key: `${trajectory.partition}-${trajectory.step}-${trajectory.grp}` })}>side by side</a>}
+      </nav>
+      <dl class="facts">
+        <div><dt>reward</dt><dd><Reward value={trajectory.reward + trajectory.turn_reward} />{!trajectory.scored && " not scored"}
+          {Object.entries(trajectory.reward_parts).map(([part, value]) => <span class="part" key={part}>{visible(part)} {number(value)}</span>)}</dd></div>
+        <div><dt>task</dt><dd>{visible(trajectory.task)}{trajectory.source && ` of ${trajectory.source}`}</dd></div>
+        {trajectory.ground_truth && <div><dt>expected</dt><dd class="preview">{visible(trajectory.ground_truth.slice(0, 300))}</dd></div>}
+        <div><dt>end</dt><dd>{trajectory.finish}</dd></div>
+        <div><dt>tokens</dt><dd>{number(trajectory.tokens.id.length)}, {number(trajectory.sampled)} sampled</dd></div>
+        {rules.size > 0 && <div><dt>masked</dt><dd>{[...rules].map(([rule, count]) => `${rule} ${number(count)}`).join(", ")}</dd></div>}
+        <div><dt>time</dt><dd><Timings timings={trajectory.timings} /></dd></div>
+      </dl>
+      {trajectory.error && <p class="problem">{visible(trajectory.error)}</p>}
+    </header>
+  );
+}
+
+function Conversation({ trajectory, scale, chosen, choose }: { trajectory: Trajectory; scale: Scale; chosen: number; choose: (at: number) => void }) {
+  const covered = trajectory.turns.some((turn) => turn.end > turn.start);
+  if (!covered)
+    return (
+      <>
+        {trajectory.turns.map((turn, index) => <TurnFrame key={index} turn={turn}><PlainText text={turn.text} /></TurnFrame>)}
+        <article class="turn"><header><b>tokens</b></header><TokenText tokens={trajectory.tokens} from={0} to={trajectory.tokens.id.length} scale={scale} chosen={chosen} choose={choose} /></article>
+      </>
+    );
+  return (
+    <>
+      {trajectory.turns.map((turn, index) => (
+        <TurnFrame key={index} turn={turn}>
+          {turn.end > turn.start ? <TokenText tokens={trajectory.tokens} from={turn.start} to={turn.end} scale={scale} chosen={chosen} choose={choose} /> : <PlainText text={turn.text} />}
+        </TurnFrame>
+      ))}
+    </>
+  );
+}
+
+export function TurnFrame({ turn, children }: { turn: Turn; children: preact.ComponentChildren }) {
+  return (
+    <article class={`turn ${["user", "assistant", "tool", "system"].includes(turn.role) ? turn.role : ""}`}>
+      <header>
+        <b>{visible(turn.role)}</b>
+        {turn.seconds > 0.0005 && <span class="quiet">{seconds(turn.seconds)}</span>}
+        {turn.reward !== null && <span class="part">reward {signed(turn.reward)}{turn.reason && ` – ${turn.reason}`}</span>}
+      </header>
+      {children}
+      {turn.tool_calls.map((call, index) => <CallBox key={index} call={call} />)}
+    </article>
+  );
+}
+
+function CallBox({ call }: { call: Call }) {
+  return (
+    <div class={call.error ? "call failed" : "call"}>
+      <div class="text"><b>{visible(call.name)}</b>({visible(toolArguments(call.arguments))}) <span class="quiet">{call.seconds > 0 && seconds(call.seconds)}</span>
+        {call.reward !== null && <span class="part">reward {signed(call.reward)}{call.reason && ` – ${call.reason}`}</span>}</div>
+      {call.error ? <div class="problem"><PlainText text={call.error} /></div> : <PlainText text={call.result} />}
+    </div>
+  );
+}
+
+function OverTime({ name, trajectory }: { name: string; trajectory: Trajectory }) {
+  const found = useLoaded<Page>(`${runPath(name)}/trajectories?${parameters({ task: trajectory.task, order: "oldest" })}`).value;
+  const steps = new Map<string, Row[]>();
+  for (const row of found?.rows ?? []) {
+    const key = `${row.partition === "eval" ? "version" : "step"} ${row.step}`;
+    steps.set(key, [...(steps.get(key) ?? []), row]);
+  }
+  if (steps.size < 2) return null;
+  return (
+    <section class="over-time">
+      <h2>the same task over time</h2>
+      {[...steps].map(([step, rows]) => (
+        <div class="chips" key={step}>
+          <span class="quiet">{step}</span>
+          {rows.map((row) => (
+            <a key={keyOf(row)} href={address({ page: "trajectory", run: name, key: keyOf(row) })} aria-current={keyOf(row) === keyOf(trajectory) ? "true" : undefined} title={row.answer}>
+              <Reward value={row.reward + row.turn_reward} />
+            </a>
+          ))}
+        </div>
+      ))}
+      <a href={address({ page: "trajectories", run: name, given: { task: trajectory.task } })}>all of them</a>
+    </section>
+  );
+}

@@ -1,0 +1,216 @@
+// What the server answers; launcher/view/server.py lists the routes.
+
+export interface RunSummary {
+  name: string;
+  folder: string;
+  mode: string;
+  model: string;
+  steps: number;
+  steps_done: number;
+  running: boolean;
+  began: number;
+  reward: number | null;
+  evaluation: number | null;
+  trajectories: boolean;
+}
+
+export type Config = Record<string, unknown>;
+export type Column = (number | null)[];
+
+export interface Metrics {
+  epoch: number;
+  begin: number;
+  count: number;
+  steps: number[];
+  columns: Record<string, Column>;
+  names: string[];
+}
+
+export interface Change {
+  run: string;
+  epoch: number;
+  count: number;
+  evaluations: number;
+  indexed: Progress | null;
+  running: boolean;
+}
+
+export interface Progress {
+  indexed: number;
+  files: number;
+}
+
+export interface Choice {
+  value: string;
+  rows: number;
+  calls?: number;
+  failed?: number;
+  tokens?: number;
+}
+
+export interface Choices {
+  source: Choice[];
+  finish: Choice[];
+  partition: Choice[];
+  tool: Choice[];
+  rule: Choice[];
+  steps: [number | null, number | null];
+  orders: string[];
+  progress: Progress;
+  damaged: Record<string, string>;
+}
+
+export interface Row {
+  partition: string;
+  step: number;
+  lineage: number;
+  grp: number;
+  sample: number;
+  segment: number;
+  task: string;
+  source: string;
+  reward: number;
+  turn_reward: number;
+  finish: string;
+  error: number;
+  tokens: number;
+  sampled: number;
+  masked: number | null;
+  advantage: number | null;
+  staleness: number | null;
+  calls: number;
+  failed_calls: number;
+  prompt: string;
+  answer: string;
+}
+
+export interface Page {
+  count: number;
+  offset: number;
+  rows: Row[];
+}
+
+export interface Call {
+  name: string;
+  arguments: string;
+  result: string;
+  error: string;
+  problem: string | null;
+  reward: number | null;
+  reason: string;
+  seconds: number;
+}
+
+export interface Turn {
+  role: string;
+  text: string;
+  start: number;
+  end: number;
+  tool_calls: Call[];
+  reward: number | null;
+  reason: string;
+  seconds: number;
+}
+
+export interface Tokens {
+  id: number[];
+  text: (string | null)[];
+  logprob: Column;
+  trained_logprob: Column;
+  version: ([number, number] | null)[];
+  staleness: Column;
+  weight: Column;
+  rule: (string | null)[];
+  advantage: Column;
+  turn: Column;
+}
+
+// A row of a list without its count of tokens, with everything that was recorded of it.
+export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
+  tokens: Tokens;
+  turns: Turn[];
+  error: string;
+  reward_parts: Record<string, number>;
+  scored: boolean;
+  baseline: boolean;
+  explained: boolean;
+  timings: Record<string, number>;
+  ground_truth: string;
+  sampling: { temperature: number; top_p: number; top_k: number; min_p: number };
+}
+
+export interface GroupRow extends Omit<Row, "turns"> {
+  turns: Turn[];
+  error_text: string;
+}
+
+export type Interval = [number, number, number];
+
+export interface EvaluationLine {
+  step: number;
+  source: string;
+  tasks: number;
+  episodes: number;
+  k: number;
+  average: Interval;
+  passed: Record<string, Interval>;
+}
+
+export interface Evaluations {
+  records: Record<string, number>[];
+  table: EvaluationLine[];
+}
+
+export interface Side {
+  task: string;
+  source: string;
+  prompt: string;
+  answer: string;
+  reward: number;
+  rows: number;
+  grp: number;
+  sample: number;
+}
+
+export interface Comparison {
+  tasks: number;
+  better: number;
+  worse: number;
+  mean: Interval | null;
+  rows: { before: Side; after: Side }[];
+}
+
+export interface Diagnosis {
+  verdict: { health: string; findings: string[]; waits: string[] };
+  observation: {
+    launcher: number | null;
+    processes: {
+      record: { name: string; role: string; pid: number; state: string; restarts: number };
+      state: string;
+      cpu: number;
+      log_line: string;
+    }[];
+    ranks: { rank: number; step: number; phase: string; for_s: number }[];
+    queue: { report: { status: QueueStatus; rates: Record<string, number>; draining: boolean } } | null;
+    engines: { engine_id: string; url: string; answers: boolean; version: string; paused: boolean | null; requests: number | null }[];
+    steps: number;
+    steps_done: number;
+    usual_step_s: number | null;
+    trouble: string[];
+  };
+}
+
+export interface QueueStatus {
+  published: [number, number];
+  waiting: number;
+  leased: number;
+  ready: number;
+  reserved: number;
+  committed: number;
+  slots_used: number;
+  slots: number;
+  max_staleness: number;
+  admitted: number;
+  workers: number;
+  counters: Record<string, number>;
+}
