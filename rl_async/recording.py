@@ -66,6 +66,12 @@ def files_of_step(folder: Path, step: int) -> list[Path]:
     return sorted(path for path in paths if _lineage(path) == newest)
 
 
+def evaluations(folder: Path) -> dict[int, Path]:
+    """Return the files of evaluations by the step of the version that was evaluated, in order."""
+    files = {int(path.name.split("-")[1].partition(".")[0]): path for path in folder.glob("eval-*.jsonl.gz")}
+    return dict(sorted(files.items()))
+
+
 class RecordedGroup(NamedTuple):
     """A group that a step trained, by its numbers in the run that recorded it, with the tokens that it had.
 

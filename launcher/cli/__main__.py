@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli import configs, gateway, inspection, models, play, rewards, runs, view
+from rl_async.launcher.cli import configs, evaluations, gateway, inspection, models, play, rewards, runs, view
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
 
@@ -16,7 +16,8 @@ Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "launch": ("train", runs.add_launch),
     "sft": ("fine-tune on conversations; or make the data and model of a preset", models.add_sft),
-    "eval": ("mean reward of a model on the held-out tasks", runs.add_eval),
+    "eval": ("what a model earns on the held-out tasks: avg@k and pass@k", evaluations.add_eval),
+    "compare": ("two evaluations task by task, and whether they differ by more than chance", evaluations.add_compare),
     "model": ("import a model; what a model folder holds and needs", models.add_model_commands),
     "reward-model": ("train a reward model on preference pairs", models.add_reward_model),
     "reward": ("score answers without a run", rewards.add_reward_commands),

@@ -1,4 +1,4 @@
-"""``rl-async launch`` and ``eval``: commands that start a run."""
+"""``rl-async launch``: train."""
 
 import argparse
 import sys
@@ -59,19 +59,3 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.launcher == "ray":
         return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume), fetched=fetched)
     return launch(config, folder, resume=bool(arguments.resume), fetched=fetched)
-
-
-def add_eval(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    parser.set_defaults(command=_evaluate)
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.loader import load_config
-    from rl_async.launcher.plan.user_code import check_user_code
-    from rl_async.launcher.runs.evaluate import evaluate
-    from rl_async.launcher.sources.fetch import fetch_sources
-
-    config = load_config(arguments.config, arguments.overrides)
-    check_user_code(config)
-    return evaluate(fetch_sources(config), arguments.config)

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +11,17 @@ from rich.console import Console
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
+from rl_async.files import written_whole
+from rl_async.launcher.evaluation.recorded import said
+from rl_async.launcher.evaluation.summary import answers_of, summarize
+from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import EngineRecord, Reserved, Version, episode_rewards, mean_role_rewards
+from rl_async.messages import EngineRecord, Reserved, Trajectory, Version, episode_rewards, mean_role_rewards
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import write_trajectories
@@ -34,8 +37,11 @@ class EvaluationTimeout(RlAsyncError):
     """The held-out tasks did not finish within trainer.batch_timeout_s; names what is missing."""
 
 
-def evaluate(config: RunConfig, name_or_path: str) -> int:
-    """Evaluate ``model.path`` on ``data.eval_path`` and print the mean reward per data source; the exit code."""
+def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | None) -> int:
+    """Evaluate ``model.path`` on ``data.eval_path``, print what came of it per data source, and return the exit code.
+
+    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write a line per episode.
+    """
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
     if not Path(config.model.path).exists():
@@ -55,8 +61,9 @@ def evaluate(config: RunConfig, name_or_path: str) -> int:
                     await supervisor.run(evaluation.run, evaluation.on_engine)
         except Interrupted as interruption:
             return EXIT_SIGNAL + interruption.number
-        for line in report_lines(evaluation.result):
-            say(console, line)
+        print_report(evaluation.result, solved, console)
+        if jsonl is not None:
+            write_jsonl(jsonl, evaluation.result, evaluation.rows)
         say(console, f"run folder: {folder}")
         return 0
 
@@ -87,6 +94,7 @@ class EvaluationRun:
         self._token = run_token(folder, "engines")
         self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
         self.result = Reserved(step=EVAL_ID, headers=[])
+        self.rows: Sequence[Trajectory] = []
 
     async def on_engine(self, record: EngineRecord) -> None:
         """Send an update without buckets: the engine keeps the weights of ``model.path``, as version 0."""
@@ -114,21 +122,40 @@ class EvaluationRun:
             if time.monotonic() > deadline:
                 raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
         self.result = reply
-        rows = await self._queue.fetch([header.key for header in reply.headers])
-        await asyncio.to_thread(write_trajectories, self._trajectories, rows)
+        self.rows = await self._queue.fetch([header.key for header in reply.headers])
+        await asyncio.to_thread(write_trajectories, self._trajectories, self.rows)
 
 
-def report_lines(result: Reserved) -> Sequence[str]:
-    """Return the mean reward per data source and, with several sources, over all; then that of each role."""
-    rewards: dict[str, list[float]] = defaultdict(list)
-    episodes = [header for header in result.headers if header.segment == 0]
-    totals = episode_rewards(result.headers)  # without those that could not be scored, which count as 0
-    for header in episodes:
-        total = totals.get((header.group_id, header.sample), 0.0)
-        rewards[result.tasks[header.group_id].data_source].append(total)
-    if len(rewards) != 1:
-        rewards["all"] = [total for several in rewards.values() for total in several]
-    return [
-        f"{source}: reward {sum(values) / max(len(values), 1):.4f} over {len(values)} trajectories"
-        for source, values in rewards.items()
-    ] + [f"as {role}: reward {reward:.4f}" for role, reward in mean_role_rewards(result.headers).items()]
+def print_report(result: Reserved, solved: float, console: Console) -> None:
+    """Print avg@k and pass@k by data source and over all, what each role earned, and how many were not scored."""
+    tasks = {group: (task.data_source, task.task_id) for group, task in result.tasks.items()}
+    answers = answers_of(result.headers, tasks)
+    summaries = summarize(answers, solved)
+    if len(summaries) > 1:
+        summaries += summarize([answer._replace(source="all", task="/".join(answer[:2])) for answer in answers], solved)
+    console.print(summary_table(summaries))
+    for role, reward in mean_role_rewards(result.headers).items():
+        say(console, f"as {role}: reward {reward:.4f}")
+    if failed := len(answers) - len(episode_rewards(result.headers)):
+        say(console, f"{failed} of {len(answers)} episodes could not be scored, and count as 0; their error says why")
+
+
+def write_jsonl(path: Path, result: Reserved, rows: Sequence[Trajectory]) -> None:
+    """Write a line of JSON per episode, whole or not at all."""
+    rewards = episode_rewards(result.headers)
+    with written_whole(path) as partial, partial.open("wb") as file:
+        for row in rows:
+            if row.segment == 0:
+                reward = rewards.get((row.group_id, row.sample))
+                line = {
+                    "source": row.data_source,
+                    "task": row.task_id,
+                    "sample": row.sample,
+                    "reward": reward or 0.0,
+                    "scored": reward is not None,
+                    "finish_reason": row.finish_reason,
+                    "ground_truth": row.ground_truth,
+                    "answer": said(row, "assistant"),
+                    "error": row.error,
+                }
+                file.write(msgspec.json.encode(line) + b"\n")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rl_async.errors import UserError
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Turn
+from rl_async.recording import evaluations
 
 LONGEST = 160  # characters of a prompt or an answer; the files have all
 
@@ -33,24 +34,25 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
     """
     if not run.is_dir():
         raise UserError(f"no run folder {run}")
-    files = sorted((run / "trajectories").glob("eval-*.jsonl.gz"))
+    files = evaluations(run / "trajectories")
     if len(files) < 2:
         raise UserError(
             f"{run} has {len(files)} evaluations so far, and two are needed; they take data.eval_path, the first also "
             "eval.before=true"
         )
     console = console or Console()
-    console.print(side_by_side(files[0], files[-1]))
+    (first, before), *_, (last, after) = files.items()
+    console.print(side_by_side(before, after, f"step {first}", f"step {last}"))
 
 
-def side_by_side(first: Path, last: Path) -> Table:
+def side_by_side(first: Path, last: Path, *names: str) -> Table:
     """Lay out two evaluations with one line per task, sample and role that both have, and their mean rewards below."""
     before, after = _read(first), _read(last)
     both = sorted(before.keys() & after.keys(), key=lambda key: (before[key].reward - after[key].reward, key))
     means = [sum(rows[key].reward for key in both) / max(len(both), 1) for rows in (before, after)]
     table = Table(title="held-out answers", title_justify="left", show_footer=True)
     table.add_column("task", f"mean reward of {len(both)}", overflow="fold")
-    for name, mean in ((f"step {_step(first)}", means[0]), (f"step {_step(last)}", means[1])):
+    for name, mean in zip(names, means, strict=True):
         table.add_column(name, overflow="fold")
         table.add_column("reward", f"{mean:.3f}", justify="right")
     for key in both:
@@ -72,8 +74,3 @@ def _said(row: HeldOut, role: str) -> str:
     said = [turn.text for turn in row.turns if turn.role == role]
     text = printable(" ".join(said[-1].split()) if said else "")
     return escape(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
-
-
-def _step(file: Path) -> int:
-    """Parse the step from a name such as ``eval-000012.jsonl.gz``."""
-    return int(file.name.split("-")[1].partition(".")[0])

@@ -18,8 +18,9 @@ HERE = Path(__file__).parent
 TASKS = "artifacts/calculator/tasks.jsonl"  # where the preset's other files are made
 PROGRAM = HERE / "program.py"
 SERVER = ROOT / "examples" / "mcp_calculator.py"
-# A server that leaves a process behind, in a session of its own, before it becomes the server.
-START_SERVER = f"[bash, -c, 'setsid sleep 600 <&- >&- 2>&- & exec \"$@\"', bash, {sys.executable}, {SERVER}"
+# A server that leaves a process behind, in a session of its own, before it becomes the server. (Not by bash, which
+# reads ~/.bashrc where its input is a socket, and whatever that starts is killed in the middle, too.)
+START_SERVER = f"[sh, -c, 'setsid sleep 600 <&- >&- 2>&- & exec \"$@\"', sh, {sys.executable}, {SERVER}"
 
 Processes = dict[int, Process]
 IsVictim = Callable[[Process, Processes], bool]

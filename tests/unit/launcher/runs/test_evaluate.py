@@ -1,6 +1,11 @@
+import io
+
+import msgspec
+from rich.console import Console
+
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
-from rl_async.launcher.runs.evaluate import report_lines, without_training
+from rl_async.launcher.runs.evaluate import print_report, without_training
 from rl_async.messages import Reserved, Task, TrajectoryHeader
 
 
@@ -22,26 +27,33 @@ def header(group_id: int, reward: float, role: str = "", segment: int = 0) -> Tr
     )
 
 
-def task(source: str) -> Task:
-    return Task(task_id="t", data_source=source, prompt=[], ground_truth="")
+def task(source: str, name: str = "t") -> Task:
+    return Task(task_id=name, data_source=source, prompt=[], ground_truth="")
 
 
-def test_mean_reward_per_data_source_and_over_all() -> None:
+def printed(result: Reserved) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_report(result, 1.0, console)
+    return console.export_text()
+
+
+def test_each_data_source_has_a_line_and_all_together_one() -> None:
     result = Reserved(
         step=0,
         headers=[header(1, 1.0), header(2, 0.0), header(3, 0.5)],
-        tasks={1: task("math"), 2: task("math"), 3: task("code")},
+        tasks={1: task("math", "a"), 2: task("math", "b"), 3: task("code", "a")},
     )
-    assert report_lines(result) == [
-        "math: reward 0.5000 over 2 trajectories",
-        "code: reward 0.5000 over 1 trajectories",
-        "all: reward 0.5000 over 3 trajectories",
+    lines = [line.split() for line in printed(result).splitlines() if "[" in line]
+    assert [(words[0], words[1], words[3]) for words in lines] == [
+        ("code", "1", "0.500"),
+        ("math", "2", "0.500"),
+        ("all", "3", "0.500"),
     ]
 
 
 def test_one_data_source_needs_no_total() -> None:
-    result = Reserved(step=0, headers=[header(1, 1.0)], tasks={1: task("math")})
-    assert report_lines(result) == ["math: reward 1.0000 over 1 trajectories"]
+    text = printed(Reserved(step=0, headers=[header(1, 1.0)], tasks={1: task("math")}))
+    assert "math" in text and "all" not in text and "scored" not in text
 
 
 def test_roles_have_a_line_each() -> None:
@@ -51,16 +63,18 @@ def test_roles_have_a_line_each() -> None:
         header(2, 0.0, "buyer"),
         header(2, 0.0, "seller", 1),
     ]
-    result = Reserved(step=0, headers=headers, tasks={1: task("market"), 2: task("market")})
-    assert report_lines(result) == [
-        "market: reward 0.2500 over 2 trajectories",
-        "as buyer: reward 0.5000",
-        "as seller: reward 0.0000",
-    ]
+    text = printed(Reserved(step=0, headers=headers, tasks={1: task("market", "a"), 2: task("market", "b")}))
+    assert "0.250" in text and "as buyer: reward 0.5000" in text and "as seller: reward 0.0000" in text
 
 
-def test_without_any_trajectory_there_is_still_an_answer() -> None:
-    assert report_lines(Reserved(step=0, headers=[])) == ["all: reward 0.0000 over 0 trajectories"]
+def test_episodes_without_a_score_are_told() -> None:
+    headers = [header(1, 1.0), msgspec.structs.replace(header(2, 1.0), scored=False)]
+    text = printed(Reserved(step=0, headers=headers, tasks={1: task("math", "a"), 2: task("math", "b")}))
+    assert "0.500" in text and "1 of 2 episodes could not be scored" in text
+
+
+def test_without_any_trajectory_there_is_still_a_table() -> None:
+    assert "avg@k" in printed(Reserved(step=0, headers=[]))
 
 
 def test_one_small_group_is_left_to_train_on() -> None:

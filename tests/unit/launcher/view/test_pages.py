@@ -3,15 +3,15 @@
 import json
 import math
 import threading
-from itertools import combinations
 from pathlib import Path
 
 import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rl_async.launcher.evaluation.statistics import wilson
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
-from rl_async.launcher.view.evaluation import answered, compare, pass_at, table, wilson
+from rl_async.launcher.view.evaluation import answered, compare, table
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import RecordedRow, lines
 from rl_async.launcher.view.trajectory import story, token_texts
@@ -125,18 +125,6 @@ def test_bytes_that_are_no_text_are_shown_as_far_as_they_go() -> None:
     assert len(texts) == 40 and sum(bool(text) for text in texts) >= 5
 
 
-@pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 3, 4)])
-def test_pass_at_k_counts_the_subsets_with_a_pass(samples: int, passed: int, k: int) -> None:
-    subsets = list(combinations([True] * passed + [False] * (samples - passed), k))
-    assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_wilson_against_published_values() -> None:
-    """Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
-    for passed, trials, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]:
-        assert wilson(passed / trials, trials) == pytest.approx((low, high), abs=1e-4)
-
-
 def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
     sources = ["math", "math", "code"]
@@ -148,10 +136,10 @@ def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
         lines_of = table(answered(connection), 1.0)
         compared = compare(connection, 0, 4)
     code, math_line = lines_of[2:] if lines_of[0]["step"] == 4 else lines_of[:2]
-    assert (code["source"], code["step"], code["average"][0], code["passed"]["2"][0]) == ("code", 0, 0.0, 0.0)
+    assert (code["source"], code["step"], code["average"][0], code["passed"][2][0]) == ("code", 0, 0.0, 0.0)
     assert (math_line["tasks"], math_line["episodes"], math_line["k"]) == (2, 4, 2)
-    assert math_line["average"][0] == 0.75 and math_line["passed"]["1"][0] == 0.75
-    assert math_line["passed"]["2"] == pytest.approx([1.0, *wilson(1.0, 2)])
+    assert math_line["average"][0] == 0.75 and math_line["passed"][1][0] == 0.75
+    assert math_line["passed"][2] == pytest.approx([1.0, *wilson(1.0, 2)])
     assert [row["before"]["task"] for row in compared["rows"]] == ["test:1", "test:0", "test:2"]
     assert (compared["tasks"], compared["better"], compared["worse"]) == (3, 2, 1)
     assert compared["mean"][0] == pytest.approx(0.0) and math.isfinite(compared["mean"][1])

@@ -1,0 +1,74 @@
+"""Estimates from samples of held-out tasks. All intervals are of 95 %, over tasks: one number for each."""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+Z = NormalDist().inv_cdf(0.975)  # of a 95 % interval
+EXACT = 14  # changes of which all 2^n signs are tried
+DRAWS = 1 << 14  # of signs for more changes
+
+
+class Interval(NamedTuple):
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Estimate the chance that one of ``k`` samples passes from ``samples``, of which ``passed`` did, without bias.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. (arXiv:2107.03374), section 2.1.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Return the interval of a share ``mean`` of ``count`` trials: Wilson (1927), without continuity correction.
+
+    For the mean of ``count`` numbers between 0 and 1 it is not too narrow, as none of that mean varies more than a
+    share does.
+    """
+    centre = (mean + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    half = Z / (1 + Z * Z / count) * math.sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_of(values: Sequence[float]) -> Interval:
+    """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else the normal one."""
+    mean = sum(values) / len(values)
+    if all(0.0 <= value <= 1.0 for value in values):
+        return Interval(mean, *wilson(min(max(mean, 0.0), 1.0), len(values)))
+    return normal_mean_of(values)
+
+
+def normal_mean_of(values: Sequence[float]) -> Interval:
+    """Return the mean of one number per task with the normal interval of their standard error."""
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    half = Z * math.sqrt(variance / len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def paired_p(changes: Sequence[float]) -> float:
+    """Return how likely a mean at least as far from 0 is if each task's change had its sign by chance; two-sided.
+
+    Fisher's randomization test for paired samples: exact for up to ``EXACT`` tasks that changed, else of ``DRAWS``
+    draws, with the observed one counted among them (Phipson and Smyth, 2010), and the same for the same changes.
+    """
+    changed = np.array([change for change in changes if change], dtype=np.float64)
+    observed = abs(changed.sum()) * (1 - 1e-12)  # sums in another order may differ in the last bit
+    if len(changed) <= EXACT:
+        signs = 1 - 2 * ((np.arange(1 << len(changed))[:, None] >> np.arange(len(changed))) & 1)
+        return float(np.mean(np.abs(signs @ changed) >= observed))
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(DRAWS >> 8):  # in parts, for memory
+        signs = generator.choice(np.array([-1.0, 1.0]), (1 << 8, len(changed)))
+        hits += int(np.count_nonzero(np.abs(signs @ changed) >= observed))
+    return (hits + 1) / (DRAWS + 1)

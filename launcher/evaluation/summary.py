@@ -1,0 +1,61 @@
+"""One evaluation by data source: avg@k and pass@k."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rl_async.launcher.evaluation.statistics import Interval, mean_of, pass_at
+from rl_async.messages import TrajectoryHeader, episode_rewards
+
+
+class Answer(NamedTuple):
+    """One held-out episode, with the mean of what its roles earned."""
+
+    source: str
+    task: str
+    reward: float
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """How one data source was answered. Each task counts once, however often it was sampled."""
+
+    source: str
+    tasks: int
+    episodes: int
+    k: int  # the smallest number of samples of a task
+    average: Interval  # avg@k
+    passed: dict[int, Interval]  # pass@1, and pass@k if k > 1
+
+
+def answers_of(headers: Sequence[TrajectoryHeader], tasks: Mapping[int, tuple[str, str]]) -> list[Answer]:
+    """Return an evaluation's episodes; ``tasks`` has the data source and the name of each group's task.
+
+    Those that could not be scored count as 0, as they do in ``eval/reward``.
+    """
+    rewards = episode_rewards(headers)
+    episodes = dict.fromkeys((header.group_id, header.sample) for header in headers)
+    return [Answer(*tasks[group], rewards.get((group, sample), 0.0)) for group, sample in episodes]
+
+
+def summarize(answers: Iterable[Answer], solved: float) -> list[Summary]:
+    """Return a summary per data source, by name. An episode passes with a reward of ``solved`` or more."""
+    by_source: dict[str, dict[str, list[float]]] = {}
+    for answer in answers:
+        by_source.setdefault(answer.source, {}).setdefault(answer.task, []).append(answer.reward)
+    return [_summary(source, list(tasks.values()), solved) for source, tasks in sorted(by_source.items())]
+
+
+def _summary(source: str, tasks: Sequence[Sequence[float]], solved: float) -> Summary:
+    k = min(map(len, tasks))
+    return Summary(
+        source=source,
+        tasks=len(tasks),
+        episodes=sum(map(len, tasks)),
+        k=k,
+        average=mean_of([sum(rewards) / len(rewards) for rewards in tasks]),
+        passed={
+            tries: mean_of([pass_at(tries, len(rewards), sum(r >= solved for r in rewards)) for rewards in tasks])
+            for tries in sorted({1, k})
+        },
+    )

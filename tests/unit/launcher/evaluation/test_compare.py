@@ -1,0 +1,80 @@
+"""Two recorded evaluations are compared task by task."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.errors import EXIT_USER, UserError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.evaluation.compare import compare
+from rl_async.launcher.evaluation.recorded import read_evaluation
+from rl_async.messages import Trajectory, Turn
+from rl_async.recording import write_trajectories
+from tests.conftest import make_rows
+
+
+def row(task: int, sample: int, reward: float, source: str = "math", **changes: object) -> Trajectory:
+    turns = [Turn(role="user", text=f"What is {task}?"), Turn(role="assistant", text=f"It is \x1b[31m{reward}")]
+    named = {"task_id": f"{source}:{task}", "data_source": source, "group_id": task, "sample": sample}
+    return msgspec.structs.replace(
+        make_rows(0)[0], **(named | {"segment": 0, "reward": reward, "turns": turns} | changes)
+    )
+
+
+def record(run: Path, step: int, *rows: Trajectory) -> str:
+    write_trajectories(run / "trajectories" / f"eval-{step:06d}.jsonl.gz", rows)
+    return str(run)
+
+
+def test_changes_by_source_and_the_worst_tasks_first(tmp_path: Path) -> None:
+    old = [row(0, 0, 1.0), row(0, 1, 0.0), row(1, 0, 1.0), row(2, 0, 0.0, "code"), row(9, 0, 1.0)]
+    new = [row(0, 0, 1.0), row(0, 1, 1.0), row(1, 0, 0.0), row(2, 0, 0.0, "code")]
+    run = record(tmp_path / "run", 0, *old)
+    record(tmp_path / "run", 20, *new)
+    found = compare(read_evaluation(f"{run}@0"), read_evaluation(run))
+    assert (found.before, found.after, found.left_out) == ("run@0", "run@20", 1)
+    code, math, everything = found.sources
+    assert (code.source, code.tasks, code.change.value, code.p) == ("code", 1, 0.0, 1.0)
+    assert (math.tasks, math.before.value, math.after.value, math.better, math.worse) == (2, 0.75, 0.5, 1, 1)
+    assert math.change.value == pytest.approx(-0.25) and math.p == 1.0
+    assert (everything.source, everything.tasks) == ("all", 3)
+    assert [task.task for task in found.tasks] == ["math:1", "code:2", "math:0"]
+    assert (found.tasks[0].before, found.tasks[0].after, found.tasks[0].question) == (1.0, 0.0, "What is 1?")
+
+
+def test_episodes_that_were_not_scored_count_as_zero_and_rows_of_one_once(tmp_path: Path) -> None:
+    rows = [row(0, 0, 1.0), row(0, 0, 1.0, segment=1), row(0, 1, 1.0, scored=False)]
+    evaluation = read_evaluation(record(tmp_path / "run", 3, *rows))
+    assert [answer.reward for answer in evaluation.answers] == [1.0, 0.0]
+
+
+def test_a_task_that_asks_something_else_is_not_compared(tmp_path: Path) -> None:
+    first = record(tmp_path / "a", 0, row(0, 0, 1.0))
+    other = record(tmp_path / "b", 0, row(0, 0, 1.0, turns=[Turn(role="user", text="Why?")]))
+    with pytest.raises(UserError, match="math:0"):
+        compare(read_evaluation(first), read_evaluation(other))
+    strange = record(tmp_path / "c", 0, row(7, 0, 1.0))
+    with pytest.raises(UserError, match="a@0 and c@0"):
+        compare(read_evaluation(first), read_evaluation(strange))
+
+
+@pytest.mark.parametrize(("where", "named"), [("missing", "missing"), ("run@5", "step 5"), ("empty", "eval_path")])
+def test_what_is_not_there_is_named(tmp_path: Path, where: str, named: str) -> None:
+    record(tmp_path / "run", 0, row(0, 0, 1.0))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=named):
+        read_evaluation(str(tmp_path / where))
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(tmp_path / "run", 0, row(0, 0, 1.0), row(1, 0, 0.0))
+    record(tmp_path / "run", 4, row(0, 0, 0.0), row(1, 0, 1.0))
+    assert main(["compare", f"{run}@0", f"{run}@4"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b[31m" not in printed and "What is 0?" in printed
+    assert printed.index("What is 0?") < printed.index("What is 1?")
+    assert main(["compare", f"{run}@0", f"{run}@4", "--json"]) == 0
+    assert [task["task"] for task in json.loads(capsys.readouterr().out)["tasks"]] == ["math:0", "math:1"]
+    assert main(["compare", f"{run}@1", run]) == EXIT_USER

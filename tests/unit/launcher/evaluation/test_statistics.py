@@ -1,0 +1,41 @@
+"""Estimates against enumeration, closed forms and published tables."""
+
+import math
+from itertools import combinations, product
+
+import pytest
+
+from rl_async.launcher.evaluation.statistics import EXACT, mean_of, paired_p, pass_at, wilson
+
+
+@pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 3, 4)])
+def test_pass_at_k_counts_the_subsets_with_a_pass(samples: int, passed: int, k: int) -> None:
+    subsets = list(combinations([True] * passed + [False] * (samples - passed), k))
+    assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_wilson_against_published_values() -> None:
+    """Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    for passed, trials, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]:
+        assert wilson(passed / trials, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_means_of_other_numbers_than_shares_have_the_normal_interval() -> None:
+    assert mean_of([-1.0, 1.0, 3.0]) == pytest.approx((1.0, 1.0 - 1.959964 * 2 / math.sqrt(3), 1 + 2.263172), abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [[0.5, -0.25, 0.75, 0.0, 0.25], [1.0] * 5, [0.0, 0.0], [], [0.1, 0.2, -0.3]])
+def test_few_changes_are_tested_exactly(changes: list[float]) -> None:
+    flips = [abs(sum(s * c for s, c in zip(signs, changes))) for signs in product([1, -1], repeat=len(changes))]
+    assert paired_p(changes) == pytest.approx(sum(flip >= abs(sum(changes)) - 1e-9 for flip in flips) / len(flips))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(30, 10), (12, 10), (25, 5)])
+def test_many_changes_of_one_size_agree_with_the_sign_test(better: int, worse: int) -> None:
+    """Where all changes are of one size, the randomization test is the two-sided sign test."""
+    count = better + worse
+    assert count > EXACT
+    tail = sum(math.comb(count, k) for k in range(worse + 1)) / 2**count
+    found = paired_p([1.0] * better + [-1.0] * worse)
+    assert found == pytest.approx(min(1.0, 2 * tail), abs=4 * math.sqrt(tail / 16384) + 1 / 16384)
+    assert found == paired_p([1.0] * better + [-1.0] * worse)
