@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
 from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
-from rl_async.agent_loop.environments.adapters.textarena import TextArena
+from rl_async.agent_loop.environments.adapters.textarena import text_arena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
 from rl_async.agent_loop.environments.adapters.verl import Verl
 from rl_async.agent_loop.environments.order import Customer
@@ -38,7 +38,7 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {
 ADAPTERS = {
     "gymnasium": Adapter(Gymnasium, "gymnasium", "pip install gymnasium"),
     "openenv": Adapter(OpenEnv, "openenv", "pip install openenv-core"),
-    "textarena": Adapter(TextArena, "textarena", "pip install textarena"),
+    "textarena": Adapter(text_arena, "textarena", "pip install textarena"),
     "verifiers": Adapter(Verifiers, "verifiers.envs", "pip install 'verifiers<0.2'"),
     "verl": Adapter(Verl),
 }
