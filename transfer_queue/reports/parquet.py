@@ -1,6 +1,6 @@
 """Trajectories of a queue as a Parquet file, one line a row, and back into a queue.
 
-Columns for people and other tools: group_id, sample, segment, state, partition, task_id, data_source, episode_id,
+Columns for people and other tools: group_id, sample, segment, state, partition, task_id, data_source, episode_id, role,
 tokens, sampled, reward, finish_reason, oldest_version, newest_version, token_ids, loss_mask, logprobs, and ``task`` as
 JSON. ``rest`` is what else a Trajectory has, as its own encoding without the arrays; so nothing is lost on the way.
 """
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         ("group_id", pa.int64()),
         ("sample", pa.int32()),
         ("segment", pa.int32()),
-        *((name, pa.string()) for name in ("state", "partition", "task_id", "data_source", "episode_id")),
+        *((name, pa.string()) for name in ("state", "partition", "task_id", "data_source", "episode_id", "role")),
         ("tokens", pa.int64()),
         ("sampled", pa.int64()),
         ("reward", pa.float64()),
@@ -114,8 +114,9 @@ def _line(state: str, task: Task, header: TrajectoryHeader, row: Trajectory) -> 
     versions = [run.version for run in header.versions]
     nothing = np.zeros(0, np.int32)
     rest = msgspec.structs.replace(row, token_ids=nothing, loss_mask=nothing, logprobs=nothing)
-    same = ("group_id", "sample", "segment", "partition", "episode_id", "tokens", "sampled", "reward", "finish_reason")
-    return {name: getattr(header, name) for name in same} | {
+    names = ("group_id", "sample", "segment", "partition", "episode_id", "role")
+    facts = ("tokens", "sampled", "reward", "finish_reason")
+    return {name: getattr(header, name) for name in (*names, *facts)} | {
         "state": state,
         "task_id": task.task_id,
         "data_source": task.data_source,
