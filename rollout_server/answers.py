@@ -95,9 +95,15 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
     """Build the request for the tokens that ``done`` lacks: the prompt is extended by what was sampled.
 
     The request id changes with the prompt, so that an engine never takes it for the request that it already knows.
+    Raises EngineLost if the answer must fit a JSON schema: engines match what follows a prompt from its beginning.
     """
     if not done.token_ids:
         return request
+    if request.json_schema:
+        raise EngineLost(
+            f"request {request.request_id}: an engine was lost after {len(done.token_ids)} tokens of an answer in a "
+            "JSON format, which no other engine can continue; ask again"
+        )
     return msgspec.structs.replace(
         request,
         request_id=f"{request.request_id}+{len(done.token_ids)}",

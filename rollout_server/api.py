@@ -18,7 +18,11 @@ Heard = Callable[[Sequence[int]], None]  # called with all tokens sampled so far
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt as token ids, and how to continue it. ``max_tokens`` bounds the sampled tokens of this request."""
+    """A prompt as token ids, and how to continue it. ``max_tokens`` bounds the sampled tokens of this request.
+
+    With a ``json_schema`` (JSON text) engines mask tokens that would break it: the answer fits it unless it is cut
+    short, and log-probabilities are those of the masked distribution, renormalised.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -27,6 +31,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int]
     seed: int | None = None
     min_version: Version = Version()
+    json_schema: str = ""  # empty: any text
 
 
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ class TokenizerFormat(ABC):
         self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
         self.prints_tools = self._prints_tools()
+        self.plain_turns = False
 
     @abstractmethod
     def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class ChatFormat(Protocol):
 
     stop_token_ids: list[int]
     prints_tools: bool
+    plain_turns: bool  # what the policy samples is all said: no reasoning, no channels
 
     @property
     def name(self) -> str: ...

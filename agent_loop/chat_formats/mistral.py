@@ -35,6 +35,7 @@ class MistralFormat(ChatRenderer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
         super().__init__(tokenizer, name="mistral", syntax=MISTRAL, cache_bytes=cache_bytes)
+        self.plain_turns = self.plain_turns and _THINK not in str(tokenizer.chat_template)
 
     def parse(
         self,
@@ -69,7 +70,7 @@ class MistralFormat(ChatRenderer):
 
     def call_opening(self, name: str = "") -> list[int]:
         """Return how a turn begins that calls ``name`` (empty: any), unless turns may begin with reasoning."""
-        return [] if _THINK in str(self._tokenizer.chat_template) else super().call_opening(name)
+        return super().call_opening(name) if self.plain_turns else []
 
     def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
         """Encode what results add after the calls that they answer, and other messages after an answer."""

@@ -41,6 +41,7 @@ class ChatRenderer(TokenizerFormat):
         super().__init__(tokenizer, cache_bytes)
         self.name, self._syntax = name, syntax
         self._thinks = "</think>" in str(tokenizer.chat_template)
+        self.plain_turns = not self._thinks
         self._printed_call = self.printed_call()
         self._prints_calls = _PROBE in self._printed_call
         closing = self._after_mark([])

@@ -18,6 +18,7 @@ class RowTokens:
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
+        self._constrained: list[tuple[int, int]] = []
         self._sampled = 0
         self.add(token_ids)
 
@@ -35,8 +36,11 @@ class RowTokens:
         self._mask += [False] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
 
-    def add_sampled(self, result: GenerateResult) -> None:
-        """Append sampled tokens exactly as an engine returned them, merging runs of one version."""
+    def add_sampled(self, result: GenerateResult, *, constrained: bool = False) -> None:
+        """Append sampled tokens exactly as an engine returned them, merging runs of one version.
+
+        ``constrained``: a grammar's mask restricted what could be sampled.
+        """
         self.token_ids += result.token_ids
         self._mask += [True] * len(result.token_ids)
         self._logprobs += result.logprobs
@@ -45,15 +49,18 @@ class RowTokens:
             if self._versions and self._versions[-1].version == run.version:
                 start = self._versions.pop().start
             self._versions.append(VersionRun(run.version, start, end))
+        if constrained and result.token_ids:
+            self._constrained.append((self._sampled, self._sampled + len(result.token_ids)))
         self._sampled += len(result.token_ids)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields token_ids, loss_mask, logprobs and versions of a Trajectory."""
+        """Return the fields token_ids, loss_mask, logprobs, versions and constrained of a Trajectory."""
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),
             "logprobs": np.array(self._logprobs, np.float32),
             "versions": list(self._versions),
+            "constrained": list(self._constrained),
         }
 
 

@@ -23,11 +23,13 @@ from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponse
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.gateway.release import Reader, Release
 from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.configs.derived.engines import engine_traits, follows_json_schemas
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RequestRefused
+from rl_async.errors import EngineRejected, RequestRefused
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
+from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
 ID_BYTES = 16
@@ -72,6 +74,8 @@ class GatewayEpisode:
         self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning)
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._refuses_tools = unprinted or chat.name == "plain"
+        self._follows_schemas = follows_json_schemas(config) and chat.plain_turns
+        self._checks_schemas = any(traits.json_package for traits in engine_traits(config).values())
         self._sampling = policy_sampling(config, group.partition)
         self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -115,6 +119,7 @@ class GatewayEpisode:
         """
         self.heard()
         self._check(request, bare)
+        await self._check_schema(request)
         number = self._requests
         self._requests += 1
         return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
@@ -146,6 +151,8 @@ class GatewayEpisode:
                 heard = {} if release is None else {"heard": release.hear}
                 result = await self._generator.generate(generate, session=self._name, **heard)
                 told(result)
+        except EngineRejected as error:
+            raise request.format.refused(str(error)) if request.format and generate.json_schema else error from error
         finally:
             self._in_flight -= 1
             self.heard()
@@ -165,7 +172,8 @@ class GatewayEpisode:
             release.check(said)
         malformed = [call for call in answer.calls if call.problem] if request.tools else []
         if train and not request.model.endswith(UNTRAINED):
-            self._recorder.record(prompt, result, said, seconds, malformed)
+            constrained = bool(generate.json_schema)
+            self._recorder.record(prompt, result, said, seconds, malformed, constrained=constrained)
         self._answers += 1
         self._generate_s += seconds
         return Completion(
@@ -189,6 +197,8 @@ class GatewayEpisode:
                 found[name] = wanted
         if request.forces is not None and not self._forced(request):
             found["tool_choice"] = request.forces or "required"
+        if request.format is not None and not self._schema(request):
+            found[request.format.field] = request.format.given
         return found
 
     def _forced(self, request: ChatRequest) -> list[int]:
@@ -202,6 +212,21 @@ class GatewayEpisode:
         opening = self._chat.call_opening(request.forces)
         text = self._chat.turn_text(opening).rstrip()
         return opening if without_beginnings(before_stops(text, request.stops), request.stops) == text else []
+
+    def _schema(self, request: ChatRequest) -> str:
+        """Return the JSON schema that engines are to keep the answer to; empty if there is none, or if they cannot.
+
+        They cannot where the answer may be something else: a call of an offered tool, or reasoning before it.
+        """
+        followed = self._follows_schemas and not request.tools
+        return request.format.schema if request.format is not None and followed else ""
+
+    async def _check_schema(self, request: ChatRequest) -> None:
+        """Refuse a schema that the embedded engine cannot follow; other engines say so themselves."""
+        if request.format is None or not (self._checks_schemas and self._schema(request)):
+            return
+        if problem := await asyncio.to_thread(json_schemas.problem, request.format.schema):
+            raise request.format.refused(problem)
 
     def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
         self._check_open()
@@ -266,6 +291,7 @@ class GatewayEpisode:
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self.group.min_version,
+            json_schema=self._schema(request),
         )
 
     def trajectories(self) -> tuple[list[Trajectory], int]:

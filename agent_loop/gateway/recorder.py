@@ -157,15 +157,18 @@ class EpisodeRecorder:
         said: ChatMessage,
         seconds: float = 0.0,
         malformed: Sequence[ParsedCall] = (),
+        *,
+        constrained: bool = False,
     ) -> None:
         """Record what an engine sampled after ``prompt``, and the answer that is returned for it.
 
-        ``malformed`` are the broken calls in an answer that is returned as text.
+        ``malformed`` are the broken calls in an answer that is returned as text. ``constrained``: a grammar's mask
+        restricted what could be sampled.
         """
         row = self._row(prompt)
         start = len(row.tokens)
         row.tokens.add(prompt.forced)
-        row.tokens.add_sampled(result)
+        row.tokens.add_sampled(result, constrained=constrained)
         text = self._chat.turn_text([*prompt.forced, *result.token_ids])
         calls = [ToolCall(name=call.name, arguments=call.arguments) for call in said.calls]
         calls += [ToolCall(name="", arguments=call.raw, error="bad call", problem=call.problem) for call in malformed]

@@ -1,6 +1,7 @@
 """The kinds of engines of a run, and their traits."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from rl_async.configs.engines import ENGINES, EngineKind
 from rl_async.configs.engines.traits import EngineTraits
@@ -16,3 +17,9 @@ def engine_kinds(config: RunConfig) -> tuple[EngineKind, ...]:
 def engine_traits(config: RunConfig) -> Mapping[str, EngineTraits]:
     """Return the traits of the kinds that the run starts, by kind."""
     return {kind: traits for kind, traits in ENGINES.items() if kind in engine_kinds(config)}
+
+
+def follows_json_schemas(config: RunConfig) -> bool:
+    """Whether every engine that the run starts can keep answers to a JSON schema, with what is installed here."""
+    packages = [(traits.json_schemas, traits.json_package) for traits in engine_traits(config).values()]
+    return all(able and (not package or find_spec(package) is not None) for able, package in packages)

@@ -2,4 +2,4 @@
 
 from rl_async.configs.engines.traits import EngineTraits
 
-EMBEDDED = EngineTraits(title="the embedded engine", module="rollout_server")
+EMBEDDED = EngineTraits(title="the embedded engine", module="rollout_server", json_package="llguidance")

@@ -35,5 +35,6 @@ SGLANG = EngineTraits(
     holds_weights=False,
     reports_sleep=False,
     reports_pause=False,
+    json_schemas=False,  # it needs a tokenizer for them
     experts=("single",),
 )

@@ -34,6 +34,8 @@ class EngineTraits:
     holds_weights: bool = True  # can keep a host copy of weights: weight_sync.delta, .staged and .adapters need one
     reports_sleep: bool = True  # --mode colocated needs it: the deadlines of requests move on while an engine sleeps
     reports_pause: bool = True  # has the route ``GET /is_paused``
+    json_schemas: bool = True  # can keep answers to a JSON schema, by masks of tokens
+    json_package: str = ""  # module that it needs for that, in the Python of rl-async
     experts: tuple[Experts, ...] = ("stacked",)  # names under which it loads the experts of a model
 
     @property

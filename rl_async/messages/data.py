@@ -217,7 +217,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     history that was branched or rewritten. In an episode of several roles, those of each role share a reward.
 
     token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
-    distribution, 0 where the mask is false.
+    distribution, 0 where the mask is false. For ``constrained`` tokens that is the policy's distribution over the
+    tokens that a grammar allowed, renormalised.
     """
 
     task_id: str
@@ -232,6 +233,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     loss_mask: np.ndarray
     logprobs: np.ndarray
     versions: list[VersionRun]
+    constrained: list[tuple[int, int]] = []  # runs (start, end) of sampled tokens that a grammar's mask restricted
     sampling: Sampling
     reward: float
     reward_parts: dict[str, float] = {}

@@ -20,6 +20,7 @@ from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.cache import SlotCache
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, visible_in_prompts, why_not_served
+from rl_async.rollout_server.embedded.grammars import restrict
 from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
@@ -206,7 +207,7 @@ class EngineCore:
         self.running += batch
         for row, prompt in enumerate(prompts):
             self._keep(first + row, prompt)
-        tokens, logprobs = self._make_sampler(batch).sample(self._logits(torch.cat(hidden))[rows])
+        tokens, logprobs = self._sample(self._make_sampler(batch), batch, self._logits(torch.cat(hidden))[rows])
         self._last = torch.cat([self._last[:first].to(self.device), tokens])
         self._sampler = None
         return self._append(batch, tokens, logprobs)
@@ -257,7 +258,7 @@ class EngineCore:
             hidden = self._forward(self._last[:count, None], positions[:, None], mask)
         if self._sampler is None:
             self._sampler = self._make_sampler(self.running)
-        tokens, logprobs = self._sampler.sample(self._logits(hidden[:, 0]))
+        tokens, logprobs = self._sample(self._sampler, self.running, self._logits(hidden[:, 0]))
         self._last = tokens
         return self._append(self.running, tokens, logprobs)
 
@@ -304,6 +305,12 @@ class EngineCore:
 
     def _make_sampler(self, batch: list[Sequence]) -> Sampler:
         return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)
+
+    def _sample(self, sampler: Sampler, batch: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample under the grammars of the sequences that have one."""
+        for row in restrict(logits, [sequence.matcher for sequence in batch]):
+            batch[row].stuck = True
+        return sampler.sample(logits)
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
         self.sampled_tokens += len(batch)

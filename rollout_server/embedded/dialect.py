@@ -8,6 +8,14 @@ from msgspec import Meta
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.sequence import Sequence
 
+STUCK = "structured_outputs: none of the model's tokens can come next in the answer; choose a schema that it can spell"
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must be: ``json`` is a JSON schema, as text."""
+
+    json: str
+
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     """``sampling_params`` of a generate request; values out of range are refused before they reach the engine."""
@@ -23,6 +31,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: Literal[0] | None = 0  # of the sampled token only
     n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
     stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerateBody(msgspec.Struct):

@@ -27,6 +27,8 @@ class LocalEngine:
         """Sample a continuation, as ``api.Generator`` says; every token carries version 0.0."""
         if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
             raise EngineRejected(refusal)
+        if request.json_schema:
+            raise EngineRejected("without a server the engine follows no JSON schema")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence] = loop.create_future()
         self._waiting.add(future)

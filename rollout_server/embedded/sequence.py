@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import FinishReason
+from rl_async.rollout_server.embedded.grammars import Matcher
 
 
 @dataclass(eq=False)
@@ -25,6 +26,8 @@ class Sequence:
     progress: Callable[["Sequence"], None] | None = None
     stream_interval: int = 1
     index: int = 0
+    matcher: Matcher | None = None  # of the grammar that the samples must follow
+    stuck: bool = False  # the grammar allows no token of the vocabulary: nothing more can be sampled
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
     finish_reason: FinishReason | None = None
@@ -42,10 +45,15 @@ class Sequence:
 
     def append(self, token: int, logprob: float, version: str, max_length: int) -> bool:
         """Append one sampled token. Returns whether the sequence is now finished."""
+        if self.stuck:
+            self.finish_reason = "abort"
+            return True
         if not self.runs or self.runs[-1][0] != version:
             self.runs.append((version, len(self.logprobs)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.matcher is not None:
+            self.matcher.accept(token)
         if token in self.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.logprobs) >= self.max_tokens or len(self.tokens) >= max_length:

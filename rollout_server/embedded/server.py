@@ -17,6 +17,7 @@ from rl_async.process.http_server import application, read_body
 from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
+from rl_async.rollout_server.embedded.grammars import Grammars, Matcher
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
 from rl_async.rollout_server.fence import LineageFence
@@ -38,7 +39,9 @@ class EngineServer:
     """HTTP routes of one engine. ``app`` is the ASGI application."""
 
     def __init__(self, engine: EngineThread, model_name: str) -> None:
+        """``model_name``: the folder of the model, in which its tokenizer is."""
         self.engine, self.model_name = engine, model_name
+        self._grammars = Grammars(model_name, engine.core.vocab_size)
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
         self._threads = torch.get_num_threads()
         self._update_active = False
@@ -99,15 +102,27 @@ class EngineServer:
         def post(sequence: Sequence) -> None:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
 
-        sequences = self._sequences(body, post)
+        matcher = await self._matcher(body.sampling_params)
+        sequences = self._sequences(body, post, matcher)
         self.engine.submit(*sequences)
         if body.stream:
             return SequenceStream(sequences, events, self.engine.abort)
         if not await self._until_finished(request, sequences, events):
             return _error(400, "the client disconnected")
+        if any(sequence.stuck for sequence in sequences):
+            return _error(400, dialect.STUCK)
         return _json(dialect.answer(sequences, self.model_name))
 
-    def _sequences(self, body: dialect.GenerateBody, post: Callable[[Sequence], None]) -> list[Sequence]:
+    async def _matcher(self, params: dialect.SamplingParams) -> Matcher | None:
+        """Compile the schema that the samples must fit, if there is one. Raises ValueError if it cannot be served."""
+        if params.structured_outputs is None:
+            return None
+        stops = frozenset(params.stop_token_ids)
+        return await asyncio.to_thread(self._grammars.matcher, params.structured_outputs.json, stops)
+
+    def _sequences(
+        self, body: dialect.GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None
+    ) -> list[Sequence]:
         """Make one sequence per requested sample; sample i has the seed of the request plus i, as in vLLM."""
         params = body.sampling_params
         name = REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
@@ -123,6 +138,7 @@ class EngineServer:
                 deliver=post,
                 progress=post if body.stream else None,
                 stream_interval=params.stream_interval,
+                matcher=None if matcher is None else matcher.copy(),
             )
             for index in range(params.n)
         ]

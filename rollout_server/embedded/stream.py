@@ -20,6 +20,10 @@ HEAD = {
     "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
 }
 END = b"data: [DONE]\n\n"
+_STUCK = {
+    "type": "http.response.body",
+    "body": b"data: " + msgspec.json.encode({"error": {"message": dialect.STUCK, "code": 400}}) + b"\n\n" + END,
+}
 
 SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
 
@@ -42,6 +46,9 @@ class SequenceStream:
                 while not self._events.empty():
                     changed[self._events.get_nowait()] = None
                 if None in changed:
+                    return
+                if any(sequence and sequence.stuck for sequence in changed):
+                    await send(_STUCK)
                     return
                 if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
                     await send(self._message(parts))

@@ -61,8 +61,11 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
         """Sample once. Raises EngineLost also when the engine's weights were older than ``request.min_version``.
 
-        Raises EngineRejected for truncating samplers, of whose distribution SGLang reports no log-probabilities.
+        Raises EngineRejected for truncating samplers, of whose distribution SGLang reports no log-probabilities, and
+        for JSON schemas, for which SGLang needs the tokenizer that it is started without.
         """
+        if request.json_schema:
+            raise EngineRejected("SGLang, which serves token ids without a tokenizer, cannot follow a JSON schema")
         if request.sampling.truncating:
             raise EngineRejected(
                 "SGLang reports log-probabilities of the distribution before top_p, top_k and min_p truncate it; use "

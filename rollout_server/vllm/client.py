@@ -31,6 +31,12 @@ STREAM_INTERVAL = 16  # tokens per part of an answer, the most that are lost wit
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of GENERATE, and aborts only by the full id
 
 
+class _StructuredOutputs(msgspec.Struct):
+    """Masks of tokens; vLLM reads the schema as text or as an object."""
+
+    json: str
+
+
 class _SamplingBody(msgspec.Struct):
     """Every sampling key that we use, always sent: vLLM fills in missing ones from the model's generation config, and
     silently ignores unknown ones."""
@@ -44,6 +50,7 @@ class _SamplingBody(msgspec.Struct):
     min_p: float
     seed: int | None
     n: int
+    structured_outputs: _StructuredOutputs | None
     ignore_eos: bool = True  # the request names its stop tokens
     stream_interval: int = STREAM_INTERVAL
 
@@ -275,5 +282,6 @@ def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
             min_p=sampling.min_p,
             seed=request.seed,
             n=samples,
+            structured_outputs=_StructuredOutputs(request.json_schema) if request.json_schema else None,
         ),
     )

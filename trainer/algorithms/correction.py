@@ -26,6 +26,25 @@ class Corrected:
     keep: Tensor  # bool [B, T], tokens that train
     rule: Tensor  # uint8 [B, T], index into RULES of what masked a token or set its weight to 0; 0: nothing did
 
+    def times(self, weights: Tensor | None) -> "Corrected":
+        """Multiply the weights of all tokens [B, T]; None leaves them."""
+        return self if weights is None else Corrected(self.weights * weights, self.keep, self.rule)
+
+
+def grammar_weights(target: Tensor, behaviour: Tensor, constrained: Tensor) -> Tensor:
+    """Weigh tokens that were sampled under a grammar's mask: min(1, pi_old / mu), 1 for all others, [B, T].
+
+    mu is the policy restricted to the allowed tokens and renormalised, so on-policy the weight is the probability that
+    the policy had left to them: an importance weight that never exceeds 1 and needs no truncation. Stale data is
+    truncated at 1, as rho-bar in V-trace (arXiv:1802.01561, section 4.1) may be.
+
+    Args:
+        target: float [B, T], log pi_old.
+        behaviour: float [B, T], log mu.
+        constrained: bool [B, T], tokens that were sampled under a mask.
+    """
+    return torch.where(constrained, target.detach() - behaviour, 0.0).clamp(max=0.0).exp()
+
 
 def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
     """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.

@@ -130,7 +130,9 @@ class Objective:
         """Cut the batch's correction for this micro-batch, or with bypass correct by the policy as it is now."""
         if self.corrected is None:
             behaviour, age = micro.cut(self.whole.behaviour), micro.cut(self.whole.age)
-            return self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age)
+            weights = self.whole.grammar_weights
+            corrected = self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age)
+            return corrected.times(None if weights is None else micro.cut(weights))
         return Corrected(
             *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
         )

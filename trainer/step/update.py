@@ -54,9 +54,10 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     minis = [[micro_batch(batch, whole, rows, models) for rows in mini.ranks[ranks.rank]] for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
     before = precompute(models, whole, micros, algorithm)
+    whole = whole.without_masks(before.proximal)
     corrected = None
     if algorithm.decoupled:
-        corrected = algorithm.correct(before.proximal, whole.behaviour, whole.mask, whole.age)
+        corrected = corrected_batch(algorithm, before.proximal, whole)
     inputs = advantage_inputs(whole, before, corrected, config)
     inputs, kl = penalised(inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef)
     advantages = algorithm.advantage(inputs)
@@ -78,15 +79,34 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     target = before.proximal
     if corrected is None:
         target = sums.first_pass(micros, whole.shape)
-        corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age)
+        corrected = corrected_batch(algorithm, target, whole)
     metrics |= shaping.shaping_metrics(headers, options)
     metrics |= sums.metrics() | kl
-    metrics |= correction_metrics(target, whole.behaviour, whole.mask, whole.age, corrected, algorithm.rules)
+    free = whole.mask & ~whole.constrained
+    metrics |= correction_metrics(target, whole.behaviour, free, whole.age, corrected, algorithm.rules)
+    metrics |= grammar_metrics(whole)
     metrics["tokens/trained"] = float(corrected.keep.sum())
     metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/shared_tokens"] = shared_tokens(ranks, micros)
     return Updated(metrics, TokenOutcomes(attributed(corrected, whole, ~trains), target, advantages))
+
+
+def corrected_batch(algorithm: Algorithm, target: Tensor, whole: WholeBatch) -> Corrected:
+    """Correct the whole batch, and weigh what was sampled under a grammar's mask."""
+    return algorithm.correct(target, whole.behaviour, whole.mask, whole.age).times(whole.grammar_weights)
+
+
+def grammar_metrics(whole: WholeBatch) -> dict[str, float]:
+    """Return the share of tokens that a grammar's mask restricted, and the mean of their weights; nothing without any.
+
+    On-policy the weight is the probability that the policy had left to the allowed tokens.
+    """
+    there = whole.mask & whole.constrained
+    if whole.grammar_weights is None or not there.any():
+        return {}
+    share, weight = there.sum() / whole.mask.sum(), whole.grammar_weights[there].mean()
+    return {"constrained/share": share.item(), "constrained/weight_mean": weight.item()}
 
 
 def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:
@@ -126,16 +146,22 @@ def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models
 
 
 def precompute(models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm) -> Precomputed:
-    """Run the forward passes without gradient that the algorithm asks for. A collective."""
+    """Run the forward passes without gradient that the algorithm asks for. A collective.
+
+    The weight of a token that was sampled under a grammar's mask needs log pi_old whatever the algorithm asks for.
+    """
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
         return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.shape)
 
     found = Precomputed(proximal=whole.behaviour)
-    if algorithm.decoupled or algorithm.precompute:
+    recomputes = algorithm.decoupled or bool(whole.constrained.any())
+    if algorithm.precompute or recomputes:
         outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in micros]
-        if algorithm.decoupled:
-            found = replace(found, proximal=whole_batch([o.logprobs for o in outputs]))
+        if recomputes:
+            passed = whole_batch([o.logprobs for o in outputs])
+            bypassed = torch.where(whole.constrained, passed, whole.behaviour)
+            found = replace(found, proximal=passed if algorithm.decoupled else bypassed)
         if "sum_squares" in algorithm.precompute:
             found = replace(found, sum_squares=whole_batch([o.sum_squares for o in outputs]))
         if "values" in algorithm.precompute:

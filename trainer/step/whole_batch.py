@@ -6,13 +6,14 @@ Only numbers per token are exchanged (log-probabilities, turns, turn rewards), n
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader
+from rl_async.trainer.algorithms.correction import grammar_weights
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -20,6 +21,7 @@ from rl_async.trainer.batches.tensors import Tensors
 
 # Codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 in assistant turn 0, 3 in turn 1, ...
 FIRST_TURN = 2
+CONSTRAINED = 1 << 30  # added to the code of a token that was sampled under a grammar's mask
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,22 @@ class WholeBatch:
     age: Tensor  # int64 [N, T], staleness in steps
     turns: Tensor  # int64 [N, T], assistant turn of each sampled token; -1 elsewhere
     turn_rewards: Tensor  # [N, T], on the last token of their turn
+    constrained: Tensor  # bool [N, T], tokens that were sampled under a grammar's mask
+    grammar_weights: Tensor | None = None  # [N, T], set by ``without_masks``
+
+    def without_masks(self, proximal: Tensor) -> "WholeBatch":
+        """Replace log mu of constrained tokens by log pi_old [N, T], and keep their ratio as ``grammar_weights``.
+
+        To every formula these tokens are then as if the policy had sampled them without a mask when the step began:
+        ratios, limits on them and their metrics are about the age of weights and about how engines compute.
+        """
+        if not self.constrained.any():
+            return self
+        return replace(
+            self,
+            behaviour=torch.where(self.constrained, proximal, self.behaviour),
+            grammar_weights=grammar_weights(proximal, self.behaviour, self.constrained),
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,7 +128,10 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
         row = batch.rows[headers[i].key]
         behaviour[i, : len(row.logprobs)], codes[i, : len(row.loss_mask)] = row.logprobs, row.loss_mask
         _mark_turns(row, codes[i], turn_rewards[i])
+        _mark_constrained(row, codes[i])
     ranks.all_reduce(torch.from_numpy(packed))
+    constrained = codes >= CONSTRAINED
+    codes -= constrained * np.int32(CONSTRAINED)
     mask, age = np.zeros(shape, bool), np.zeros(shape, np.int64)
     for i, header in enumerate(headers):
         sampled = np.flatnonzero(codes[i])
@@ -125,6 +146,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
         age=_predicted(age),
         turns=_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
         turn_rewards=_predicted(turn_rewards),
+        constrained=_predicted(constrained),
     )
 
 
@@ -135,6 +157,13 @@ def _mark_turns(row: Trajectory, codes: np.ndarray, rewards: np.ndarray) -> None
         codes[sampled] = FIRST_TURN + number
         if len(sampled) and turn.reward is not None:
             rewards[sampled[-1]] = turn.reward
+
+
+def _mark_constrained(row: Trajectory, codes: np.ndarray) -> None:
+    """Mark the codes [T] of sampled tokens that a grammar's mask restricted."""
+    sampled = np.flatnonzero(row.loss_mask) if row.constrained else ()
+    for start, end in row.constrained:
+        codes[sampled[start:end]] += CONSTRAINED
 
 
 def _predicted(values: np.ndarray) -> Tensor:

@@ -15,6 +15,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     named,
 )
 from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
 
@@ -103,6 +104,7 @@ def read_request(body: bytes) -> ChatRequest:
         usage=True,
         model=wanted.model,
         reasoning=(wanted.thinking or {}).get("type", "disabled") != "disabled",
+        format=take_format(asked, "output_config", "format") or take_format(asked, "output_format"),
         unobeyed=asked,
         forces=forces,
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Answer
+from rl_async.agent_loop.gateway.dialects.formats import JsonFormat
 from rl_async.errors import RequestRefused
 
 ASSISTANT = "assistant"
@@ -54,6 +55,7 @@ class ChatRequest(NamedTuple):
     model: str
     reasoning: bool = True  # whether the client wants to see any
     unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
+    format: JsonFormat | None = None  # that the answer must have; not in ``unobeyed``
     forces: str | None = None  # the function that the answer must call; empty: any; None: the policy decides
 
 

@@ -16,6 +16,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     named,
 )
 from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.errors import RequestRefused
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
@@ -97,6 +98,7 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(chat.stream),
         usage=bool(chat.stream_options and chat.stream_options.include_usage),
         model=chat.model,
+        format=take_format(asked, "response_format"),
         unobeyed=asked,
         forces=forces,
     )

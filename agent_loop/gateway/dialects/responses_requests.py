@@ -29,6 +29,7 @@ from rl_async.agent_loop.gateway.dialects.fields import (
     tool_refused,
     unobeyed,
 )
+from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
 
@@ -207,6 +208,7 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
         stream=bool(wanted.stream),
         usage=True,
         model=wanted.model,
+        format=take_format(asked, "text.format"),
         unobeyed=asked,
         forces=forces,
     )

@@ -126,10 +126,16 @@ async def test_nothing_is_left_to_the_servers_defaults() -> None:
 
     async with answering(keep) as client:
         await client.generate(REQUEST)
-    assert sent == [
-        {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "stop_token_ids": [9], "top_p": 1.0, "top_k": 0}
-        | {"min_p": 0.0, "seed": None, "n": 1, "ignore_eos": True, "stream_interval": STREAM_INTERVAL}
-    ]
+        await client.generate(msgspec.structs.replace(REQUEST, json_schema='{"type": "object"}'))
+    plain = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "stop_token_ids": [9], "top_p": 1.0, "top_k": 0} | {
+        "min_p": 0.0,
+        "seed": None,
+        "n": 1,
+        "ignore_eos": True,
+        "stream_interval": STREAM_INTERVAL,
+        "structured_outputs": None,
+    }
+    assert sent == [plain, plain | {"structured_outputs": {"json": '{"type": "object"}'}}]
 
 
 async def test_samples_of_one_prompt_share_a_request_and_are_told_apart_by_their_index() -> None:

@@ -45,7 +45,7 @@ def messages(**fields: Any) -> Any:
         {"logit_bias": {"5": 1}},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -1},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "grammar"}},
         {"parallel_tool_calls": False},
         {"tool_choice": "required"},
         {"top_k": 5},

@@ -43,7 +43,8 @@ def test_a_kept_response_continues_another() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ({"format": {"type": "json_object"}, "verbosity": None}, ["text.format"]),
+        ({"format": {"type": "grammar"}, "verbosity": None}, ["text.format"]),
+        ({"format": {"type": "json_object"}, "verbosity": None}, []),  # which is read
         ({"verbosity": "low"}, ["text.verbosity"]),
         ({"frobnicate": 1}, ["text.frobnicate"]),
         ({"format": None, "verbosity": None}, []),
