@@ -1,14 +1,14 @@
 """A game in use by one episode: an environment of several roles, each with a conversation of its own."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments.session import OpenGame, UserSession
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool
-from rl_async.errors import EnvironmentFailed
+from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.reward_loop.api import Score
 
 ROLE = re.compile(r"[\w-]+")  # it becomes part of metrics and of a key of the config
@@ -67,6 +67,14 @@ class GameSession(UserSession, OpenGame):
             raise self._unusable(method, step, f"a Step with an observation: {step.to} has had a turn before")
         self._told.add(step.to)
         return step, messages
+
+
+def check_opponents(roles: Sequence[str], opponents: Collection[str]) -> None:
+    """Raise ConfigError unless the opponents play some of a game's roles, and not all of them."""
+    if unknown := set(opponents) - set(roles):
+        raise ConfigError(f"agent.opponents: the game has no role {min(unknown)!r}; its roles: {', '.join(roles)}")
+    if len(opponents) == len(roles):
+        raise ConfigError("agent.opponents: they play all roles of the game, which leaves none to train; leave one out")
 
 
 def _roles(name: str, roles: Any) -> Sequence[str]:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rl_async.agent_loop.environments.calls import call_user
-from rl_async.agent_loop.environments.game import GameSession
+from rl_async.agent_loop.environments.game import GameSession, check_opponents
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Session
@@ -16,12 +16,14 @@ from rl_async.messages import Task
 class LocalEnvironments:
     """Makes the environments of a config. ``start_limited``: the caller bounds the time of everything up to ``reset``.
 
-    Raises ConfigError if there is no such environment.
+    Raises ConfigError if there is no such environment, or its class names other roles than the opponents need.
     """
 
     def __init__(self, name: str, services: Services, *, start_limited: bool = False) -> None:
         self._name, self._services, self._start_limited = name, services, start_limited
         self._kind = get_environment(name)
+        if self._kind.roles:
+            check_opponents(self._kind.roles, services.config.agent.opponents)
         self._timeout_s = services.config.agent.environment_timeout_s
 
     @property

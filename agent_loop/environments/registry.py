@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
@@ -47,11 +47,13 @@ ADAPTERS = {
 class EnvironmentKind(NamedTuple):
     """How to make environments of one name: ``make(task, services)``, or with ``prepare`` ``make(task, services,
     prepared)``, where ``prepared`` is what ``prepare(services)`` returned at any time before. Users' own may ``block``.
+    ``roles`` are those that a class names; empty: each environment says itself whether it has any.
     """
 
     make: Callable[..., Any]
     prepare: Callable[[Services], Any] | None = None
     may_block: bool = False
+    roles: Sequence[str] = ()
 
 
 def get_environment(name: str) -> EnvironmentKind:
@@ -83,9 +85,13 @@ def _of_user(name: str) -> EnvironmentKind:
     def make(task: Task, services: Services, *prepared: Any) -> Any:
         return factory(task, *prepared, **services.config.agent.environment_options)
 
-    if prepare is None:
-        return EnvironmentKind(make, may_block=True)
-    return EnvironmentKind(make, _with_options(prepare), may_block=True)
+    roles = getattr(factory, "roles", ())
+    return EnvironmentKind(
+        make,
+        prepare=None if prepare is None else _with_options(prepare),
+        may_block=True,
+        roles=roles if isinstance(roles, Sequence) else (),  # a property is no list yet
+    )
 
 
 def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:

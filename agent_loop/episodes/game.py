@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.environments.game import check_opponents
 from rl_async.agent_loop.environments.session import OpenGame, joined
 from rl_async.agent_loop.environments.speakers import Speaker
 from rl_async.agent_loop.step import Step
@@ -125,11 +126,8 @@ def beginning(prompt: Sequence[Message], told: list[Message]) -> list[Message]:
     return told if told and told[0]["role"] == "system" else joined(prompt, told)
 
 
-def require_roles(game: OpenGame, opponents: Mapping[str, Speaker]) -> None:
+def require_playable(game: OpenGame, opponents: Mapping[str, Speaker]) -> None:
     """Raise ConfigError unless the opponents are some of a game's roles, not all, and have no tools of the game."""
-    if unknown := opponents.keys() - set(game.roles):
-        raise ConfigError(f"agent.opponents: the game has no role {min(unknown)!r}; its roles: {', '.join(game.roles)}")
-    if len(opponents) == len(game.roles):
-        raise ConfigError("agent.opponents: they play all roles of the game, which leaves none to train; leave one out")
+    check_opponents(game.roles, opponents)
     if armed := [role for role in opponents if game.tools()[role]]:
         raise ConfigError(f"agent.opponents: {armed[0]} has tools in this game, which opponents cannot call")

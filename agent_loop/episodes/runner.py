@@ -12,7 +12,7 @@ from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Answering, Environments, OpenEnvironment, OpenGame, joined
 from rl_async.agent_loop.environments.speakers import make_opponents
 from rl_async.agent_loop.episodes.episode import Episode
-from rl_async.agent_loop.episodes.game import Seat, play_game, require_roles
+from rl_async.agent_loop.episodes.game import Seat, play_game, require_playable
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
@@ -102,7 +102,7 @@ class EpisodeRunner:
 
     async def _play_game(self, place: "_Place", game: OpenGame) -> list["_Played"]:
         """Play an episode of several roles; return those that the policy played."""
-        require_roles(game, self._opponents)
+        require_playable(game, self._opponents)
         of_roles = {role: distinct(tools, place.of_servers) for role, tools in game.tools().items()}
 
         async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:

@@ -1,6 +1,7 @@
 """Episodes of several roles: who is told what, whose tokens train, what each earns, and how a game ends."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,6 +216,17 @@ async def test_opponents_that_make_no_sense_are_refused(
         monkeypatch.setattr(kind, "reset", lambda self: "go")
     with pytest.raises(ConfigError, match=rf"agent\.opponents: .*{named}"):
         await play(renderer, monkeypatch, kind, ["plum"], opponents=dict.fromkeys(opponents, SpeakerConfig()))
+
+
+@pytest.mark.parametrize("opponents", [["umpire"], ["one", "two"]])
+def test_opponents_are_checked_against_a_class_that_names_its_roles_before_any_episode(
+    renderer: ChatRenderer, tmp_path: Path, opponents: list[str]
+) -> None:
+    (tmp_path / "game.py").write_text('class Two:\n    roles = ("one", "two")\n')
+    made = {role: SpeakerConfig() for role in opponents}
+    config = run_config(environment=f"{tmp_path}/game.py:Two", opponents=made)
+    with pytest.raises(ConfigError, match=r"agent\.opponents"):
+        EpisodeRunner(config, renderer, ScriptedEngine(renderer, []))
 
 
 @pytest.mark.parametrize("roles", ["speaker", ("speaker", "speaker"), ("a b",), ("score",), (3,), {"a": 1}])
