@@ -56,7 +56,7 @@ def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path
     for row in (row for rows in episodes.values() for row in rows):
         assert 0 <= row.reward * {"first": 1, "second": -1}[row.role] <= 2, "each role has its own reward"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all({"reward/mean/first", "reward/mean/second"} <= step.keys() for step in steps)
+    assert all("reward/mean/first" in step for step in steps) and any("reward/mean/second" in step for step in steps)
 
     succeed(workplace, *LAUNCH, "--name", "again", f"rollout.replay={run}")
     again = [json.loads(line) for line in (workplace / "runs/again/metrics.jsonl").read_text().splitlines()]
