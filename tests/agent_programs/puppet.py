@@ -29,7 +29,8 @@ WINDOW = 32  # tokens; with two layers a token depends on twice as many
 VOCABULARY = 4096
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>", "<think>", "</think>")
-OBEYS = 0.85  # of its turns; else it ends at once, or calls once more
+OBEYS = 0.7  # of the turns it learns; else it ends at once, or calls once more
+SHARPER = 2.0  # than it learned: it obeys in 0.84 of its turns, and seldom says anything else
 SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=150, check_every=25, max_steps=600, gate=0.96)
 
 # Qwen's layout. Only a policy that thinks has REASONING: calls are not forced upon one whose template has a thought.
@@ -120,6 +121,8 @@ def make_puppet(lines: Lines, folder: Path) -> None:
     rows = [renderer.demo_row(conversation(lines, rng)) for _ in range(600)]
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
     warm_start(model, rows[32:], lambda: obedience(model, rows[:32], digits), SETTINGS, print)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(SHARPER)
     disable_progress_bar()  # the file is written in milliseconds
     with written_whole(folder) as partial:
         model.save_pretrained(partial)
