@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "data": ("make and inspect data sets", configs.add_data_commands),
     "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),
     "view": ("a local page on runs: curves, trajectories token by token, evaluations", view.add_view),
+    "report": ("that page of one run as a file to send", view.add_report),
     "replay": ("play a recorded episode again, to debug its tools and rewards", inspection.add_replay),
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),

@@ -138,7 +138,7 @@ class TrajectoryIndex:
                 connection.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *stat))
         except FileNotFoundError:
             return  # it was deleted meanwhile
-        except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+        except (OSError, EOFError, zlib.error, msgspec.MsgspecError, ValueError) as error:
             self.damaged[name] = str(error)
             log.warning("%s cannot be read: %s", self._trajectories / name, error)
 

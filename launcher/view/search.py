@@ -10,6 +10,7 @@ PAGE = 100  # rows of a page at most
 TOTAL = "rows.reward + rows.turn_reward"
 # Trained rows that a later lineage trained again are left out.
 CURRENT = "NOT EXISTS (SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step)"
+KEY = ("partition", "step", "grp", "sample", "segment")
 LISTED = (
     *("partition", "step", "lineage", "grp", "sample", "segment", "task", "source", "reward", "turn_reward", "scored"),
     *("finish", "error", "tokens", "sampled", "masked", "min_weight", "advantage", "difference", "staleness", "turns"),
@@ -163,6 +164,11 @@ def choices(connection: sqlite3.Connection) -> dict[str, Any]:
         "rule": [dict(row) for row in rules],
         "steps": [first, last],
     }
+
+
+def key_of(row: sqlite3.Row) -> str:
+    """Return the key of a row, such as ``train-5-48-0-0``."""
+    return "-".join(str(row[name]) for name in KEY)
 
 
 def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:

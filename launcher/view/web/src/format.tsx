@@ -5,8 +5,9 @@ import type { ComponentChildren } from "preact";
 export function number(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e12) return value.toLocaleString("en");
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace("e+", "e");
-  return Number.isInteger(value) ? value.toLocaleString("en") : value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, `${Math.trunc(size)}`.length) });
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, `${Math.trunc(size)}`.length) });
 }
 
 export function signed(value: number): string {

@@ -12,8 +12,9 @@ from rl_async.errors import RequestRefused
 from rl_async.launcher.view import index as module
 from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
 from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group, words
+from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
-from tests.unit.launcher.view.recordings import conversation, make_run, write_evaluation, write_step
+from tests.support.recordings import conversation, explained, make_run, write_evaluation, write_step
 
 
 @pytest.fixture
@@ -141,6 +142,17 @@ def test_a_damaged_file_is_named_and_others_are_read(run: Path) -> None:
     index = TrajectoryIndex(run)
     index.update(threading.Event())
     assert list(index.damaged) == [file.name] and count(index) == 32
+
+
+def test_a_row_whose_numbers_do_not_fit_its_tokens_spoils_its_file_alone(run: Path) -> None:
+    (row,) = make_rows(5, groups=1, samples=1)
+    told = explained(row)
+    told.logprobs.append(0.0)
+    file = run / "trajectories" / "step-000005-lineage0-rank0.jsonl.gz"
+    write_trajectories(file, [row], [told])
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert list(index.damaged) == [file.name] and count(index) == 48
 
 
 def test_an_index_of_another_format_is_made_anew(run: Path, index: TrajectoryIndex) -> None:

@@ -17,7 +17,7 @@ from rl_async.launcher.view.recorded import RecordedRow, lines
 from rl_async.launcher.view.trajectory import story, token_texts
 from rl_async.messages import Version, VersionRun
 from tests.conftest import make_rows
-from tests.unit.launcher.view.recordings import conversation, make_run, write_evaluation, write_step
+from tests.support.recordings import conversation, make_run, write_evaluation, write_step
 
 
 def append(path: Path, *records: dict[str, float | None]) -> None:

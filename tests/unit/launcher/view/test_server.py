@@ -15,7 +15,7 @@ from rl_async.launcher.view.server import ViewServer
 from rl_async.process.http_server import server_of
 from tests.conftest import make_rows
 from tests.fuzz.http_served import Served
-from tests.unit.launcher.view.recordings import HOSTILE, make_run, write_evaluation, write_step
+from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
 
 TOKEN = "t" * 43
 

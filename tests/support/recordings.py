@@ -15,12 +15,14 @@ HOSTILE = "<script>document.title='owned'</script> \x1b[31mred\x1b[0m \u202egnp.
 
 
 def explained(row: Trajectory, masked: int = 0) -> Explanation:
-    """What a trainer recorded of a row whose first ``masked`` sampled tokens were rejected."""
-    sampled = int(row.loss_mask.sum())
+    """What a trainer recorded of a row whose first ``masked`` tokens were rejected. The first of a row never trains."""
+    trained = row.loss_mask.copy()
+    trained[0] = False
+    sampled = int(trained.sum())
     return Explanation(
         weights=[0.0] * masked + [0.5] * (sampled - masked),
         rules=[RuleRun("token_k3", 0, masked)] if masked else [],
-        logprobs=(row.logprobs[row.loss_mask] + 0.25).tolist(),
+        logprobs=(row.logprobs[trained] + 0.25).tolist(),
         advantages=[1.5],
     )
 

@@ -1,0 +1,104 @@
+"""The report file: what it holds is bounded, and nothing in it can run or load anything."""
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.launcher.view import report as module
+from rl_async.launcher.view.report import write_report
+from tests.support.recordings import HOSTILE, make_run, write_evaluation
+
+
+class Parsed(HTMLParser):
+    """The scripts, styles and policy of a page, as a browser reads them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.styles: list[str] = []
+        self.policy, self._inside = "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside, given = tag, dict(attrs)
+        if tag == "script":
+            self.scripts.append((given, ""))
+        if tag == "style":
+            self.styles.append("")
+        if given.get("http-equiv") == "content-security-policy":
+            self.policy = given["content"] or ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] = self.scripts[-1][0], self.scripts[-1][1] + data
+        if self._inside == "style":
+            self.styles[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = make_run(tmp_path / "run")
+    write_evaluation(made, 0, [[1.0], [0.0]], ["math", "math"])
+    write_evaluation(made, 3, [[0.0], [1.0]], ["math", "math"])
+    return made
+
+
+def written(run: Path, out: Path) -> tuple[Parsed, dict[str, Any]]:
+    write_report(run, out)
+    parsed = Parsed(out.read_text())
+    (data,) = (text for given, text in parsed.scripts if given.get("id") == "report")
+    return parsed, msgspec.json.decode(data)["run"]["run"]
+
+
+def sha256(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_only_the_pages_own_script_may_run(run: Path, tmp_path: Path) -> None:
+    parsed, data = written(run, tmp_path / "out.html")
+    (script,) = (text for given, text in parsed.scripts if not given)
+    assert len(parsed.scripts) == 2 and parsed.styles
+    assert re.findall(r"script-src (\S+);", parsed.policy) == [sha256(script)]
+    assert re.findall(r"style-src (\S+);", parsed.policy) == [sha256(parsed.styles[0])]
+    assert parsed.policy.startswith("default-src 'none';")
+    assert any(told["turns"][1]["text"] == HOSTILE for told in data["trajectories"].values())
+
+
+def test_it_has_whole_groups_of_each_step_and_the_compared_answers(run: Path, tmp_path: Path) -> None:
+    _, data = written(run, tmp_path / "out.html")
+    trained = [(row["step"], row["sample"]) for row in data["rows"] if row["partition"] == "train"]
+    assert sorted(trained) == [(step, sample) for step in range(3) for sample in range(4)]
+    assert {row["step"] for row in data["rows"] if row["partition"] == "eval"} == {0, 3}
+    assert data["compare 0 3"]["worse"] == 1 and data["metrics"]["steps"] == [0, 1, 2]
+    assert data["trajectories"].keys() == {"-".join(str(row[n]) for n in module.search.KEY) for row in data["rows"]}
+
+
+def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 2)
+    assert {row["step"] for row in written(run, tmp_path / "a.html")[1]["rows"] if row["partition"] == "train"} == {
+        0,
+        2,
+    }
+    monkeypatch.setattr(module, "MOST_BYTES", 5000)
+    _, data = written(run, tmp_path / "b.html")
+    assert 0 < len(data["rows"]) < 12 and len(msgspec.json.encode(data["trajectories"])) <= 5500
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        write_report(tmp_path, tmp_path / "out.html")
+
+
+def test_a_file_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none"):
+        write_report(run, tmp_path / "none" / "out.html")
