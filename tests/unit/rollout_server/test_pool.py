@@ -230,6 +230,24 @@ async def test_tokens_sampled_before_an_engine_was_lost_are_kept() -> None:
     assert (asked.token_ids, asked.max_tokens) == ([1, 2, *range(6)], 2)
 
 
+async def test_an_answer_within_a_schema_is_begun_elsewhere_but_not_continued() -> None:
+    asked = msgspec.structs.replace(request(), json_schema="{}")
+    pool, engines = make_pool(a=broken_after(0), b=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    asking = asyncio.create_task(pool.generate(asked, session="s"))
+    await engines["a"].asked.wait()
+    pool.update(registry(2, a=V1, b=V1))
+    assert (await asking).token_ids == [0, 1, 2] and engines["b"].seen == [asked]
+    pool, engines = make_pool(a=broken_after(2), b=lambda r: result(3, V1))
+    pool.update(registry(a=V1))
+    asking = asyncio.create_task(pool.generate(asked, session="s"))
+    await engines["a"].asked.wait()
+    pool.update(registry(2, a=V1, b=V1))
+    with pytest.raises(EngineLost):
+        await asyncio.wait_for(asking, 2)
+    assert engines["b"].seen == []
+
+
 async def test_a_complete_answer_without_its_finish_reason_is_not_requested_again() -> None:
     pool, engines = make_pool(a=broken_after(4))
     pool.update(registry(a=V1))

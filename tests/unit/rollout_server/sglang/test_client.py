@@ -114,6 +114,12 @@ async def test_an_aborted_request_keeps_what_was_sampled() -> None:
     assert (got.token_ids, got.finish_reason) == ([5, 9], "abort")
 
 
+async def test_a_json_schema_is_refused_and_not_forgotten() -> None:
+    async with answering(lambda path, body: pytest.fail("it was asked")) as client:
+        with pytest.raises(EngineRejected):
+            await client.generate(msgspec.structs.replace(REQUEST, json_schema="{}"))
+
+
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=20), Sampling(min_p=0.1)])
 async def test_samplers_whose_logprobs_sglang_does_not_report_are_refused(sampling: Sampling) -> None:
     async with answering(lambda path, body: (200, {"output_ids": [5, 9], "meta_info": META})) as client:

@@ -68,6 +68,7 @@ def test_ranks_that_hold_different_rows_get_the_same_batch(share: list[int]) -> 
     rows[4].loss_mask[:] = False
     rows[4].versions = []
     rows[1].logprobs[5:] = -0.0  # every bit survives
+    rows[0].constrained, rows[3].constrained = [(1, 3), (4, 5)], [(0, int(rows[3].loss_mask.sum()))]
     rest = [i for i in range(len(rows)) if i not in share]
     plan = [MiniBatch(ranks=[[share], [rest]], rows=list(range(len(rows))))]
     trains = torch.arange(len(rows)) != 6
@@ -76,7 +77,9 @@ def test_ranks_that_hold_different_rows_get_the_same_batch(share: list[int]) -> 
         batch = Batch(3, headers, plan, {rows[i].key: rows[i] for i in own})
         got = assemble(Ranks(rank, sent), batch, None, trains)
     expected = whole_batch(rows, step=3)
-    for name in ("behaviour", "age", "turns", "turn_rewards"):
+    for name in ("behaviour", "age", "turns", "turn_rewards", "constrained"):
         assert torch.equal(getattr(got, name), getattr(expected, name))
+    assert got.constrained[0].nonzero().flatten().tolist() == [4, 5, 7]  # token 4, the first sampled, is predicted at 3
+    assert torch.equal(got.constrained[3], expected.mask[3]) and not got.constrained[[1, 2, 4]].any()
     assert torch.equal(got.behaviour.view(torch.int32), expected.behaviour.view(torch.int32))
     assert torch.equal(got.mask, expected.mask & trains[:, None])
