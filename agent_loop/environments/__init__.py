@@ -1,7 +1,8 @@
 """Worlds and simulated users that live for one episode: they answer turns, offer tools, judge and end the episode.
 
 The episode runner opens a `session.Session` on an environment made from the episode's task, before the first turn, and
-closes it after the last; `interface.Environment` has the methods. It lives in this process (`local.py`) or in one of
+closes it after the last; `interface.Environment` has the methods. An environment of several roles, `interface.Game`,
+has a `game.GameSession` instead. It lives in this process (`local.py`) or in one of
 the worker's hosts (`hosts/`). To add a built-in one, write its class in a file here and add a line to `registry.py`;
 users give their own as `path.py:Class`.
 """
