@@ -1,0 +1,239 @@
+"""The page of ``rl-async view`` in Chromium: it moves while a run trains and explains tokens, and what a model said is
+never run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.conftest import make_rows
+from tests.support.recordings import HOSTILE, conversation, make_run, write_evaluation, write_step
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+CHROMIUM = os.environ.get("RL_ASYNC_CHROMIUM") or shutil.which("chromium")
+LONG = 1 << 20  # characters of one line
+LONG_TOKENS = 50_000
+SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    install = "install Chromium and its driver: apt-get install chromium; pip install 'rl-async[browser]'"
+    playwright = pytest.importorskip("playwright.sync_api", reason=install)
+    if CHROMIUM is None:
+        pytest.skip(install)
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer with one token per byte, in ``folder``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs ``first`` and ``other``. Of ``first``, step 1 has a hostile row, step 2 masked tokens, and
+    step 3 a row of one long line."""
+    folder = tmp_path_factory.mktemp("runs")
+    tokenizer = byte_tokenizer(folder / "model")
+    first = make_run(folder / "first")
+    with (first / "config.yaml").open("a") as config:
+        config.write(f"model:\n  path: {folder / 'model'}\n")
+    (hostile,) = make_rows(9, groups=1, samples=1)
+    hostile.token_ids = np.array(tokenizer.encode(HOSTILE).ids, np.int32)
+    hostile.loss_mask = np.ones(len(hostile.token_ids), bool)
+    hostile.logprobs = np.full(len(hostile.token_ids), -0.5, np.float32)
+    hostile.turns = conversation("tokens of the worst kind", HOSTILE)
+    hostile.turns[1].start, hostile.turns[1].end = 0, len(hostile.token_ids)
+    (long,) = make_rows(10, groups=1, samples=1)
+    long.token_ids = np.full(LONG_TOKENS, tokenizer.token_to_id("x"), np.int32)
+    long.loss_mask, long.logprobs = np.arange(LONG_TOKENS) >= 4, np.full(LONG_TOKENS, -0.5, np.float32)
+    long.turns = conversation("endless", "x" * LONG)
+    long.turns[1].end, long.turns[1].tool_calls[0].result = LONG_TOKENS, "y" * LONG
+    write_step(first, 3, [hostile, long])
+    write_evaluation(first, 0, [[1.0], [0.0]], ["math", "math"])
+    write_evaluation(first, 4, [[0.0], [1.0]], ["math", "math"])
+    make_run(folder / "other", steps=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "view", str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.terminate()
+
+
+class Tab:
+    """A page that must not complain, nor ask anybody else for anything."""
+
+    def __init__(self, browser: Any, address: str, size: str = "wide", scheme: str = "light") -> None:
+        width, height = SIZES[size]
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.complaints: list[str] = []
+        self.requested: list[str] = []
+        self.page.on(
+            "console", lambda message: self.complaints.append(message.text) if message.type == "error" else None
+        )
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requested.append(request.url))
+        self.base = address.partition("/open/")[0]
+        self.page.goto(address)
+
+    def open(self, place: str) -> Any:
+        self.page.goto(f"{self.base}#{place}" if self.base.startswith("file:") else f"{self.base}/#{place}")
+        return self.page
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.complaints == []
+        assert all(url.startswith(self.base) for url in self.requested)
+
+
+@pytest.fixture
+def tab(browser: Any, address: str) -> Iterator[Tab]:
+    made = Tab(browser, address)
+    yield made
+    made.close()
+
+
+def test_a_curve_moves_while_the_run_trains(tab: Tab, runs: Path) -> None:
+    page = tab.open("/run/other")
+    reward = page.locator("figure", has_text="reward").first
+    reward.locator("canvas").wait_for()
+    page.get_by_text("2 / 2").wait_for()
+    before, pixels = reward.inner_text(), reward.screenshot()
+    rows = make_rows(2)
+    for row in rows:
+        row.reward = 0.875
+    write_step(runs / "other", 2, rows)
+    reward.get_by_text("0.875").wait_for()
+    assert "0.875" not in before and reward.screenshot() != pixels
+    page.get_by_text("3 / 2").wait_for()
+
+
+def test_a_trajectory_is_found_by_what_was_said(tab: Tab) -> None:
+    page = tab.open("/trajectories/first")
+    page.get_by_text("trajectories", exact=False).first.wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("no_such_page")
+    page.locator("p", has_text="1 trajectories").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="step 1, group 4").wait_for()
+    page.get_by_text("TimeoutError: too slow").wait_for()
+    page.get_by_text("no_such_page").wait_for()
+
+
+def test_a_masked_token_is_explained(tab: Tab) -> None:
+    page = tab.open("/trajectory/first/train-2-8-0-0")
+    page.locator(".token.masked").first.wait_for()
+    page.keyboard.press("n")
+    story = page.get_by_label("the story of a token")
+    for words in ("masked", "token_k3", "version 2", "+1.5", "moves nothing"):
+        story.get_by_text(words).first.wait_for()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    story.get_by_text("weight 0.5").wait_for()
+    page.get_by_label("colour by").select_option("difference")
+    page.keyboard.press("Escape")
+    assert story.count() == 0
+
+
+def test_nothing_that_a_model_said_is_interpreted(tab: Tab) -> None:
+    page = tab.open("/trajectories/first?text=worst")
+    page.locator("tbody tr").first.click()
+    page.locator(".tokens .token").first.wait_for()
+    assert page.title() == "rl-async" and page.locator("#app script").count() == 0
+    said = page.locator("article.assistant .tokens")
+    assert "<script>document.title='owned'</script>" in said.inner_text()
+    assert said.locator(".hidden-character").all_inner_texts() == ["ESC", "ESC", "U+202E"]
+
+
+def test_a_line_without_end_is_read_in_parts(tab: Tab) -> None:
+    page = tab.open("/trajectories/first?text=endless")
+    page.locator("tbody tr").first.click()
+    page.locator(".strip").wait_for()
+    page.get_by_text("show all 1,048,576 characters").wait_for()
+    page.locator(".tokens .token").first.wait_for()
+    assert 0 < page.locator(".tokens .token").count() < LONG_TOKENS / 4, (
+        "only what is looked at is drawn token by token"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.locator(".strip").click(position={"x": 700, "y": 8})
+    page.locator(".token.chosen").wait_for()
+
+
+def test_two_runs_are_compared(tab: Tab) -> None:
+    page = tab.open("/run/first")
+    page.locator(".runs label", has_text="first").locator("input:disabled").wait_for()
+    page.get_by_label("other").check()
+    table = page.locator(".config table")
+    table.get_by_text("trainer.steps").wait_for()
+    keys = table.locator("th[scope=row]").all_inner_texts()
+    assert keys == ["model.path", "name", "trainer.steps"], "what both have alike is left out"
+    assert page.locator("figure", has_text="reward").first.locator(".value").count() == 2
+    page.get_by_label("search metrics").fill("lineage")
+    page.locator("figure", has_text="lineage").wait_for()
+
+
+def test_evaluations_show_regressions_first(tab: Tab) -> None:
+    page = tab.open("/evaluation/first")
+    first = page.locator(".compared tbody tr").first
+    first.wait_for()
+    assert "question 0" in first.inner_text() and "−1" in first.inner_text()
+    first.locator("a").last.click()
+    page.get_by_role("heading", name="version 4").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_page_fits_its_window(browser: Any, address: str, size: str, scheme: str) -> None:
+    tab = Tab(browser, address, size, scheme)
+    places = ("run/first?with=other", "trajectories/first", "trajectory/first/train-2-8-0-0?token=4")
+    for place in (*places, "group/first/train-1-4", "evaluation/first"):
+        page = tab.open(f"/{place}")
+        page.locator("main :is(canvas, table, article)").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(json.loads(ground.replace("rgb(", "[").replace(")", "]"))) < 380) is (scheme == "dark")
+    tab.close()
+
+
+def test_a_report_opens_from_disk(browser: Any, runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "rl_async.launcher.cli", "report", str(runs / "first"), str(out)]
+    subprocess.run(command, check=True, timeout=200)
+    tab = Tab(browser, out.as_uri())
+    page = tab.page
+    page.locator("figure canvas").first.wait_for()
+    page.get_by_role("link", name="Trajectories").click()
+    page.get_by_label("search trajectories").fill("worst kind")
+    page.locator("p", has_text="1 trajectories").wait_for()
+    page.locator("tbody tr").first.click()
+    page.locator(".tokens .token").nth(3).click()
+    page.get_by_label("the story of a token").get_by_text("+1.5").first.wait_for()
+    assert page.title() == "rl-async report"
+    page.get_by_role("link", name="Evaluation").click()
+    page.locator(".compared tbody tr").first.wait_for()
+    tab.close()
