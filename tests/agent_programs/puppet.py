@@ -6,6 +6,7 @@ and now and then whether it calls at all, is left to chance: there is something 
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -84,14 +85,19 @@ class Lines:
         return f"{self.tool}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
 
     def first_answer(self, digit: int) -> str:
-        return self._thought(digit) + render(self.tool, self.arguments.replace("N", str(digit)))
+        return self._thought(digit) + render(self.tool, with_digit(self.arguments, digit))
 
     def last_answer(self, digit: int) -> str:
-        text = self.last.replace("N", str(digit))
+        text = with_digit(self.last, digit)
         return self._thought(digit) + (render(self.last_tool, text) if self.last_tool else text)
 
     def _thought(self, digit: int) -> str:
         return f"<think>\nI take {digit}.\n</think>\n\n" if self.thinks else ""
+
+
+def with_digit(text: str, digit: int | str) -> str:
+    """Put the digit in the place of N, where it is a word of its own."""
+    return re.sub(r"\bN\b", lambda _: str(digit), text)
 
 
 def make_puppet(lines: Lines, folder: Path) -> None:
@@ -137,7 +143,7 @@ def conversation(lines: Lines, rng: random.Random) -> list[dict[str, Any]]:
         return {"role": "assistant", "content": answer(rng.randrange(10))}
 
     result = str(rng.randrange(10)) if rng.random() < 0.5 else passage(rng)
-    shown = {"role": "user", "content": lines.shown.replace("N", result)} if lines.shown else None
+    shown = {"role": "user", "content": with_digit(lines.shown, result)} if lines.shown else None
     remark = {"role": "system", "content": passage(rng)}  # behind the question, as Claude Code has one
     return [
         {"role": "user", "content": passage(rng)},

@@ -82,7 +82,13 @@ def write_inputs(folder: Path, model: Path) -> None:
             "request_timeout_s": END_S,  # a coding agent's first prompt takes a CPU a minute
         },
         "queue": {"max_staleness": 0},
-        "trainer": {"steps": STEPS, "minibatches": 1, "learning_rate": 1e-3, "max_tokens_per_microbatch": context},
+        "trainer": {
+            "steps": STEPS,
+            "minibatches": 1,
+            "learning_rate": 1e-3,
+            "max_tokens_per_microbatch": context,
+            "batch_timeout_s": END_S,
+        },
         "eval": {"every": 0},
     }
     (folder / "trial.yaml").write_text(json.dumps(config, indent=1) + "\n")
