@@ -21,7 +21,7 @@ FIRST_SIGNAL = 128  # an exit code above it is that of a process which a signal 
 SHARED_MEMORY_BYTES = 16 << 20  # /dev/shm, where semaphores are
 PYTHON = os.path.realpath(sys.executable)
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_FIRST = Path(__file__).with_name("inside.py")
+FIRST_PROCESS = Path(__file__).with_name("inside.py")
 
 # The kernel spares user 0 the limit on processes and lets it write below /proc/sys, in any namespace; so root becomes
 # nobody first, who may not look into folders such as /root. Hence the folders are shown elsewhere, in a mount namespace
@@ -42,7 +42,7 @@ class Bubblewrap:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
-        self._filter, self._first = system_call_filter(), _FIRST.read_bytes()
+        self._filter, self._first = system_call_filter(), FIRST_PROCESS.read_bytes()
         self._folders = list(_folders(config.packages))
         needed = ["bwrap", *(["unshare", "setpriv", "mount"] if os.geteuid() == 0 else [])]
         if missing := [name for name in needed if shutil.which(name) is None]:

@@ -1,4 +1,5 @@
-"""The first process of a sandbox: runs programs and moves files for the process outside, over the socket that is fd 0.
+"""The first process of a sandbox: runs programs and moves files for the process outside, over the socket that is fd 0,
+or else over standard input and output.
 
 It is started by ``python -I -S`` where nothing of this project is, so it imports the standard library alone. Programs
 cannot reach it: it is process 1 of its namespace, so their signals do not arrive, and it is not dumpable, so its memory
@@ -8,6 +9,7 @@ Consumes requests: two lengths of four bytes, a JSON object and bytes. Produces 
 Waits for the next request, or for the program that runs; a byte on the socket in the meantime ends that program.
 """
 
+import base64
 import contextlib
 import ctypes
 import io
@@ -34,14 +36,36 @@ TEMPORARY = f"{WORKSPACE}/.tmp"  # where /tmp leads, so that one limit covers bo
 WATCH_S = 0.05
 MOST_FILES = 50_000  # an empty file costs the kernel memory that no file system counts
 PIECE = 1 << 16
-PR_SET_DUMPABLE = 4
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38  # prctl(2)
+SECCOMP_MODE_FILTER = 2
+
+
+class Pipes:
+    """Standard input and output, with the methods of a socket."""
+
+    def __init__(self) -> None:
+        self._in, self._out = os.dup(0), os.dup(1)
+
+    def recv(self, most: int) -> bytes:
+        return os.read(self._in, most)
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._out, left) :]
+
+    def fileno(self) -> int:
+        return self._in
+
+
+Control = socket.socket | Pipes
 
 
 class Refused(Exception):
     """The request cannot be done; the message says why."""
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: Control) -> None:
     """Answer requests until the socket ends."""
     while (head := _exactly(control, LENGTHS.size)) is not None:
         header, body = [_exactly(control, length) for length in LENGTHS.unpack(head)]
@@ -65,7 +89,7 @@ def serve(control: socket.socket) -> None:
             return
 
 
-def _exactly(control: socket.socket, length: int) -> bytes | None:
+def _exactly(control: Control, length: int) -> bytes | None:
     """Return the next ``length`` bytes, or None at the end of the stream."""
     parts = []
     while length:
@@ -77,7 +101,7 @@ def _exactly(control: socket.socket, length: int) -> bytes | None:
     return b"".join(parts)
 
 
-def run(control: socket.socket, stdin: bytes, *, argv: list[str], limits: dict[str, Any]) -> Reply:
+def run(control: Control, stdin: bytes, *, argv: list[str], limits: dict[str, Any]) -> Reply:
     """Run a program; reply how it ended, with its output as bytes."""
     with contextlib.suppress(OSError):  # a program may have put something else there, or filled the workspace
         os.makedirs(TEMPORARY, exist_ok=True)
@@ -112,7 +136,7 @@ class Program:
         self._room = limits["output"]
         self._ended = os.pidfd_open(self._pid)
 
-    def follow(self, control: socket.socket, deadline: float) -> str:
+    def follow(self, control: Control, deadline: float) -> str:
         """Move bytes until the program ends or must be ended; return the limit for which it must, or an empty text."""
         with selectors.DefaultSelector() as selector:
             for fd in (self._out, self._err, self._ended, control.fileno()):
@@ -238,7 +262,7 @@ def _inside(path: str) -> str:
     return real
 
 
-def put(_: socket.socket, data: bytes, *, path: str) -> Reply:
+def put(_: Control, data: bytes, *, path: str) -> Reply:
     """Write a file."""
     real = _inside(path)
     os.makedirs(os.path.dirname(real), exist_ok=True)
@@ -247,7 +271,7 @@ def put(_: socket.socket, data: bytes, *, path: str) -> Reply:
     return {}, b""
 
 
-def get(_: socket.socket, __: bytes, *, path: str, most: int) -> Reply:
+def get(_: Control, __: bytes, *, path: str, most: int) -> Reply:
     """Reply with a file's content."""
     with _regular(_inside(path), "rb", os.O_RDONLY) as file:
         data = file.read(most + 1)
@@ -265,7 +289,7 @@ def _regular(real: str, mode: str, flags: int) -> BinaryIO:
     return cast(BinaryIO, os.fdopen(fd, mode))
 
 
-def snapshot(_: socket.socket, __: bytes, *, most: int) -> Reply:
+def snapshot(_: Control, __: bytes, *, most: int) -> Reply:
     """Reply with the workspace as an archive. The sizes that its files claim count, however few blocks they have."""
     claimed = 0
     for folder, _folders, files in os.walk(WORKSPACE):
@@ -278,7 +302,7 @@ def snapshot(_: socket.socket, __: bytes, *, most: int) -> Reply:
     return {}, buffer.getvalue()
 
 
-def restore(_: socket.socket, data: bytes) -> Reply:
+def restore(_: Control, data: bytes) -> Reply:
     """Replace the workspace by an archive's content. Whatever it contains, it can only harm this sandbox."""
     for entry in os.scandir(WORKSPACE):
         if entry.is_dir(follow_symlinks=False):
@@ -297,13 +321,34 @@ def restore(_: socket.socket, data: bytes) -> Reply:
 DO: dict[str, Callable[..., Reply]] = {"run": run, "put": put, "get": get, "snapshot": snapshot, "restore": restore}
 
 
+class _Filter(ctypes.Structure):
+    """struct sock_fprog of linux/filter.h."""
+
+    _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def protect(calls: bytes) -> bool:
+    """Close this process to others, and refuse it and those that it starts the system calls of a filter, if any."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        return False
+    given = _Filter(len(calls) // 8, calls)  # eight bytes each
+    return not calls or (
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given)) == 0
+    )
+
+
 def main() -> None:
-    """Serve the socket that is standard input."""
+    """Serve whoever is at the other end of standard input; the argument is a filter of system calls in Base64."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler, Python's too, would let programs interrupt process 1
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0 or os.getpid() != 1:
+    if not protect(base64.b64decode("".join(sys.argv[1:]))) or os.getpid() != 1:
         sys.exit("cannot protect the first process of the sandbox")
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    if not os.access(WORKSPACE, os.W_OK):
+        sys.exit(f"may not write to {WORKSPACE}")
+    control = socket.socket(fileno=os.dup(0)) if stat.S_ISSOCK(os.fstat(0).st_mode) else Pipes()
+    for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY)):
+        os.dup2(os.open("/dev/null", flags), fd)
     serve(control)
 
 

@@ -1,18 +1,30 @@
-"""The kinds of sandboxes by name."""
+"""The kinds of sandboxes by name, and users' own."""
 
 from collections.abc import Callable
 
-from rl_async.configs.schema.sandbox import SandboxConfig, SandboxKind
+from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Sandbox
 from rl_async.sandbox.bubblewrap import Bubblewrap
+from rl_async.sandbox.container import Containers
 from rl_async.sandbox.fusion import SandboxFusion
+from rl_async.userload import is_user_reference, load_user_object
 
-KINDS: dict[SandboxKind, Callable[[SandboxConfig], Sandbox]] = {
+KINDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
     "bubblewrap": Bubblewrap,
+    "container": Containers,
     "sandbox_fusion": SandboxFusion,
 }
 
 
 def make_sandbox(config: SandboxConfig) -> Sandbox:
-    """Return the config's sandbox. Raises ConfigError where it cannot work: nothing runs without one."""
+    """Return the config's sandbox, one of ours or the user's class ``path.py:name``, made from the config.
+
+    Raises ConfigError where there is none or it cannot work: nothing runs without one.
+    """
+    if is_user_reference(config.kind):
+        made: Sandbox = load_user_object(config.kind, "sandbox.kind")(config)
+        return made
+    if config.kind not in KINDS:
+        raise ConfigError(f"sandbox.kind: no sandbox {config.kind!r}; built in: {', '.join(KINDS)}; or path.py:class")
     return KINDS[config.kind](config)

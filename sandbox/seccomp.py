@@ -45,7 +45,7 @@ def system_call_filter(machine: str | None = None) -> bytes:
     """Return the filter for this machine. Raises ConfigError for a machine whose system calls are not known here."""
     machine = machine or os.uname().machine
     if machine not in _MACHINES:
-        raise ConfigError(f"sandbox.kind: bubblewrap works on {' and '.join(_MACHINES)}, not on {machine}")
+        raise ConfigError(f"sandbox.kind: bubblewrap and container work on {' and '.join(_MACHINES)}, not on {machine}")
     column, arch = _MACHINES[machine]
     numbers = sorted(call[column] for call in _REFUSED.values())
     refusal = [(_RETURN, 0, 0, _REFUSE)]

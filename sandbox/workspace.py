@@ -5,7 +5,7 @@ import contextlib
 import json
 import struct
 import subprocess
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,12 +28,22 @@ class Reply(msgspec.Struct):
     stdout: int = 0
 
 
+class Running(Protocol):
+    """The process that a sandbox is, or that runs one: it ends with the sandbox, and killing it ends the sandbox."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def kill(self) -> None: ...
+
+
 class ProcessWorkspace:
     """A workspace whose first process answers over a socket. ``interpreters``: its commands that take ``-c CODE``."""
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: Running,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         config: SandboxConfig,
@@ -131,7 +141,7 @@ class ProcessWorkspace:
     def _end(self) -> None:
         """Give the sandbox up: its socket is out of step, or its first process is gone or hangs."""
         self._writer.transport.abort()
-        self._process.kill()  # bwrap, with which the first process dies, and with that all others
+        self._process.kill()  # the first process dies with it, and with that all others
 
 
 def _frame(header: bytes, body: bytes = b"") -> bytes:

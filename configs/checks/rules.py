@@ -49,6 +49,8 @@ def _lengths(c: RunConfig) -> str | None:
 
 def _sandbox(c: RunConfig) -> str | None:
     url = c.sandbox.url
+    if (c.sandbox.kind == "container") != bool(c.sandbox.image):
+        return "sandbox.image belongs to sandbox.kind=container, which needs one: set both, or neither"
     if c.sandbox.kind != "sandbox_fusion":
         return "sandbox.url has an effect with sandbox.kind=sandbox_fusion only; leave it out" if url else None
     if not re.fullmatch(r"https?://[^\s@?#]+", url):

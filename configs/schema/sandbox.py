@@ -1,19 +1,24 @@
 """Section `sandbox`: where the code runs that models write, and what it may use there."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Positive, Seconds, doc
 
-SandboxKind = Literal["bubblewrap", "sandbox_fusion"]
-
 
 class SandboxConfig(Config, frozen=True):
     kind: Annotated[
-        SandboxKind,
-        doc("bubblewrap: namespaces of this machine's kernel; sandbox_fusion: a server at url (docs/sandbox.md)."),
+        str,
+        doc(
+            "bubblewrap: namespaces of this machine's kernel; container: Docker's or Podman's, from image; "
+            "sandbox_fusion: a server at url; or a class of your own as path.py:name (docs/sandbox.md)."
+        ),
     ] = "bubblewrap"
+    image: Annotated[str, doc("Image of containers, with python3 and bash, on this machine already.")] = ""
+    command: Annotated[tuple[str, ...], doc("What runs containers, as [docker] or [podman, --runtime, runc].")] = (
+        "docker",
+    )
     url: Annotated[str, doc("Base URL of a Sandbox Fusion server, e.g. http://127.0.0.1:8080.")] = ""
     timeout_s: Annotated[
         Seconds, doc("Wall-clock time of one program; a tool's is also below agent.tool_timeout_s.")

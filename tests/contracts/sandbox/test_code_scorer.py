@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm
+from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Trajectory
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.scorers.code import CodeScorer
 from rl_async.reward_loop.service import RewardService
-from rl_async.sandbox.api import Sandbox, SandboxLost
-from tests.contracts.sandbox.conftest import SETTINGS
+from rl_async.sandbox.api import SandboxLost
+from tests.contracts.sandbox.conftest import settings_of
 from tests.unit.reward_loop.rows import score as score_by
 from tests.unit.reward_loop.rows import task
 
@@ -24,10 +25,10 @@ ASSERTS = "assert add(1, 2) == 3\nassert add(3, 4) == 7\n"
 ADD = "def add(a, b):\n    return a + b\n"
 
 
-async def score(sandbox: Sandbox, program: str, truth: Any, **code: Any) -> Trajectory:
+async def score(settings: SandboxConfig, program: str, truth: Any, **code: Any) -> Trajectory:
     text = truth if isinstance(truth, str) else json.dumps(truth)
     config = RewardConfig(functions=(RewardTerm(name="code"),), code=CodeConfig(**{"test_timeout_s": 60.0, **code}))
-    async with RewardService(config, sandbox=SETTINGS) as service:
+    async with RewardService(config, sandbox=settings) as service:
         return await score_by(service, f"I think:\n```python\n{program}\n```", task(text))
 
 
@@ -56,34 +57,34 @@ async def score(sandbox: Sandbox, program: str, truth: Any, **code: Any) -> Traj
         ("class Any:\n    __eq__ = lambda *_: True\ndef add(a, b):\n    return Any()", CALLS, 0.0),
     ],
 )
-async def test_rewards(sandbox: Sandbox, program: str, truth: Any, reward: float) -> None:
-    scored = await score(sandbox, program, truth)
+async def test_rewards(settings: SandboxConfig, program: str, truth: Any, reward: float) -> None:
+    scored = await score(settings, program, truth)
     assert (scored.scored, scored.error) == (True, "")
     assert scored.reward == pytest.approx(reward)
 
 
-async def test_the_parts_tell_what_ran(sandbox: Sandbox) -> None:
-    parts = (await score(sandbox, "print(3)", PAIRS)).reward_parts
+async def test_the_parts_tell_what_ran(settings: SandboxConfig) -> None:
+    parts = (await score(settings, "print(3)", PAIRS)).reward_parts
     assert (parts["code"], parts["code/passed"], parts["code/tests"]) == (pytest.approx(1 / 3), 1.0, 3.0)
     times = [parts[f"code/test_{number}_s"] for number in range(3)]
     assert parts["code/seconds"] == pytest.approx(sum(times)) and parts["code/longest_s"] == max(times)
 
 
-async def test_all_or_nothing_stops_at_the_first_failure(sandbox: Sandbox) -> None:
-    scored = await score(sandbox, "print(7)", PAIRS, all_or_nothing=True)
+async def test_all_or_nothing_stops_at_the_first_failure(settings: SandboxConfig) -> None:
+    scored = await score(settings, "print(7)", PAIRS, all_or_nothing=True)
     assert scored.reward == 0.0 and "code/test_1_s" not in scored.reward_parts
-    assert (await score(sandbox, ADD, CALLS, all_or_nothing=True)).reward == 1.0
+    assert (await score(settings, ADD, CALLS, all_or_nothing=True)).reward == 1.0
 
 
-async def test_what_takes_too_long_has_failed(sandbox: Sandbox) -> None:
-    scored = await score(sandbox, "while True: pass", PAIRS, test_timeout_s=0.5, timeout_s=0.8)
+async def test_what_takes_too_long_has_failed(settings: SandboxConfig) -> None:
+    scored = await score(settings, "while True: pass", PAIRS, test_timeout_s=0.5, timeout_s=0.8)
     assert (scored.scored, scored.reward) == (True, 0.0)
     assert "code/test_2_s" not in scored.reward_parts
 
 
-async def test_no_program_is_no_reward_and_bad_tests_are_no_score(sandbox: Sandbox) -> None:
+async def test_no_program_is_no_reward_and_bad_tests_are_no_score(settings: SandboxConfig) -> None:
     config = RewardConfig(functions=(RewardTerm(name="code"),))
-    async with RewardService(config, sandbox=SETTINGS) as service:
+    async with RewardService(config, sandbox=settings) as service:
         scored = await score_by(service, "print(3)", task(json.dumps(PAIRS)))
         assert (scored.reward, scored.reward_parts["code/extracted"]) == (0.0, 0.0)
         scored = await score_by(service, "```python\nprint(3)\n```", task("{}"))
@@ -103,7 +104,8 @@ async def test_a_lost_sandbox_is_no_score() -> None:
         await scorer.score(conversation)
 
 
-def test_reward_test_shows_it(sandbox: Sandbox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_test_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings_of("bubblewrap")
     rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
     truth = {"ground_truth": json.dumps(PAIRS), "style": "rule"}
     prompt = [{"role": "user", "content": "Add two numbers."}]

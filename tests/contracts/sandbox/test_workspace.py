@@ -51,13 +51,13 @@ async def test_workspaces_share_nothing(sandbox: Sandbox, workspace: Workspace) 
 
 
 async def test_a_snapshot_comes_back_here_and_elsewhere(sandbox: Sandbox, workspace: Workspace) -> None:
-    await workspace.run("bash", "mkdir d && echo 1 > d/a && ln -s a d/link && chmod 700 d/a && echo t > /tmp/t")
+    await workspace.run("bash", "mkdir -p d .tmp && echo 1 > d/a && ln -s a d/link && chmod 700 d/a && echo t > .tmp/t")
     kept = await workspace.snapshot()
     await workspace.run("bash", "rm -rf d; echo 2 > b")
     other = await sandbox.open()
     for each in (workspace, other):
         await each.restore(kept)
-        result = await each.run("bash", "find . -name '[abdlt]*' | sort; cat d/link; test -x d/a && cat /tmp/t")
+        result = await each.run("bash", "find . -name '[abdlt]*' | sort; cat d/link; test -x d/a && cat .tmp/t")
         assert result.stdout.split() == [b"./.tmp/t", b"./d", b"./d/a", b"./d/link", b"1", b"t"]
     await other.close()
 

@@ -177,6 +177,8 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         ([*USER, "agent.user.api_key_env=sk-secret"], ["agent.user.api_key_env"]),
         ([*USER, "agent.user.lowest=10"], ["agent.user.highest", "agent.user.lowest"]),
         (["reward.functions=[{name: environment}]"], ["reward.functions", "agent.environment"]),
+        (["sandbox.kind=container"], ["sandbox.image", "sandbox.kind=container"]),
+        (["sandbox.image=x"], ["sandbox.image", "sandbox.kind=container"]),
         (["agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment"]),
         ([*USER, "agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment=simulated_user"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
