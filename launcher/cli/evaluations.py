@@ -15,7 +15,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     )
     add_config(parser)
     parser.add_argument("--solved", type=float, default=1.0, metavar="REWARD", help=SOLVED_HELP)
-    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode")
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode, and role")
     parser.set_defaults(command=_evaluate)
 
 

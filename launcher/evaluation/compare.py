@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rl_async.errors import UserError
-from rl_async.launcher.evaluation.recorded import Evaluation
-from rl_async.launcher.evaluation.statistics import Interval, mean_of, normal_mean_of, paired_p
+from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
+from rl_async.launcher.evaluation.statistics import Interval, mean_change_of, mean_of, paired_p
+from rl_async.launcher.evaluation.summary import line_of
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -41,19 +42,20 @@ class Comparison(msgspec.Struct, kw_only=True):
     after: str
     sources: list[Change]
     tasks: list[TaskChange]
-    left_out: int  # tasks that only one of both has
+    left_out: int  # tasks that only one of both has, or that have another prompt in each
+    unscored: tuple[int, int]  # episodes before and after that could not be scored, and count as 0
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """Compare task by task. Raises UserError if they have no task in common, or one has another prompt in each."""
+    """Compare task by task. Raises UserError if they have no task with the same prompt in common."""
     first, second = _mean_rewards(before), _mean_rewards(after)
-    both = sorted(first.keys() & second.keys())
+    common = first.keys() & second.keys()
+    both = sorted(key for key in common if _asks_the_same(before, after, key))
     if not both:
-        raise UserError(f"{before.name} and {after.name} have no task in common")
-    for _, task in both:
-        if before.questions.get(task) != after.questions.get(task):
-            raise UserError(f"task {task} asks something else in {after.name} than in {before.name}")
-    sources = {source: [key for key in both if key[0] == source] for source in sorted({key[0] for key in both})}
+        raise UserError(f"{before.name} and {after.name} have no task in common that asks the same")
+    sources: dict[str, list[TaskKey]] = {}
+    for key in both:
+        sources.setdefault(line_of(*key[:2]), []).append(key)
     if len(sources) > 1:
         sources["all"] = both
     return Comparison(
@@ -63,41 +65,58 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
         tasks=sorted(
             (
                 TaskChange(
-                    source=source,
-                    task=task,
-                    question=before.questions.get(task, ""),
-                    before=first[source, task],
-                    after=second[source, task],
-                    replied_before=before.replies.get(task, ""),
-                    replied_after=after.replies.get(task, ""),
+                    source=line_of(*key[:2]),
+                    task=key[2],
+                    question=_question(before, key),
+                    before=first[key],
+                    after=second[key],
+                    replied_before=before.replies.get(key, ""),
+                    replied_after=after.replies.get(key, ""),
                 )
-                for source, task in both
+                for key in both
             ),
             key=lambda task: (task.after - task.before, task.source, task.task),
         ),
-        left_out=len(first.keys() ^ second.keys()),
+        left_out=len(first.keys() | second.keys()) - len(both),
+        unscored=(_unscored(before), _unscored(after)),
     )
 
 
-Means = Mapping[tuple[str, str], float]  # by data source and task
+Means = Mapping[TaskKey, float]
 
 
 def _mean_rewards(evaluation: Evaluation) -> Means:
-    rewards: dict[tuple[str, str], list[float]] = {}
+    rewards: dict[TaskKey, list[float]] = {}
     for answer in evaluation.answers:
-        rewards.setdefault((answer.source, answer.task), []).append(answer.reward)
+        rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
     return {key: sum(values) / len(values) for key, values in rewards.items()}
 
 
-def _change(source: str, keys: Sequence[tuple[str, str]], first: Means, second: Means) -> Change:
+def _change(source: str, keys: Sequence[TaskKey], first: Means, second: Means) -> Change:
     changes = [second[key] - first[key] for key in keys]
     return Change(
         source=source,
         tasks=len(keys),
         before=mean_of([first[key] for key in keys]),
         after=mean_of([second[key] for key in keys]),
-        change=normal_mean_of(changes),
+        change=mean_change_of(changes),
         better=sum(change > 0 for change in changes),
         worse=sum(change < 0 for change in changes),
         p=paired_p(changes),
     )
+
+
+def _asks_the_same(before: Evaluation, after: Evaluation, key: TaskKey) -> bool:
+    """Whether the policy was told the same first. What a role is told may come from another role's answer."""
+    first, second = (
+        [(turn.role, turn.text) for turn in evaluation.prompts.get(key, ())] for evaluation in (before, after)
+    )
+    return first == second or key[1] != ""
+
+
+def _question(evaluation: Evaluation, key: TaskKey) -> str:
+    return next((turn.text for turn in reversed(evaluation.prompts.get(key, ())) if turn.role == "user"), "")
+
+
+def _unscored(evaluation: Evaluation) -> int:
+    return sum(not answer.scored for answer in evaluation.answers)

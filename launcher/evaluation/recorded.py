@@ -1,22 +1,28 @@
 """Evaluations that runs have recorded."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.errors import UserError
 from rl_async.launcher.evaluation.summary import Answer, answers_of
-from rl_async.messages import Trajectory
+from rl_async.messages import Trajectory, Turn
 from rl_async.recording import evaluations, read_trajectories
+
+TaskKey = tuple[str, str, str]  # data source, role and task
 
 
 class Evaluation(NamedTuple):
-    """A recorded evaluation: of the version after ``step`` of a run, or of what ``rl-async eval`` evaluated."""
+    """A recorded evaluation: of the version after ``step`` of a run, or of what ``rl-async eval`` evaluated.
+
+    ``prompts`` has what was said before the policy's first turn, and ``replies`` the last answer of the first sample.
+    """
 
     name: str
     answers: list[Answer]
-    questions: Mapping[str, str]  # the last words of each task's prompt
-    replies: Mapping[str, str]  # the last answer to each task, of the first sample
+    prompts: Mapping[TaskKey, tuple[Turn, ...]]
+    replies: Mapping[TaskKey, str]
 
 
 def read_evaluation(where: str) -> Evaluation:
@@ -33,16 +39,25 @@ def read_evaluation(where: str) -> Evaluation:
     if step and int(step) not in files:
         raise UserError(f"{run} has no evaluation of step {step}, but of {', '.join(map(str, files))}")
     chosen = int(step) if step else max(files)
-    rows = read_trajectories(files[chosen])
+    rows = sorted(read_trajectories(files[chosen]), key=lambda row: row.segment)
     tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
+    first = [row for row in rows if row.sample == 0]
     return Evaluation(
         f"{run.name}@{chosen}",
         answers_of([row.header() for row in rows], tasks),
-        {row.task_id: said(row, "user") for row in rows if row.segment == 0},
-        {row.task_id: said(row, "assistant") for row in rows if row.sample == 0},
+        {_key(row): tuple(takewhile(_is_told, row.turns)) for row in reversed(first)},
+        {_key(row): last_answer(row) for row in first},
     )
 
 
-def said(row: Trajectory, role: str) -> str:
-    """Return the last turn of a role; empty if there is none."""
-    return next((turn.text for turn in reversed(row.turns) if turn.role == role), "")
+def last_answer(row: Trajectory) -> str:
+    """Return the policy's last turn; empty if it had none."""
+    return next((turn.text for turn in reversed(row.turns) if turn.role == "assistant"), "")
+
+
+def _key(row: Trajectory) -> TaskKey:
+    return row.data_source, row.role, row.task_id
+
+
+def _is_told(turn: Turn) -> bool:
+    return turn.role != "assistant"

@@ -40,19 +40,44 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def mean_of(values: Sequence[float]) -> Interval:
-    """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else the normal one."""
+    """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else Student's."""
     mean = sum(values) / len(values)
     if all(0.0 <= value <= 1.0 for value in values):
         return Interval(mean, *wilson(min(max(mean, 0.0), 1.0), len(values)))
-    return normal_mean_of(values)
+    return mean_change_of(values)
 
 
-def normal_mean_of(values: Sequence[float]) -> Interval:
-    """Return the mean of one number per task with the normal interval of their standard error."""
+def mean_change_of(values: Sequence[float]) -> Interval:
+    """Return the mean of one number per task with Student's interval.
+
+    Fewer than three numbers, or equal ones, do not show how much others would vary: if they are between -1 and 1 the
+    interval is then Wilson's, of that range, and otherwise it has no bounds.
+    """
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-    half = Z * math.sqrt(variance / len(values))
-    return Interval(mean, mean - half, mean + half)
+    if len(values) >= 3 and variance:
+        half = _student(len(values) - 1) * math.sqrt(variance / len(values))
+        return Interval(mean, mean - half, mean + half)
+    if all(-1.0 <= value <= 1.0 for value in values):
+        low, high = wilson((mean + 1) / 2, len(values))
+        return Interval(mean, 2 * low - 1, 2 * high - 1)
+    return Interval(mean, -math.inf, math.inf)
+
+
+def _student(freedom: int) -> float:
+    """Return the 0.975 quantile of Student's t, to 1 % from 2 degrees of freedom on: Abramowitz and Stegun, 26.7.5."""
+    return Z + sum(
+        polynomial / freedom**power
+        for power, polynomial in enumerate(
+            (
+                (Z**3 + Z) / 4,
+                (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+                (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+                (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
+            ),
+            start=1,
+        )
+    )
 
 
 def paired_p(changes: Sequence[float]) -> float:

@@ -6,21 +6,23 @@ from typing import NamedTuple
 import msgspec
 
 from rl_async.launcher.evaluation.statistics import Interval, mean_of, pass_at
-from rl_async.messages import TrajectoryHeader, episode_rewards
+from rl_async.messages import TrajectoryHeader, role_rewards
 
 
 class Answer(NamedTuple):
-    """One held-out episode, with the mean of what its roles earned."""
+    """One held-out episode; of an episode of several roles, what one of them earned."""
 
     source: str
     task: str
     reward: float
+    role: str = ""
+    scored: bool = True  # false: it could not be scored, and counts as 0
 
 
 class Summary(msgspec.Struct, kw_only=True):
     """How one data source was answered. Each task counts once, however often it was sampled."""
 
-    source: str
+    source: str  # as ``line_of`` names it
     tasks: int
     episodes: int
     k: int  # the smallest number of samples of a task
@@ -29,21 +31,30 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def answers_of(headers: Sequence[TrajectoryHeader], tasks: Mapping[int, tuple[str, str]]) -> list[Answer]:
-    """Return an evaluation's episodes; ``tasks`` has the data source and the name of each group's task.
+    """Return an evaluation's episodes, role by role; ``tasks`` has the data source and the name of each group's task.
 
     Those that could not be scored count as 0, as they do in ``eval/reward``.
     """
-    rewards = episode_rewards(headers)
-    episodes = dict.fromkeys((header.group_id, header.sample) for header in headers)
-    return [Answer(*tasks[group], rewards.get((group, sample), 0.0)) for group, sample in episodes]
+    rewards = role_rewards(headers)
+    players = dict.fromkeys((header.group_id, header.sample, header.role) for header in headers)
+    return [
+        Answer(*tasks[group], rewards.get(player, 0.0), role, player in rewards)
+        for player in players
+        for group, _, role in [player]
+    ]
 
 
 def summarize(answers: Iterable[Answer], solved: float) -> list[Summary]:
-    """Return a summary per data source, by name. An episode passes with a reward of ``solved`` or more."""
+    """Return a summary per data source and role, by name. An episode passes with a reward of ``solved`` or more."""
     by_source: dict[str, dict[str, list[float]]] = {}
     for answer in answers:
-        by_source.setdefault(answer.source, {}).setdefault(answer.task, []).append(answer.reward)
+        by_source.setdefault(line_of(answer.source, answer.role), {}).setdefault(answer.task, []).append(answer.reward)
     return [_summary(source, list(tasks.values()), solved) for source, tasks in sorted(by_source.items())]
+
+
+def line_of(source: str, role: str) -> str:
+    """Return the name of a data source's line in a table, or of that of one role."""
+    return f"{source} as {role}" if role else source
 
 
 def _summary(source: str, tasks: Sequence[Sequence[float]], solved: float) -> Summary:

@@ -45,7 +45,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(_cell(line.source), str(line.tasks), *means, escape(change), *counts)
     console.print(table)
     if comparison.left_out:
-        console.print(f"left out: {comparison.left_out} tasks that only one of them has", highlight=False)
+        console.print(
+            f"left out: {comparison.left_out} tasks that only one has, or whose prompts differ", highlight=False
+        )
+    if any(comparison.unscored):
+        before, after = comparison.unscored
+        console.print(f"episodes that could not be scored, and count as 0: {before} and {after}", highlight=False)
     for text in _changed_most(comparison):
         console.print(text, highlight=False, markup=False)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
 from rl_async.files import written_whole
-from rl_async.launcher.evaluation.recorded import said
+from rl_async.launcher.evaluation.recorded import last_answer
 from rl_async.launcher.evaluation.summary import answers_of, summarize
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
@@ -21,7 +21,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import EngineRecord, Reserved, Trajectory, Version, episode_rewards, mean_role_rewards
+from rl_async.messages import EngineRecord, Reserved, Trajectory, Version, role_rewards
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import write_trajectories
@@ -40,7 +40,7 @@ class EvaluationTimeout(RlAsyncError):
 def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | None) -> int:
     """Evaluate ``model.path`` on ``data.eval_path``, print what came of it per data source, and return the exit code.
 
-    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write a line per episode.
+    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write the episodes.
     """
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
@@ -63,7 +63,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
             return EXIT_SIGNAL + interruption.number
         print_report(evaluation.result, solved, console)
         if jsonl is not None:
-            write_jsonl(jsonl, evaluation.result, evaluation.rows)
+            write_jsonl(jsonl, evaluation.rows)
         say(console, f"run folder: {folder}")
         return 0
 
@@ -127,35 +127,35 @@ class EvaluationRun:
 
 
 def print_report(result: Reserved, solved: float, console: Console) -> None:
-    """Print avg@k and pass@k by data source and over all, what each role earned, and how many were not scored."""
+    """Print avg@k and pass@k by data source and role and over all, and how many episodes were not scored."""
     tasks = {group: (task.data_source, task.task_id) for group, task in result.tasks.items()}
     answers = answers_of(result.headers, tasks)
     summaries = summarize(answers, solved)
     if len(summaries) > 1:
-        summaries += summarize([answer._replace(source="all", task="/".join(answer[:2])) for answer in answers], solved)
+        everything = (answer._replace(source="all", task="/".join(answer[:2]), role="") for answer in answers)
+        summaries += summarize(everything, solved)
     console.print(summary_table(summaries))
-    for role, reward in mean_role_rewards(result.headers).items():
-        say(console, f"as {role}: reward {reward:.4f}")
-    if failed := len(answers) - len(episode_rewards(result.headers)):
+    if failed := sum(not answer.scored for answer in answers):
         say(console, f"{failed} of {len(answers)} episodes could not be scored, and count as 0; their error says why")
 
 
-def write_jsonl(path: Path, result: Reserved, rows: Sequence[Trajectory]) -> None:
-    """Write a line of JSON per episode, whole or not at all."""
-    rewards = episode_rewards(result.headers)
+def write_jsonl(path: Path, rows: Iterable[Trajectory]) -> None:
+    """Write a line of JSON per episode and role, in the order of their groups, whole or not at all."""
+    rows = sorted(rows, key=lambda row: row.key)
+    rewards = role_rewards(row.header() for row in rows)
+    last = {(row.group_id, row.sample, row.role): row for row in rows}
     with written_whole(path) as partial, partial.open("wb") as file:
-        for row in rows:
-            if row.segment == 0:
-                reward = rewards.get((row.group_id, row.sample))
-                line = {
-                    "source": row.data_source,
-                    "task": row.task_id,
-                    "sample": row.sample,
-                    "reward": reward or 0.0,
-                    "scored": reward is not None,
-                    "finish_reason": row.finish_reason,
-                    "ground_truth": row.ground_truth,
-                    "answer": said(row, "assistant"),
-                    "error": row.error,
-                }
-                file.write(msgspec.json.encode(line) + b"\n")
+        for player, row in last.items():
+            line = {
+                "source": row.data_source,
+                "task": row.task_id,
+                "sample": row.sample,
+                "role": row.role,
+                "reward": rewards.get(player, 0.0),
+                "scored": player in rewards,
+                "finish_reason": row.finish_reason,
+                "ground_truth": row.ground_truth,
+                "answer": last_answer(row),
+                "error": row.error,
+            }
+            file.write(msgspec.json.encode(line) + b"\n")

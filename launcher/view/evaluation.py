@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.launcher.evaluation.statistics import normal_mean_of
+from rl_async.launcher.evaluation.statistics import mean_change_of
 from rl_async.launcher.evaluation.summary import Answer, summarize
 
 SHOWN = 500  # tasks of a comparison
@@ -27,7 +27,7 @@ def answered(connection: sqlite3.Connection) -> list[Answered]:
         "SELECT step, source, task, iif(min(scored), min(reward) + sum(turn_reward), 0.0) FROM rows "
         "WHERE partition = 'eval' GROUP BY step, source, task, grp, sample ORDER BY step, source, task"
     )
-    return [Answered(step, Answer(*answer)) for step, *answer in rows]
+    return [Answered(step, Answer(source, task, reward)) for step, source, task, reward in rows]
 
 
 def table(episodes: Sequence[Answered], solved: float) -> list[dict[str, Any]]:
@@ -56,6 +56,6 @@ def compare(connection: sqlite3.Connection, before: int, after: int) -> dict[str
         "tasks": len(both),
         "better": sum(change > 0 for change in changes),
         "worse": sum(change < 0 for change in changes),
-        "mean": normal_mean_of(changes) if changes else None,
+        "mean": mean_change_of(changes) if changes else None,
         "rows": [{"before": first[task], "after": second[task]} for task in both[:SHOWN]],
     }

@@ -50,14 +50,36 @@ def test_episodes_that_were_not_scored_count_as_zero_and_rows_of_one_once(tmp_pa
     assert [answer.reward for answer in evaluation.answers] == [1.0, 0.0]
 
 
-def test_a_task_that_asks_something_else_is_not_compared(tmp_path: Path) -> None:
-    first = record(tmp_path / "a", 0, row(0, 0, 1.0))
-    other = record(tmp_path / "b", 0, row(0, 0, 1.0, turns=[Turn(role="user", text="Why?")]))
-    with pytest.raises(UserError, match="math:0"):
-        compare(read_evaluation(first), read_evaluation(other))
+def test_a_task_that_asks_something_else_is_left_out(tmp_path: Path) -> None:
+    first = record(tmp_path / "a", 0, row(0, 0, 1.0), row(1, 0, 1.0))
+    system = [Turn(role="system", text="Be brief."), *row(0, 0, 1.0).turns]
+    other = record(tmp_path / "b", 0, row(0, 0, 1.0, turns=system), row(1, 0, 0.0, scored=False))
+    found = compare(read_evaluation(first), read_evaluation(other))
+    assert ([task.task for task in found.tasks], found.left_out, found.unscored) == (["math:1"], 1, (0, 1))
     strange = record(tmp_path / "c", 0, row(7, 0, 1.0))
     with pytest.raises(UserError, match="a@0 and c@0"):
         compare(read_evaluation(first), read_evaluation(strange))
+
+
+def test_what_others_said_later_does_not_make_another_task(tmp_path: Path) -> None:
+    def played(*said: str) -> Trajectory:
+        roles = ("user", "assistant", "user", "assistant")
+        return row(0, 0, 1.0, turns=[Turn(role=role, text=text) for role, text in zip(roles, said)])
+
+    first = record(tmp_path / "a", 0, played("Q", "x", "wrong, try again", "y"))
+    second = record(tmp_path / "b", 0, played("Q", "z", "right", "ok"))
+    (task,) = compare(read_evaluation(first), read_evaluation(second)).tasks
+    assert (task.question, task.replied_before, task.replied_after) == ("Q", "y", "ok")
+
+
+def test_roles_are_compared_one_by_one(tmp_path: Path) -> None:
+    def game(won: float) -> list[Trajectory]:
+        return [row(0, 0, won, role="first"), row(0, 0, -won, role="second", segment=1)]
+
+    runs = [record(tmp_path / name, 0, *game(won)) for name, won in (("a", -1.0), ("b", 1.0))]
+    found = compare(*map(read_evaluation, runs))
+    lines = {line.source: line.change.value for line in found.sources}
+    assert lines == {"math as first": 2.0, "math as second": -2.0, "all": 0.0}
 
 
 @pytest.mark.parametrize(("where", "named"), [("missing", "missing"), ("run@5", "step 5"), ("empty", "eval_path")])

@@ -1,11 +1,12 @@
 """Estimates against enumeration, closed forms and published tables."""
 
 import math
+import statistics
 from itertools import combinations, product
 
 import pytest
 
-from rl_async.launcher.evaluation.statistics import EXACT, mean_of, paired_p, pass_at, wilson
+from rl_async.launcher.evaluation.statistics import EXACT, mean_change_of, mean_of, paired_p, pass_at, wilson
 
 
 @pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 3, 4)])
@@ -20,8 +21,18 @@ def test_wilson_against_published_values() -> None:
         assert wilson(passed / trials, trials) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_means_of_other_numbers_than_shares_have_the_normal_interval() -> None:
-    assert mean_of([-1.0, 1.0, 3.0]) == pytest.approx((1.0, 1.0 - 1.959964 * 2 / math.sqrt(3), 1 + 2.263172), abs=1e-5)
+@pytest.mark.parametrize(("count", "quantile"), [(4, 3.182), (6, 2.571), (11, 2.228), (31, 2.042)])
+def test_means_of_other_numbers_than_shares_have_students_interval(count: int, quantile: float) -> None:
+    values = [float(n) for n in range(-1, count - 1)]
+    mean, half = statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(count)
+    assert mean_of(values) == pytest.approx((mean, mean - half, mean + half), rel=2e-3)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 0.0], [0.5, 0.5, 0.5]])
+def test_changes_that_do_not_show_how_they_vary_have_a_wide_interval(values: list[float]) -> None:
+    mean, low, high = mean_change_of(values)
+    assert low < 0 < mean and high - low > 0.7 and -1 <= low <= mean <= high <= 1
+    assert mean_change_of([5.0] * 3) == (5.0, -math.inf, math.inf)
 
 
 @pytest.mark.parametrize("changes", [[0.5, -0.25, 0.75, 0.0, 0.25], [1.0] * 5, [0.0, 0.0], [], [0.1, 0.2, -0.3]])

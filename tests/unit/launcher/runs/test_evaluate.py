@@ -1,12 +1,15 @@
 import io
+import json
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
-from rl_async.launcher.runs.evaluate import print_report, without_training
-from rl_async.messages import Reserved, Task, TrajectoryHeader
+from rl_async.launcher.runs.evaluate import print_report, without_training, write_jsonl
+from rl_async.messages import Reserved, Task, TrajectoryHeader, Turn
+from tests.conftest import make_rows
 
 
 def header(group_id: int, reward: float, role: str = "", segment: int = 0) -> TrajectoryHeader:
@@ -64,7 +67,29 @@ def test_roles_have_a_line_each() -> None:
         header(2, 0.0, "seller", 1),
     ]
     text = printed(Reserved(step=0, headers=headers, tasks={1: task("market", "a"), 2: task("market", "b")}))
-    assert "0.250" in text and "as buyer: reward 0.5000" in text and "as seller: reward 0.0000" in text
+    lines = [line for line in text.splitlines() if "[" in line]
+    assert ["0.500" in lines[0], "0.000" in lines[1], "0.250" in lines[2]] == [True] * 3
+    assert "market as buyer" in lines[0] and "market as seller" in lines[1] and "all" in lines[2]
+
+
+def test_an_episode_is_written_with_its_last_answer_and_each_role_by_itself(tmp_path: Path) -> None:
+    base = msgspec.structs.replace(make_rows(0)[0], group_id=1, sample=0, reward=1.0, data_source="s", scored=True)
+    rows = [
+        msgspec.structs.replace(base, segment=segment, role=role, scored=scored, finish_reason=reason, turns=turns)
+        for segment, role, scored, reason, turns in [
+            (1, "a", True, "length", [Turn(role="assistant", text="last", reward=0.5)]),
+            (0, "a", True, "stop", [Turn(role="assistant", text="first")]),
+            (2, "b", False, "stop", [Turn(role="assistant", text="other")]),
+        ]
+    ]
+    write_jsonl(tmp_path / "out.jsonl", rows)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [
+        (line["role"], line["answer"], line["finish_reason"], line["reward"], line["scored"]) for line in lines
+    ] == [
+        ("a", "last", "length", 1.5, True),
+        ("b", "other", "stop", 0.0, False),
+    ]
 
 
 def test_episodes_without_a_score_are_told() -> None:
