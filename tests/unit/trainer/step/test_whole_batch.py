@@ -81,5 +81,7 @@ def test_ranks_that_hold_different_rows_get_the_same_batch(share: list[int]) -> 
         assert torch.equal(getattr(got, name), getattr(expected, name))
     assert got.constrained[0].nonzero().flatten().tolist() == [4, 5, 7]  # token 4, the first sampled, is predicted at 3
     assert torch.equal(got.constrained[3], expected.mask[3]) and not got.constrained[[1, 2, 4]].any()
+    rows[0].constrained = rows[3].constrained = []
+    assert torch.equal(got.turns, whole_batch(rows, step=3).turns), "a mark is no part of the turn's number"
     assert torch.equal(got.behaviour.view(torch.int32), expected.behaviour.view(torch.int32))
     assert torch.equal(got.mask, expected.mask & trains[:, None])
