@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, TooLong
 from rl_async.configs.schema.rollout import RolloutConfig
@@ -17,10 +17,21 @@ from rl_async.reward_loop.post import Poster
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
+class Said(NamedTuple):
+    """What a speaker said."""
+
+    text: str
+    whole: bool  # false: it was cut off
+
+
+class SpeechTooLong(EnvironmentFailed):
+    """There is no room for any words of a speaker, behind what it has to read or its reasoning."""
+
+
 class Speaker(Protocol):
     """A language model that speaks."""
 
-    async def say(self, messages: Sequence[Message]) -> str:
+    async def say(self, messages: Sequence[Message]) -> Said:
         """Return the next message of the assistant. Raises EnvironmentFailed or EngineError."""
         ...
 
@@ -45,7 +56,7 @@ class ServedSpeaker:
             api_key=read_api_key(config.api_key_env, f"{section}.api_key_env"),
         )
 
-    async def say(self, messages: Sequence[Message]) -> str:
+    async def say(self, messages: Sequence[Message]) -> Said:
         config = self._config
         body: dict[str, Any] = {
             "model": config.model,
@@ -55,12 +66,14 @@ class ServedSpeaker:
         } | config.extra_body
         try:
             raw = await self._poster.post({key: value for key, value in body.items() if value is not None})
-            message = read_completion(raw, self._poster.url).choices[0].message
+            choice = read_completion(raw, self._poster.url).choices[0]
         except ScorerFailed as error:
             raise EnvironmentFailed(f"{self._section}: {error}") from None
+        message, cut_off = choice.message, choice.finish_reason == "length"
         if message.refusal or message.content is None:
-            raise EnvironmentFailed(f"{self._section}: {self._poster.url} said nothing: {message.refusal or ''!s:.200}")
-        return message.content
+            kind = SpeechTooLong if cut_off else EnvironmentFailed
+            raise kind(f"{self._section}: {self._poster.url} said nothing: {message.refusal or ''!s:.200}")
+        return Said(message.content, whole=not cut_off)
 
     async def close(self) -> None:
         await self._poster.close()
@@ -76,11 +89,11 @@ class PolicySpeaker:
         self._limit, self._max_tokens = rollout.max_model_len, config.max_tokens
         self._sampling = Sampling(temperature=config.temperature)
 
-    async def say(self, messages: Sequence[Message]) -> str:
+    async def say(self, messages: Sequence[Message]) -> Said:
         try:
             prompt = self._chat.prompt(messages, limit=self._limit)
         except TooLong as error:
-            raise EnvironmentFailed(
+            raise SpeechTooLong(
                 f"{self._section}: what it has to read is {error}, and an engine takes {self._limit} "
                 "(rollout.max_model_len)"
             ) from None
@@ -93,7 +106,8 @@ class PolicySpeaker:
             stop_token_ids=self._chat.stop_token_ids,
         )
         result = await self._generator.generate(request, session=name)
-        return self._chat.parse(result.token_ids, prompt_ids=prompt).text
+        text = self._chat.parse(result.token_ids, prompt_ids=prompt).text
+        return Said(text, whole=result.finish_reason == "stop")
 
     async def close(self) -> None:
         """Nothing is open: the engines are the worker's."""

@@ -65,7 +65,7 @@ class SimulatedUser:
         counted = {"user_turns": self._said, "stopped": float(self._stopped)}
         if not self._score:
             return {"score": float(self._stopped), **counted}
-        answer = await self._model.say([*self._chat, {"role": "user", "content": self._score}])
+        answer = (await self._model.say([*self._chat, {"role": "user", "content": self._score}])).text
         found = last_number(answer)
         value = None if found is None else float(found)
         lowest, highest = self._config.lowest, self._config.highest
@@ -75,7 +75,7 @@ class SimulatedUser:
 
     async def _speak(self) -> str | None:
         """Return what the user says next; None if nothing is left once the stop text and what follows is cut off."""
-        text = await self._model.say(self._chat)
+        text = (await self._model.say(self._chat)).text
         before, stop, _ = text.partition(self._config.stop)
         self._stopped = bool(stop)
         self._said += 1

@@ -28,6 +28,10 @@ from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
+class PromptTooLong(DataError):
+    """A conversation begins with so many tokens that none are left to answer with."""
+
+
 class Episode:
     """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``step`` asks the environment, ``add``
     appends messages of others.
@@ -50,7 +54,7 @@ class Episode:
         role: str = "",
     ) -> None:
         """``prompt``: the task's with what the environment says first; None: the task's. ``role``: whose conversation
-        it is in an episode of several."""
+        it is in an episode of several. Raises PromptTooLong."""
         self.task = group.task
         self.config = config
         self.messages: list[Message] = list(group.task.prompt if prompt is None else prompt)
@@ -72,7 +76,7 @@ class Episode:
         try:
             token_ids = chat.prompt(self.messages, self.schemas, limit=self._limit)
         except TooLong as error:
-            raise DataError(
+            raise PromptTooLong(
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
                 "(agent.max_tokens, rollout.max_model_len)"
             ) from None

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.environments.game import check_opponents
 from rl_async.agent_loop.environments.session import OpenGame, joined
-from rl_async.agent_loop.environments.speakers import Speaker
+from rl_async.agent_loop.environments.speakers import Speaker, SpeechTooLong
+from rl_async.agent_loop.episodes.episode import PromptTooLong
 from rl_async.agent_loop.step import Step
-from rl_async.errors import ConfigError, EnvironmentFailed
+from rl_async.errors import EnvironmentFailed
 
 T = TypeVar("T")
 
@@ -26,16 +26,18 @@ class Table:
 
     def __init__(self, game: OpenGame) -> None:
         self._game, self._over = game, False
+        self.answered = False  # a role has spoken
         self._told = {role: asyncio.Queue[list[Message] | None]() for role in game.roles}
 
-    async def begin(self) -> None:
-        """Let the role that speaks first have its turn."""
-        self._tell(*await self._game.reset())
+    def begin(self, step: Step, messages: list[Message]) -> None:
+        """Let the role that speaks first have its turn, by what ``reset`` returned."""
+        self._tell(step, messages)
 
     async def answer(self, said: str) -> Step:
         """Tell the game what the role said whose turn it is, and let the next one have its turn."""
         if self._over:
             return Step(done=True)
+        self.answered = True
         step, messages = await self._game.step(said)
         self._tell(step, messages)
         return step
@@ -72,15 +74,18 @@ class Seat:
 
 async def play_game(
     game: OpenGame,
+    first: tuple[Step, list[Message]],
     prompt: Sequence[Message],
     converse: Callable[[Seat, list[Message]], Awaitable[T]],
     opponents: Mapping[str, Speaker],
     max_turns: int,
 ) -> dict[str, T]:
-    """Play a game to its end; return what ``converse`` did for each role that had a turn, in the order of the roles.
+    """Play a game, from what its ``reset`` returned to its end; return what ``converse`` did for each role that had a
+    turn, in the order of the roles.
 
-    ``converse`` plays one role, from the first messages of its conversation on; when it returns, the game is over.
-    Raises what it or the game raises, and EnvironmentFailed if it had nothing to play.
+    ``converse`` plays one role, from the first messages of its conversation on; when it returns, or raises
+    PromptTooLong over what was said in the game, the game is over. Raises what else it or the game raises, and
+    EnvironmentFailed if it had nothing to play.
     """
     table = Table(game)
 
@@ -88,7 +93,12 @@ async def play_game(
         told = await table.turn(role)
         if told is None:
             return None
-        done = await converse(Seat(table, role), beginning(prompt, told))
+        done = None
+        try:
+            done = await converse(Seat(table, role), beginning(prompt, told))
+        except PromptTooLong:
+            if not table.answered:
+                raise  # the task itself is too long
         table.end()
         return done
 
@@ -98,7 +108,7 @@ async def play_game(
                 tasks.create_task(_oppose(table, role, speaker, prompt, max_turns), name=role)
             mine = [role for role in game.roles if role not in opponents]
             played = {role: tasks.create_task(converses(role), name=role) for role in mine}
-            await table.begin()
+            table.begin(*first)
     except ExceptionGroup as several:
         raise several.exceptions[0] from None  # the others were cancelled for it
     found = {role: done for role, task in played.items() if (done := task.result()) is not None}
@@ -114,20 +124,18 @@ async def _oppose(table: Table, role: str, speaker: Speaker, prompt: Sequence[Me
     for _ in range(max_turns):
         if told is None:
             return
-        answer = await speaker.say(said)
-        await table.answer(answer)
+        try:
+            answer = await speaker.say(said)
+        except SpeechTooLong:
+            break
+        if not answer.whole:
+            break
+        await table.answer(answer.text)
         told = await table.turn(role)
-        said += [{"role": "assistant", "content": answer}, *(told or ())]
+        said += [{"role": "assistant", "content": answer.text}, *(told or ())]
     table.end()
 
 
 def beginning(prompt: Sequence[Message], told: list[Message]) -> list[Message]:
     """Return how a role's conversation begins: with the task's prompt, unless the role is told a system message."""
     return told if told and told[0]["role"] == "system" else joined(prompt, told)
-
-
-def require_playable(game: OpenGame, opponents: Mapping[str, Speaker]) -> None:
-    """Raise ConfigError unless the opponents are some of a game's roles, not all, and have no tools of the game."""
-    check_opponents(game.roles, opponents)
-    if armed := [role for role in opponents if game.tools()[role]]:
-        raise ConfigError(f"agent.opponents: {armed[0]} has tools in this game, which opponents cannot call")

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, text_size
+from rl_async.agent_loop.environments.game import check_opponents, check_unarmed
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Answering, Environments, OpenEnvironment, OpenGame, joined
 from rl_async.agent_loop.environments.speakers import make_opponents
 from rl_async.agent_loop.episodes.episode import Episode
-from rl_async.agent_loop.episodes.game import Seat, play_game, require_playable
+from rl_async.agent_loop.episodes.game import Seat, play_game
 from rl_async.agent_loop.episodes.loops import get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
@@ -78,9 +79,6 @@ class EpisodeRunner:
         async with contextlib.AsyncExitStack() as stack:
             of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
             tools = task_tools(self._config, task, of_servers)
-            if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
-                code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
-                tools = code.bind(tools)
             world = await stack.enter_async_context(self._environments.open(task)) if self._environments else None
             place = _Place(group, sample, tools, of_servers)
             played = await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
@@ -102,14 +100,16 @@ class EpisodeRunner:
 
     async def _play_game(self, place: "_Place", game: OpenGame) -> list["_Played"]:
         """Play an episode of several roles; return those that the policy played."""
-        require_playable(game, self._opponents)
-        of_roles = {role: distinct(tools, place.of_servers) for role, tools in game.tools().items()}
+        check_opponents(game.roles, self._opponents)
+        first, of_game = await game.reset(), game.tools()
+        check_unarmed(of_game, self._opponents)
+        of_roles = {role: distinct(tools, place.of_servers) for role, tools in of_game.items()}
 
         async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:
             return await self._converse(place, prompt, [*place.tools, *of_roles[seat.role]], seat, seat.role)
 
         prompt, turns = place.group.task.prompt, self._config.agent.max_turns
-        played = await play_game(game, prompt, converse, self._opponents, turns)
+        played = await play_game(game, first, prompt, converse, self._opponents, turns)
         scores = await game.reward()
         return [_Played(episode, reason, scores[role]) for role, (episode, reason) in played.items()]
 
@@ -121,21 +121,25 @@ class EpisodeRunner:
         world: Answering | None,
         role: str = "",
     ) -> tuple[Episode, str]:
-        """Play one conversation of an episode; return it, and why it ended."""
-        episode = await off_loop(
-            text_size(prompt),
-            Episode,
-            place.group,
-            place.sample,
-            config=self._config,
-            chat=self._chat,
-            generator=self._generator,
-            tools=tools,
-            environment=world,
-            prompt=prompt,
-            role=role,
-        )
-        return episode, await get_loop(place.group.task.agent or self._config.agent.loop)(episode)
+        """Play one conversation of an episode, with a workspace of its own; return it, and why it ended."""
+        async with contextlib.AsyncExitStack() as stack:
+            if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
+                code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
+                tools = code.bind(tools)
+            episode = await off_loop(
+                text_size(prompt),
+                Episode,
+                place.group,
+                place.sample,
+                config=self._config,
+                chat=self._chat,
+                generator=self._generator,
+                tools=tools,
+                environment=world,
+                prompt=prompt,
+                role=role,
+            )
+            return episode, await get_loop(place.group.task.agent or self._config.agent.loop)(episode)
 
     def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
         """Return the rows of a conversation, with what the environment says of it."""

@@ -1,4 +1,4 @@
-"""The tools `python` and `bash`: programs of the model in a workspace of its episode, in a sandbox."""
+"""The tools `python` and `bash`: programs of the model in a workspace of its conversation, in a sandbox."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ SHARE = 0.8  # of agent.tool_timeout_s, so that a program is ended, with its out
 
 
 class CodeTools:
-    """The workspace of one episode, an async context manager. It is opened by the first call and closed at the end."""
+    """The workspace of one conversation, an async context manager: opened by the first call and closed at the end."""
 
     def __init__(self, sandbox: Sandbox, config: RunConfig) -> None:
         self._sandbox = sandbox

@@ -1,5 +1,6 @@
 """Episodes of several roles: who is told what, whose tokens train, what each earns, and how a game ends."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import SpeakerConfig
-from rl_async.errors import ConfigError, EnvironmentFailed
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import Task, Trajectory, by_role
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
-from tests.unit.reward_loop.outside import Answer, Outside
+from tests.unit.reward_loop.outside import Outside, says
 
 COUNT = '<tool_call>\n{"name":"count","arguments":{"text":"plum"}}\n</tool_call>'
 
@@ -173,8 +174,7 @@ async def test_roles_have_tools_of_their_own(renderer: ChatRenderer, monkeypatch
 async def test_an_opponent_at_a_server_plays_a_role_and_trains_nothing(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = [Answer({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}) for text in ("pear", "plum")]
-    async with Outside(*says) as it:
+    async with Outside(says("pear"), says("plum")) as it:
         opponents = {"speaker": SpeakerConfig(url=f"{it.url}/v1", model="m")}
         (row,), engine = await play(renderer, monkeypatch, Whisper, ["pear", "plum"], opponents=opponents)
     assert (row.role, row.segment, row.reward_parts["environment"]) == ("listener", 0, 1.0)
@@ -270,3 +270,79 @@ async def test_what_a_loop_of_a_role_raises_fails_the_episode_as_it_is(
 async def test_rows_are_put_together_by_role(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = await play(renderer, monkeypatch, Whisper, ["pear", "pear", "plum", "plum"])
     assert [[row.role for row in own] for own in by_role(rows)] == [["speaker"], ["listener"]]
+
+
+class Chatter(Whisper):
+    """What a role is told goes on for long."""
+
+    def step(self, answer: str) -> Step:
+        return super().step(answer)._replace(observation="pear " * 9000)
+
+
+@pytest.mark.parametrize("opponents", [(), ("listener",)])
+async def test_words_of_a_game_that_are_too_long_end_it(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, opponents: tuple[str, ...]
+) -> None:
+    made = dict.fromkeys(opponents, SpeakerConfig())
+    (row,), engine = await play(renderer, monkeypatch, Chatter, ["plum"], made)
+    assert (row.role, row.finish_reason, len(engine.requests)) == ("speaker", "stop", 1)
+    assert row.reward_parts == {"environment": 1.0}, "the game says what it was worth"
+
+
+async def test_a_task_that_is_too_long_is_an_error_of_the_data(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="t:0"):
+        await play(renderer, monkeypatch, Whisper, ["plum"], max_tokens=3)
+
+
+@pytest.mark.parametrize("served", [False, True])
+async def test_a_turn_of_an_opponent_that_is_cut_off_ends_the_game(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    async with Outside(says("pea", finish_reason="length")) as it:
+        listener = SpeakerConfig(url=f"{it.url}/v1", model="m") if served else SpeakerConfig(max_tokens=4)
+        (row,), _ = await play(renderer, monkeypatch, Whisper, ["plum", "pear " * 200], {"listener": listener})
+    assert (row.role, row.finish_reason) == ("speaker", "stop")
+    assert row.reward_parts == {"environment": 1.0}, "the wrong answer was not judged"
+
+
+async def test_tools_are_asked_for_once_and_after_reset(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Ordered(Whisper):
+        def reset(self) -> Step:
+            calls.append("reset")
+            return super().reset()
+
+        def tools(self) -> Any:
+            calls.append("tools")
+            return {}
+
+    await play(renderer, monkeypatch, Ordered, ["plum", "plum"], {"listener": SpeakerConfig()})
+    assert calls == ["reset", "tools"]
+
+
+@pytest.mark.parametrize(
+    ("says", "setter", "guesser"),
+    [
+        (["7", "3", "7"], -1.0, 1.0),
+        (["7", "1", "2", "3"], 1.0, -1.0),
+        (["7", "1 " * 200], 1.0, -1.0),
+        (["77"], -1.0, None),
+        (["plum"], -1.0, None),
+        (["1 " * 200], -1.0, None),
+    ],
+)
+async def test_the_game_of_the_documentation_pays_for_no_foul(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, says: list[str], setter: float, guesser: float | None
+) -> None:
+    text = (Path(__file__).parents[4] / "docs/environments.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Duel" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    rows, _ = await play(renderer, monkeypatch, lambda task, services: names["Duel"](task), says)
+    rewards = {"setter": setter} | ({} if guesser is None else {"guesser": guesser})
+    assert {row.role: row.reward_parts["environment"] for row in rows} == rewards

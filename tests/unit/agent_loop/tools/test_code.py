@@ -6,12 +6,14 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.environments.registry import ENVIRONMENTS
 from rl_async.agent_loop.episodes import runner
+from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.code import BASH, PYTHON, CodeTools
 from rl_async.agent_loop.tools.registry import CALCULATOR
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
-from rl_async.messages import Trajectory
+from rl_async.messages import Task, Trajectory
 from rl_async.sandbox.api import Language, Result, SandboxLost
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
@@ -130,3 +132,30 @@ def test_without_a_sandbox_a_run_with_such_tools_does_not_start(
         runner.EpisodeRunner(run_config(tools=("python",)), renderer, ScriptedEngine(renderer, []))
     runner.EpisodeRunner(run_config(tools=("calculator",)), renderer, ScriptedEngine(renderer, []))
     assert SandboxConfig().kind == "bubblewrap"
+
+
+class Relay:
+    """A game: what one role says is told the other."""
+
+    roles = ("first", "second")
+
+    def __init__(self, task: Task, host: object) -> None: ...
+
+    def reset(self) -> Step:
+        return Step("go", to="first")
+
+    def step(self, answer: str) -> Step:
+        return Step(answer, to="second", done=answer == "over")
+
+
+async def test_each_role_of_a_game_has_a_workspace_of_its_own(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, call = ScriptedSandbox(ended(b"1"), ended(b"2")), CALL % ("bash", "command", "b")
+    monkeypatch.setattr(runner, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setitem(ENVIRONMENTS, "own", Relay)
+    config = run_config(environment="own", tools=("bash",), max_tokens=256)
+    engine = ScriptedEngine(renderer, [call, "5", call, "over"])
+    first, second = await runner.EpisodeRunner(config, renderer, engine).run(leased(), 0)
+    assert [row.turns[1].tool_calls[0].result for row in (first, second)] == ["1", "2"]
+    assert [(workspace.programs, workspace.closed) for workspace in sandbox.opened] == [([("bash", "b")], 1)] * 2
