@@ -95,7 +95,7 @@ async def test_log_probabilities_are_those_of_the_masked_distribution_and_others
     engine: VllmEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     warm, greedy = Sampling(temperature=0.7), Sampling(temperature=0.0)
-    bound = [ask(tokenizer, COLOUR, 5 + i // 2, sampling=warm if i % 3 else Sampling()) for i in range(12)]
+    bound = [ask(tokenizer, COLOUR, 5 + i // 2, sampling=warm if i // 2 % 3 else Sampling()) for i in range(12)]
     bound.append(ask(tokenizer, COLOUR, sampling=greedy))
     free = [ask(tokenizer, "", 5 + i) for i in range(8)]
     both = [request for pair in zip(bound, [*free, *free[:5]], strict=True) for request in pair]
