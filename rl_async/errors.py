@@ -21,7 +21,7 @@ RlAsyncError
 ├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
-├── RewardsMissing       no row of a batch could be scored; names the step and the scorer's message
+├── RewardsMissing       no episode of a batch could be scored; names the step and the scorer's message
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
 """

@@ -183,11 +183,14 @@ def role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int, st
 
 
 def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int], float]:
-    """Return the reward of each scored episode by (group, sample): the mean of what its roles earned."""
+    """Return the reward of each episode, all of whose rows were scored, by (group, sample): the mean of what its roles
+    earned."""
+    headers = list(headers)
+    unscored = {(header.group_id, header.sample) for header in headers if not header.scored}
     earned: dict[tuple[int, int], list[float]] = {}
     for (group, sample, _), reward in role_rewards(headers).items():
         earned.setdefault((group, sample), []).append(reward)
-    return {key: sum(rewards) / len(rewards) for key, rewards in earned.items()}
+    return {key: sum(rewards) / len(rewards) for key, rewards in earned.items() if key not in unscored}
 
 
 def mean_role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[str, float]:

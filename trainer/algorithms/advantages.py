@@ -32,12 +32,12 @@ class AdvantageInputs:
     rewards and weights those of the row's role in its episode.
     """
 
-    rewards: Tensor  # float64 [N], of the row's whole episode: outcome and all its turn rewards
+    rewards: Tensor  # float64 [N], of the row's role in all its episode: outcome and all turn rewards
     token_rewards: Tensor  # float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last
     mask: Tensor  # bool [N, T], sampled tokens that train
     groups: Tensor  # int64 [N], any ids
     scored: Tensor  # bool [N]
-    row_weights: Tensor  # float64 [N], 1 / rows of the row's episode
+    row_weights: Tensor  # float64 [N], 1 / rows of the row's role in its episode: ``player_weights`` of the batch
     lengths: Tensor  # float64 [N], sampled tokens of the row, also those that do not train
     turns: Tensor  # int64 [N, T], assistant turn of a sampled token, from 0; -1 elsewhere. For users' estimators
     options: AdvantageOptions

@@ -22,11 +22,11 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     """Rewards, response lengths, and the staleness of the trained tokens.
 
     Rewards, those of turns included, are over episodes that were scored, of which there must be one;
-    ``reward/unscored_fraction`` says how many were not (a scorer failed). ``staleness/mean`` and ``staleness/max`` are
-    over trained tokens: the step minus the step of the version that sampled each. ``max_staleness`` is the bound beyond
-    which tokens were masked, or None. Greedy episodes of algorithm.advantage=remax count in ``reward/greedy_mean``
-    alone, which is over scored ones. With several roles in an episode its reward is the mean of theirs, and
-    ``reward/mean/ROLE`` is each one's.
+    ``reward/unscored_fraction`` says how many were not (a scorer failed, for one role at least). ``staleness/mean`` and
+    ``staleness/max`` are over trained tokens: the step minus the step of the version that sampled each.
+    ``max_staleness`` is the bound beyond which tokens were masked, or None. Greedy episodes of
+    algorithm.advantage=remax count in ``reward/greedy_mean`` alone, which is over scored ones. With several roles in an
+    episode its reward is the mean of theirs, and ``reward/mean/ROLE`` is each one's.
     """
     baselines = list(episode_rewards(h for h in headers if h.baseline).values())
     without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
@@ -61,36 +61,39 @@ def _flat_groups(headers: Sequence[TrajectoryHeader]) -> float:
 
 def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
     """Average turns and tool calls per episode over all ranks. A collective."""
-    sums = torch.tensor(conversation_sums(list(batch.rows.values())), dtype=torch.float64)
+    sums = torch.tensor(conversation_sums(batch.headers, list(batch.rows.values())), dtype=torch.float64)
     ranks.all_reduce(sums)
     return conversation_metrics(sums.tolist())
 
 
-def conversation_sums(rows: Sequence[Trajectory]) -> list[float]:
-    """[episodes, assistant turns, tool calls, failed tool calls, episodes with an error, malformed calls of each kind]
-    of the sampled rows, to be added up over ranks. A turn counts in the row in which it was sampled, an episode in its
-    first row, wherever its others are."""
+def conversation_sums(headers: Sequence[TrajectoryHeader], rows: Sequence[Trajectory]) -> list[float]:
+    """[assistant turns, tool calls, failed tool calls, malformed calls of each kind, then for each episode its rows
+    with an error] of a rank's sampled rows, to be added up over ranks; ``headers`` are those of all ranks' rows. A turn
+    counts in the row in which it was sampled."""
     rows = [row for row in rows if not row.baseline]
-    first = [row for row in rows if row.segment == 0]
+    errors = {header.episode_id: 0.0 for header in headers if not header.baseline}
+    for row in rows:
+        errors[row.episode_id] += bool(row.error)
     turns = [turn for row in rows for turn in row.turns if row.loss_mask[turn.start : turn.end].any()]
     calls = [call for turn in turns for call in turn.tool_calls]
     return [
-        float(len(first)),
         float(len(turns)),
         float(len(calls)),
         float(sum(bool(call.error) for call in calls)),
-        float(sum(bool(row.error) for row in first)),
         *(float(sum(call.problem == problem for call in calls)) for problem in CALL_PROBLEMS),
+        *errors.values(),
     ]
 
 
 def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
     """Per-episode means from the summed ``conversation_sums`` of all ranks."""
-    episodes, turns, calls, failed, errors, *malformed = sums
+    turns, calls, failed, *counts = sums
+    malformed, errors = counts[: len(CALL_PROBLEMS)], counts[len(CALL_PROBLEMS) :]
+    episodes = len(errors)
     kinds = {f"rollout/malformed_calls/{problem}": count for problem, count in zip(CALL_PROBLEMS, malformed) if count}
     return kinds | {
         "rollout/turns_mean": turns / max(episodes, 1),
         "rollout/tool_calls_mean": calls / max(episodes, 1),
         "rollout/tool_errors_mean": failed / max(episodes, 1),
-        "rollout/error_fraction": errors / max(episodes, 1),
+        "rollout/error_fraction": sum(rows > 0 for rows in errors) / max(episodes, 1),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import KlConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
-from rl_async.messages import TrajectoryHeader
+from rl_async.messages import TrajectoryHeader, episode_rewards
 from rl_async.trainer.algorithms import shaping
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
@@ -44,7 +44,7 @@ class Updated:
 def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig, kl_coef: float = 0.0) -> Updated:
     """Train on ``batch``. ``kl_coef`` is the weight of the KL to the reference in this step.
 
-    Raises RewardsMissing if no row has a reward, and TrainingDiverged naming the step and the batch's groups when a
+    Raises RewardsMissing if no episode has a reward, and TrainingDiverged naming the step and the batch's groups when a
     number is not finite; no weight of that model has changed in the mini-batch that failed.
     """
     require_rewards(batch)
@@ -121,15 +121,15 @@ def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:
 
 
 def require_rewards(batch: Batch) -> None:
-    """Raise RewardsMissing, on every rank, if no row could be scored: a broken reward function must not look healthy.
+    """Raise RewardsMissing, on every rank, if no episode was scored: a broken reward function must not look healthy.
 
     The error quotes what was said of one of this rank's rows.
     """
-    if any(header.scored and not header.baseline for header in batch.headers):
+    if episode_rewards(header for header in batch.headers if not header.baseline):
         return
     reported = sorted({row.error for row in batch.rows.values() if row.error})
     raise RewardsMissing(
-        f"step {batch.step}: none of the batch's {len(batch.headers)} trajectories could be scored "
+        f"step {batch.step}: none of the episodes of the batch's {len(batch.headers)} trajectories could be scored "
         f"(reward.functions); {reported[0] if reported else 'see the agent workers in logs/'}"
     )
 

@@ -99,7 +99,9 @@ def test_metrics_are_those_of_the_sampled_rows_and_name_the_greedy_mean() -> Non
     assert batch_metrics([row.header() for row in made], 0, None)["reward/greedy_mean"] == 0.25
     made[GREEDY].error = "failed"
     made[GREEDY].turns = [Turn(role="assistant", text="", tool_calls=[ToolCall(name="t", arguments="{}")])]
-    assert conversation_sums(made) == conversation_sums(sampled)
+    assert conversation_sums([row.header() for row in made], made) == conversation_sums(
+        [row.header() for row in sampled], sampled
+    )
 
 
 def test_the_scale_of_rewards_is_that_of_the_sampled_rows_and_the_greedy_one_is_divided_by_it_too() -> None:

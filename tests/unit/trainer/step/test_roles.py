@@ -12,11 +12,13 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn, episode_rewards, has_signal, role_rewards
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInputs
-from rl_async.trainer.step.metrics import batch_metrics
+from rl_async.trainer.batches.batch import Batch
+from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
 from rl_async.trainer.step.objective import Precomputed
-from rl_async.trainer.step.update import advantage_inputs
+from rl_async.trainer.step.update import advantage_inputs, require_rewards
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
 
@@ -159,3 +161,38 @@ def test_a_group_whose_roles_always_earn_the_same_has_no_signal() -> None:
         row.reward, row.turns = {"buyer": 1.0, "seller": -1.0}[row.role], []
     assert not has_signal([row.header() for row in rows]), "roles are not compared with one another"
     assert batch_metrics([row.header() for row in rows], 0, None)["reward/groups_without_signal"] == 1.0
+
+
+def with_unscored_seller() -> list[Trajectory]:
+    rows = played()
+    for row in rows:
+        if (row.group_id, row.sample, row.role) == (0, 1, "seller"):
+            row.scored, row.error, row.reward = False, "reward judge: gone", 0.0
+    return rows
+
+
+def test_an_episode_of_which_one_role_was_not_scored_counts_as_not_scored() -> None:
+    rows = with_unscored_seller()
+    headers = [row.header() for row in rows]
+    metrics = batch_metrics(headers, 0, None)
+    assert (0, 1) not in episode_rewards(headers)
+    assert metrics["reward/mean"] == pytest.approx((0.0 + 0.5 + 4.5 + 3.625) / 4)
+    assert metrics["reward/unscored_fraction"] == pytest.approx(1 / 5)
+    assert metrics["reward/mean/buyer"] == pytest.approx((1.0 + 0.75 + 0.5 + 2.0 + 2.0) / 5), "it was scored"
+    # The rows of an episode may be on any ranks; one failure is one episode, on however many of them.
+    ranks = [conversation_sums(headers, rows[rank::2]) for rank in range(2)]
+    sums = [sum(both) for both in zip(*ranks, strict=True)]
+    assert conversation_metrics(sums)["rollout/error_fraction"] == pytest.approx(1 / 5)
+
+
+def test_a_role_that_was_scored_is_compared_with_itself_though_another_was_not() -> None:
+    before, after = inputs(played()), inputs(with_unscored_seller())
+    buyers = [row.role == "buyer" for row in played()]
+    assert ADVANTAGES["grpo"](after)[buyers].tolist() == ADVANTAGES["grpo"](before)[buyers].tolist()
+    assert not ADVANTAGES["grpo"](after)[[not x for x in after.scored.tolist()]].any()
+
+
+def test_a_batch_without_an_episode_scored_in_full_is_refused() -> None:
+    rows = [row for row in with_unscored_seller() if (row.group_id, row.sample) == (0, 1)]
+    with pytest.raises(RewardsMissing, match="judge: gone"):
+        require_rewards(Batch(0, [row.header() for row in rows], [], {row.key: row for row in rows}))

@@ -60,7 +60,8 @@ def test_malformed_calls_are_counted_by_kind() -> None:
     rows[0].turns = [Turn(role="assistant", text="", end=size, tool_calls=calls)]
     masked = np.zeros(size, bool)
     later = msgspec.structs.replace(rows[0], segment=1, loss_mask=masked)  # the same turn, as context of a later row
-    got = conversation_metrics(conversation_sums([*rows, later]))
+    rows = [*rows, later]
+    got = conversation_metrics(conversation_sums([row.header() for row in rows], rows))
     kinds = {name: value for name, value in got.items() if "malformed" in name}
     assert kinds == {"rollout/malformed_calls/bad_json": 2.0, "rollout/malformed_calls/unclosed": 1.0}
     assert got["rollout/tool_calls_mean"] == 4 / 2, "per episode, not per row"
@@ -72,8 +73,9 @@ def test_turns_and_tokens_are_means_over_episodes() -> None:
     for row in (rows[0], later, rows[1]):
         row.turns, row.error = [Turn(role="assistant", text="", start=4, end=len(row.token_ids))], "no"
     rows[1].error = ""
-    got = conversation_metrics(conversation_sums([rows[0], later, rows[1]]))
+    rows = [rows[0], later, rows[1]]
+    got = conversation_metrics(conversation_sums([row.header() for row in rows], rows))
     assert got["rollout/turns_mean"] == 3 / 2 and got["rollout/error_fraction"] == 1 / 2
-    sampled = [int(row.loss_mask.sum()) for row in (rows[0], later, rows[1])]
-    tokens = batch_metrics([row.header() for row in (rows[0], later, rows[1])], 0, None)
+    sampled = [int(row.loss_mask.sum()) for row in rows]
+    tokens = batch_metrics([row.header() for row in rows], 0, None)
     assert tokens["rollout/response_tokens_mean"] == sum(sampled) / 2
