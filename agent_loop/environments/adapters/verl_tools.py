@@ -47,13 +47,14 @@ class VerlTool:
             async with asyncio.timeout(timeout_s):
                 given = self._kwargs.get("execute_kwargs", {})
                 response, reward, _ = await self._tool.execute(self._id, arguments, **given)
+            text, earned = _text(response), float(reward or 0.0)
         except TimeoutError:
             return failed("timeout")
         # A tool is the user's code and may raise anything.
         except Exception as error:
             return failed(str(error) or type(error).__name__)
-        self.earned += float(reward or 0.0)
-        return ToolResult(_text(response))
+        self.earned += earned
+        return ToolResult(text)
 
     async def reward(self) -> float:
         """Return what the tool says of the episode."""
@@ -82,8 +83,8 @@ class EpisodeTools:
             self._created.append(tool)
 
     async def reward(self) -> dict[str, float]:
-        """Return the sum of all rewards: those of the calls, and what each tool says in the end."""
-        final = {tool.name: await tool.reward() for tool in self.tools}
+        """Return the sum of all rewards: those of the calls, and what each tool says in the end, as ``tool_NAME``."""
+        final = {f"tool_{tool.name}": await tool.reward() for tool in self.tools}
         calls = sum(tool.earned for tool in self.tools)
         return {"score": sum(final.values()) + calls, **final, **({"calls": calls} if final else {})}
 

@@ -65,7 +65,7 @@ class Schema:
 
 class AddTool:
     def __init__(self, config, tool_schema):
-        self.name, self.tool_schema, self.config = "add", Schema(), config
+        self.name, self.tool_schema, self.config = config.get("name", "add"), Schema(), config
 
     async def create(self, instance_id=None, **kwargs):
         OPEN[instance_id] = kwargs["start"]
@@ -120,15 +120,19 @@ async def test_an_interaction_answers_scores_and_ends(renderer: ChatRenderer, fi
 CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 2}}\n</tool_call>'
 
 
-async def play_with_tools(renderer: ChatRenderer, file: Path, *, breaks: bool = False, **extra: object) -> Trajectory:
+async def play_with_tools(
+    renderer: ChatRenderer, file: Path, *, name: str = "add", breaks: bool = False, **extra: object
+) -> Trajectory:
     tools = file.with_name("tools.yaml")
-    tools.write_text(f"tools: [{{class_name: verl_like.AddTool, config: {{type: native, breaks: {breaks}}}}}]\n")
+    tools.write_text(
+        f"tools: [{{class_name: verl_like.AddTool, config: {{type: native, name: {name}, breaks: {breaks}}}}}]\n"
+    )
     runner = EpisodeRunner(
         run_config({"max_model_len": 2048}, environment=f"verl:{tools},{file}", max_turns=4, max_tokens=2048),
         renderer,
-        ScriptedEngine(renderer, [CALL, CALL, "5"]),
+        ScriptedEngine(renderer, [CALL.replace("add", name)] * 2 + ["5"]),
     )
-    kwargs = {"add": {"create_kwargs": {"start": 1}}, "of_other_rows": None}
+    kwargs = {name: {"create_kwargs": {"start": 1}}, "of_other_rows": None}
     (row,) = await runner.run(leased(extra={"tools_kwargs": kwargs, **extra}), 0)
     return row
 
@@ -139,10 +143,33 @@ async def test_tools_and_an_interaction_in_one_episode(renderer: ChatRenderer, f
     assert [turn.text for turn in row.turns if turn.role == "tool"] == ["3", "5"]
     assert row.reward_parts == {
         "environment": 6.0,
-        "environment/add": 5.0,
+        "environment/tool_add": 5.0,
         "environment/calls": 0.0,
         "environment/last": 1.0,
     }
+
+
+@pytest.mark.parametrize("name", ["score", "calls", "last"])
+async def test_the_name_of_a_tool_replaces_no_reward(renderer: ChatRenderer, file: Path, name: str) -> None:
+    said = {"name": "grade", "query": "?", "ground_truth": "5"}
+    row = await play_with_tools(renderer, file, name=name, interaction_kwargs=said)
+    assert row.reward_parts == {
+        "environment": 6.0,
+        f"environment/tool_{name}": 5.0,
+        "environment/calls": 0.0,
+        "environment/last": 1.0,
+    }
+
+
+@pytest.mark.parametrize("answer", ["None, 0.5, {}", "'3', 'much', {}", "'3', 0.5"])
+async def test_what_a_tool_may_not_return_is_the_result_of_the_call(
+    renderer: ChatRenderer, file: Path, answer: str
+) -> None:
+    module = file.with_name("verl_like.py")
+    module.write_text(module.read_text().replace("return str(OPEN[instance_id]), None, {}", f"return {answer}"))
+    row = await play_with_tools(renderer, file, interaction_kwargs={"name": "plain"})
+    assert all(call.error for turn in row.turns for call in turn.tool_calls)
+    assert row.reward_parts["environment/calls"] == 0.0
 
 
 async def test_what_breaks_at_the_end_leaves_nothing_open(renderer: ChatRenderer, file: Path) -> None:
