@@ -13,7 +13,8 @@ import pytest
 from rl_async.configs.load.loader import dump, load_config
 
 SHOP = "examples/mcp_shop.yaml"
-OPTIONS = ("seed=1", "trainer.steps=2")
+SMALL = ("trainer.steps=2", "model.path=models/small")  # the preset's own model may not be installed
+OPTIONS = ("seed=1", *SMALL)
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -113,7 +114,7 @@ def test_the_real_seeds_are_trained_by_it(seeds: Any, tmp_path: Path) -> None:
     options = ["queue.max_staleness=0", *OPTIONS]
     folder = tmp_path / "real-sums-colocated-seed1"
     make_run(folder, checkpoint=2, steps=[0, 1], mode="colocated", options=options)
-    arguments = argparse.Namespace(runs=tmp_path, vllm=None, override=["trainer.steps=2"])
+    arguments = argparse.Namespace(runs=tmp_path, vllm=None, override=list(SMALL))
     found = importlib.import_module("real_seeds").run("sums", "colocated", 1, arguments)
     assert said(tmp_path) == ["audit"]
     assert found.records.rewards == [0, 1]
