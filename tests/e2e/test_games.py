@@ -2,11 +2,12 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rl_async.messages import by_role
+from rl_async.messages import Trajectory, by_role
 from rl_async.recording import read_trajectories
 from tests.e2e.command import HARDLY_WARM, succeed
 
@@ -26,11 +27,12 @@ class Echo:
 
     def step(self, answer):
         self.said.append(answer)
-        return Step(f"{len(answer)}", to=self.roles[len(self.said) % 2], done=len(self.said) == 3)
+        to = self.roles[len(self.said) % 2]
+        return Step(f"{len(answer)}", to=to, done=len(self.said) == 3, reason="heard")
 
     def reward(self):
-        first, *others = map(len, self.said) if self.said else (0,)
-        return {"first": float(first % 3), "second": -float(sum(others) % 3)}
+        first, *others = [len("".join(said.split())) for said in self.said] or [0]
+        return {"first": 1.0 + first % 3, "second": -1.0 - sum(others) % 3}
 """
 LAUNCH = [
     *("launch", "--mode", "disaggregated", "--config", "calculator", *HARDLY_WARM),
@@ -38,6 +40,15 @@ LAUNCH = [
     *("reward.functions=[{name: environment}]", "data.eval_path=null", "trainer.steps=2"),
     *("data.train_batch_groups=3", "rollout.group_size=4", "rollout.max_tokens=12"),
 ]
+
+
+def rewards_of(rows: Sequence[Trajectory]) -> dict[str, float]:
+    """What the game gives for the words that it heard in an episode."""
+    heard: dict[str, list[int]] = {"first": [], "second": []}
+    for row in rows:
+        heard[row.role] = [len("".join(turn.text.split())) for turn in row.turns if turn.reason == "heard"]
+    first, *later = heard["first"] or [0]
+    return {"first": 1 + first % 3, "second": -1 - sum(later + heard["second"]) % 3}
 
 
 def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path) -> None:
@@ -53,8 +64,10 @@ def test_each_role_of_a_game_is_trained_and_can_be_trained_again(workplace: Path
     played = [[own[0].role for own in by_role(rows)] for rows in episodes.values()]
     assert ["first", "second"] in played and all(roles[0] == "first" for roles in played)
     assert all([row.segment for row in rows] == list(range(len(rows))) for rows in episodes.values())
-    for row in (row for rows in episodes.values() for row in rows):
-        assert 0 <= row.reward * {"first": 1, "second": -1}[row.role] <= 2, "each role has its own reward"
+    for rows in episodes.values():
+        expected = rewards_of(rows)
+        assert all(row.reward == expected[row.role] for row in rows), "each role has its own reward"
+    assert {row.role for rows in episodes.values() for row in rows if row.reward} == {"first", "second"}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all("reward/mean/first" in step for step in steps) and any("reward/mean/second" in step for step in steps)
 
