@@ -1,10 +1,11 @@
 """What any sandbox offers: workspaces in which programs run, one after another, under limits."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
-from rl_async.errors import RlAsyncError
+from rl_async.errors import ConfigError, RlAsyncError
 
 Language = Literal["python", "bash"]
 Limit = Literal["", "seconds", "cpu", "memory", "output", "files"]
@@ -66,6 +67,16 @@ class Workspace(Protocol):
 class Sandbox(Protocol):
     """Opens workspaces that share nothing. Making one raises ConfigError where it cannot work."""
 
-    async def open(self) -> Workspace:
-        """Open an empty workspace, to be closed by the caller. Raises SandboxLost if it does not start."""
+    async def open(self, *, top: Sequence[str] = ()) -> Workspace:
+        """Open an empty workspace, to be closed by the caller. Raises SandboxLost if it does not start.
+
+        ``top``: names such as ``app`` at the root, whose paths (``/app``) lead to the folder's files of these names.
+        Raises ConfigError where there can be none.
+        """
         ...
+
+
+def refuse_top(kind: str, top: Sequence[str]) -> None:
+    """Raise ConfigError if a sandbox whose root is given already should have further names there."""
+    if top:
+        raise ConfigError(f"sandbox.kind: {kind} cannot have /{', /'.join(top)} at its root; use bubblewrap")

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_async.configs.schema.sandbox import SandboxConfig
@@ -49,11 +49,11 @@ class Bubblewrap:
             raise ConfigError(f"sandbox.kind: bubblewrap needs {', '.join(missing)}; install it: {INSTALL}")
         self._check()
 
-    async def open(self) -> ProcessWorkspace:
-        """Start an empty workspace."""
+    async def open(self, *, top: Sequence[str] = ()) -> ProcessWorkspace:
+        """Start an empty workspace; ``top`` are links at its root."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = self._start(theirs, stderr=None)
+            process = self._start(theirs, stderr=None, top=top)
         reader, writer = await asyncio.open_connection(sock=ours)
         return ProcessWorkspace(process, reader, writer, self._config, {"python": PYTHON, "bash": "bash"})
 
@@ -87,12 +87,12 @@ class Bubblewrap:
                 return 1, f"no answer within {CHECK_S:g} s"
         return process.returncode, said.decode(errors="replace").strip()[-500:]
 
-    def _start(self, control: socket.socket, *, stderr: int | None) -> subprocess.Popen[bytes]:
+    def _start(self, control: socket.socket, *, stderr: int | None, top: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start bwrap. It dies with the thread that called this, which is the one of the event loop."""
         texts = [_readable(text) for text in (self._filter, self._first)]
         try:
             return subprocess.Popen(
-                self._command(*texts),
+                self._command(*texts, top=top),
                 stdin=control.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -104,7 +104,7 @@ class Bubblewrap:
             for fd in texts:
                 os.close(fd)
 
-    def _command(self, filter_fd: int, first_fd: int) -> list[str]:
+    def _command(self, filter_fd: int, first_fd: int, *, top: Sequence[str]) -> list[str]:
         shown = self._folders
         if not os.geteuid():
             before = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _BECOME_NOBODY, "sh"]
@@ -127,7 +127,9 @@ class Bubblewrap:
             *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"),
             *("--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
             *("--size", str(self._config.workspace_bytes), "--tmpfs", "/workspace"),
-            *("--symlink", "workspace/.tmp", "/tmp", "--chdir", "/workspace", "--remount-ro", "/"),
+            *("--symlink", "workspace/.tmp", "/tmp"),
+            *(part for name in top for part in ("--symlink", f"workspace/{name}", f"/{name}")),
+            *("--chdir", "/workspace", "--remount-ro", "/"),
             *(part for name, value in self._environment().items() for part in ("--setenv", name, value)),
             *(PYTHON, "-I", "-S", "/inside.py"),
         ]

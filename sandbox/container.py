@@ -9,9 +9,11 @@ import base64
 import secrets
 import socket
 import subprocess
+from collections.abc import Sequence
 
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
+from rl_async.sandbox.api import refuse_top
 from rl_async.sandbox.bubblewrap import FIRST_PROCESS, SHARED_MEMORY_BYTES
 from rl_async.sandbox.seccomp import system_call_filter
 from rl_async.sandbox.workspace import ProcessWorkspace
@@ -34,8 +36,9 @@ class Containers:
         self._program = (FIRST_PROCESS.read_text(), base64.b64encode(system_call_filter()).decode())
         self._check()
 
-    async def open(self) -> ProcessWorkspace:
-        """Start an empty workspace."""
+    async def open(self, *, top: Sequence[str] = ()) -> ProcessWorkspace:
+        """Start an empty workspace. Its root is the image's, so ``top`` is refused."""
+        refuse_top("container", top)
         ours, theirs = socket.socketpair()
         with theirs:
             container = _Container(self._config, self._program, theirs)

@@ -11,13 +11,14 @@ import posixpath
 import tarfile
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
 
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
-from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
+from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused, refuse_top
 
 ATTEMPTS, PAUSE_S = 4, 0.5
 BUSY = (429, 502, 503, 504)
@@ -81,8 +82,9 @@ class SandboxFusion:
         if response.run_result is None or response.run_result.stdout != "works\n":
             raise ConfigError(f"sandbox.url: {self._url} does not run bash: {response.status} {response.message:.200}")
 
-    async def open(self) -> "FusionWorkspace":
-        """Return an empty workspace; the server hears of it with its first program."""
+    async def open(self, *, top: Sequence[str] = ()) -> "FusionWorkspace":
+        """Return an empty workspace; the server hears of it with its first program. ``top`` is refused."""
+        refuse_top("sandbox_fusion", top)
         return FusionWorkspace(self._url, self._config)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
+from rl_async.agent_loop.environments.adapters.harbor import HarborTasks
 from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
 from rl_async.agent_loop.environments.adapters.textarena import text_arena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
@@ -22,11 +23,21 @@ EnvironmentFactory = Callable[[Task, Services], Any]  # makes an interface.Envir
 
 
 class Adapter(NamedTuple):
-    """``kind`` is made from the name behind the colon, too, and imports ``package`` when an episode begins."""
+    """``factory`` is called with the name behind the colon; its environments import ``package`` when they begin."""
 
-    kind: Callable[[str, Task, Mapping[str, Any]], Any]
+    factory: Callable[[str], EnvironmentFactory]
     package: str = ""
     install: str = ""
+
+
+def _with_name(kind: Callable[[str, Task, Mapping[str, Any]], Any]) -> Callable[[str], EnvironmentFactory]:
+    """Return the ``factory`` of an adapter that is made from a name, a task and the environment's options."""
+    return lambda name: lambda task, services: kind(name, task, services.config.agent.environment_options)
+
+
+def _harbor(folder: str) -> EnvironmentFactory:
+    tasks = HarborTasks(folder)
+    return lambda task, services: tasks.episode(task, services.sandbox(), services.config)
 
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
@@ -36,11 +47,12 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "simulated_user": SimulatedUser,
 }
 ADAPTERS = {
-    "gymnasium": Adapter(Gymnasium, "gymnasium", "pip install gymnasium"),
-    "openenv": Adapter(OpenEnv, "openenv", "pip install openenv-core"),
-    "textarena": Adapter(text_arena, "textarena", "pip install textarena"),
-    "verifiers": Adapter(Verifiers, "verifiers.envs", "pip install 'verifiers<0.2'"),
-    "verl": Adapter(Verl),
+    "gymnasium": Adapter(_with_name(Gymnasium), "gymnasium", "pip install gymnasium"),
+    "harbor": Adapter(_harbor),
+    "openenv": Adapter(_with_name(OpenEnv), "openenv", "pip install openenv-core"),
+    "textarena": Adapter(_with_name(text_arena), "textarena", "pip install textarena"),
+    "verifiers": Adapter(_with_name(Verifiers), "verifiers.envs", "pip install 'verifiers<0.2'"),
+    "verl": Adapter(_with_name(Verl)),
 }
 
 
@@ -109,7 +121,7 @@ def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
 def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
     if adapter.package and not _installed(adapter.package):
         raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
-    return lambda task, services: adapter.kind(rest, task, services.config.agent.environment_options)
+    return adapter.factory(rest)
 
 
 def _installed(package: str) -> bool:

@@ -26,8 +26,6 @@ from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
-from rl_async.sandbox.api import Sandbox
-from rl_async.sandbox.registry import make_sandbox
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -51,10 +49,9 @@ class EpisodeRunner:
         get_loop(config.agent.loop)
         for name in config.agent.tools:
             get_tool(name)
-        self._sandbox: Sandbox | None = None
-        if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
-            self._open_sandbox()
         self._services, self._environments = Services(config, chat, generator), hosted
+        if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
+            self._services.sandbox()
         self._opponents = make_opponents(config, chat, generator)
         if config.agent.environment and hosted is None:
             self._environments = LocalEnvironments(config.agent.environment, self._services)
@@ -124,7 +121,7 @@ class EpisodeRunner:
         """Play one conversation of an episode, with a workspace of its own; return it, and why it ended."""
         async with contextlib.AsyncExitStack() as stack:
             if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
-                code = await stack.enter_async_context(CodeTools(self._open_sandbox(), self._config))
+                code = await stack.enter_async_context(CodeTools(self._services.sandbox(), self._config))
                 tools = code.bind(tools)
             episode = await off_loop(
                 text_size(prompt),
@@ -159,12 +156,6 @@ class EpisodeRunner:
                 self._config.agent.environment,
                 ENVIRONMENT,
             )
-
-    def _open_sandbox(self) -> Sandbox:
-        """Return the sandbox, made at the first call. Raises ConfigError where none can be."""
-        if self._sandbox is None:
-            self._sandbox = make_sandbox(self._config.sandbox)
-        return self._sandbox
 
     def _check(self, episode: Episode) -> None:
         at = episode.drift()

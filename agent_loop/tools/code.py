@@ -4,22 +4,40 @@ import asyncio
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rl_async.agent_loop.tools.tool import CallableTool, Tool
 from rl_async.configs.schema.run import RunConfig
-from rl_async.sandbox.api import Language, Result, Sandbox, Workspace
+from rl_async.sandbox.api import Language, Result
 
 SHARE = 0.8  # of agent.tool_timeout_s, so that a program is ended, with its output kept, before the call is given up
+
+
+class Programs(Protocol):
+    """What the tools need of a workspace."""
+
+    async def run(self, language: Language, code: str, *, seconds: float | None = None) -> Result:
+        """Run a program. Raises SandboxLost and SandboxRefused."""
+        ...
+
+    async def close(self) -> None:
+        """End whatever runs."""
+        ...
+
+
+class Opener(Protocol):
+    """What opens it, such as a sandbox."""
+
+    async def open(self) -> Programs: ...
 
 
 class CodeTools:
     """The workspace of one conversation, an async context manager: opened by the first call and closed at the end."""
 
-    def __init__(self, sandbox: Sandbox, config: RunConfig) -> None:
+    def __init__(self, sandbox: Opener, config: RunConfig) -> None:
         self._sandbox = sandbox
         self._limit, self._share = config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s
-        self._workspace: Workspace | None = None
+        self._workspace: Programs | None = None
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:

@@ -14,6 +14,7 @@ from rl_async.configs.checks.megatron import data_parallel, megatron, sharing
 from rl_async.configs.checks.queue import QUEUE_RULES
 from rl_async.configs.checks.reward import REWARD_RULES
 from rl_async.configs.checks.weight_sync import WEIGHT_SYNC_RULES
+from rl_async.configs.derived.sandbox import plays_harbor
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
@@ -49,6 +50,11 @@ def _lengths(c: RunConfig) -> str | None:
 
 def _sandbox(c: RunConfig) -> str | None:
     url = c.sandbox.url
+    if plays_harbor(c) and c.sandbox.kind in ("container", "sandbox_fusion"):
+        return (
+            f"agent.environment={c.agent.environment} needs folders at the root of its sandbox, which "
+            f"sandbox.kind={c.sandbox.kind} cannot have; use bubblewrap"
+        )
     if (c.sandbox.kind == "container") != bool(c.sandbox.image):
         return "sandbox.image belongs to sandbox.kind=container, which needs one: set both, or neither"
     if c.sandbox.kind != "sandbox_fusion":

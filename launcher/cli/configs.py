@@ -1,6 +1,7 @@
 """``rl-async config ...`` and ``rl-async data ...``: commands about presets, configs and data sets."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from rl_async.launcher.cli.options import add_overrides
@@ -84,6 +85,12 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
         "path", metavar="PATH", help="as data.path: Parquet, JSONL, OWNER/NAME:SPLIT or reasoning_gym:NAME"
     )
     inspect.set_defaults(command=_inspect)
+    harbor = commands.add_parser(
+        "from-harbor", help="write a folder of Harbor's tasks as rows, for agent.environment=harbor:FOLDER"
+    )
+    harbor.add_argument("folder", metavar="FOLDER", type=Path, help="has a folder with a task.toml for each task")
+    harbor.add_argument("out", metavar="OUT.jsonl", type=Path, help="for data.path; an older file is replaced")
+    harbor.set_defaults(command=_from_harbor)
 
 
 def _make(arguments: argparse.Namespace) -> int:
@@ -102,4 +109,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from rl_async.transfer_queue.data.task_stream import inspect
 
     print(printable(inspect(data_files(arguments.path, "data.path"))))
+    return 0
+
+
+def _from_harbor(arguments: argparse.Namespace) -> int:
+    """Write what can be played; name on standard error what cannot."""
+    from rl_async.agent_loop.data.harbor import write_rows
+
+    written, refused = write_rows(arguments.folder, arguments.out)
+    for error in refused:
+        print(f"left out: {error}", file=sys.stderr)
+    print(f"wrote {written} tasks to {arguments.out}, left out {len(refused)}")
     return 0

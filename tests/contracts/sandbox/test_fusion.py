@@ -140,3 +140,9 @@ async def test_a_server_that_runs_nothing_is_refused_at_the_start(server: tuple[
             await asyncio.to_thread(make_sandbox, config)
     with pytest.raises(ConfigError, match=r"sandbox\.url"):
         await asyncio.to_thread(make_sandbox, msgspec.structs.replace(config, url="http://127.0.0.1:1"))
+
+
+async def test_its_root_has_no_further_names(server: tuple[Server, SandboxConfig]) -> None:
+    sandbox = await asyncio.to_thread(make_sandbox, server[1])
+    with pytest.raises(ConfigError, match=r"sandbox\.kind.*/app"):
+        await sandbox.open(top=("app",))

@@ -71,3 +71,18 @@ def test_an_image_that_is_not_here_is_not_looked_for_elsewhere() -> None:
     settings = replace(settings_of("container"), image="localhost/no-such-image:1")
     with pytest.raises(ConfigError, match=r"sandbox\.kind.*no-such-image"):
         make_sandbox(settings)
+
+
+async def test_names_at_the_root_lead_into_the_workspace() -> None:
+    workspace = await make_sandbox(settings_of("bubblewrap")).open(top=("app", "logs"))
+    await workspace.put("app/a", b"1")
+    result = await workspace.run("bash", "cat /app/a; mkdir logs; echo 2 > /logs/b; rm /app; mkdir /other")
+    assert result.stdout == b"1" and result.exit != 0 and result.stderr.count(b"Read-only file system") == 2
+    assert await workspace.get("logs/b") == b"2\n"
+    await workspace.close()
+
+
+async def test_an_image_has_no_further_names_at_its_root() -> None:
+    sandbox = make_sandbox(SandboxConfig(kind="container", image="x", command=("true",)))
+    with pytest.raises(ConfigError, match=r"sandbox\.kind.*/app"):
+        await sandbox.open(top=("app",))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.environments import services
 from rl_async.agent_loop.environments.registry import ENVIRONMENTS
 from rl_async.agent_loop.episodes import runner
 from rl_async.agent_loop.step import Step
@@ -116,7 +117,7 @@ async def test_an_episode_has_one_workspace(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...]
 ) -> None:
     sandbox = ScriptedSandbox(ended(b"1"), ended(b"2"))
-    monkeypatch.setattr(runner, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(services, "make_sandbox", lambda config: sandbox)
     row = await play(renderer, *tools)
     (workspace,) = sandbox.opened
     assert (workspace.programs, workspace.closed) == ([("python", "a"), ("bash", "b")], 1)
@@ -152,7 +153,7 @@ async def test_each_role_of_a_game_has_a_workspace_of_its_own(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox, call = ScriptedSandbox(ended(b"1"), ended(b"2")), CALL % ("bash", "command", "b")
-    monkeypatch.setattr(runner, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(services, "make_sandbox", lambda config: sandbox)
     monkeypatch.setitem(ENVIRONMENTS, "own", Relay)
     config = run_config(environment="own", tools=("bash",), max_tokens=256)
     engine = ScriptedEngine(renderer, [call, "5", call, "over"])

@@ -179,6 +179,10 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["reward.functions=[{name: environment}]"], ["reward.functions", "agent.environment"]),
         (["sandbox.kind=container"], ["sandbox.image", "sandbox.kind=container"]),
         (["sandbox.image=x"], ["sandbox.image", "sandbox.kind=container"]),
+        (
+            ["agent.environment=harbor:x", "sandbox.kind=container", "sandbox.image=x"],
+            ["agent.environment=harbor:x", "sandbox.kind=container"],
+        ),
         (["agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment"]),
         ([*USER, "agent.environment_hosts={}"], ["agent.environment_hosts", "agent.environment=simulated_user"]),
         (["reward.functions=[{name: judge}]"], ["reward.functions", "reward.judge.url"]),
