@@ -11,10 +11,10 @@ from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn
 from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
-from rl_async.trainer.algorithms.correction import correct
+from rl_async.trainer.algorithms.correction import Corrected, correct
 from rl_async.trainer.algorithms.kl import ESTIMATORS
 from rl_async.trainer.algorithms.losses import LOSSES, PolicyLoss
-from rl_async.trainer.algorithms.user_functions import Correct, load_advantage, load_correction, load_loss
+from rl_async.trainer.algorithms.user_functions import load_advantage, load_correction, load_loss
 from rl_async.trainer.backends.interface import OutputName
 from rl_async.userload import is_user_reference
 
@@ -25,7 +25,7 @@ class Algorithm:
 
     advantage: AdvantageFn
     loss: PolicyLoss
-    correct: Correct  # target, behaviour, mask, age; all [B, T], of the whole batch if decoupled
+    correct: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Corrected]  # target, behaviour, mask, age, free: [B, T]
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
@@ -78,7 +78,10 @@ def _loss(algorithm: AlgorithmConfig, correction: Correction) -> PolicyLoss:
     return load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
 
 
-def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Correct:
+def _correct(
+    algorithm: AlgorithmConfig, correction: Correction
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Corrected]:
     if is_user_reference(algorithm.correction):
-        return load_correction(algorithm.correction)
-    return lambda target, behaviour, mask, age: correct(target, behaviour, mask, age, correction)
+        own = load_correction(algorithm.correction)
+        return lambda target, behaviour, mask, age, free: own(target, behaviour, mask, age)
+    return lambda target, behaviour, mask, age, free: correct(target, behaviour, mask, age, correction, free)

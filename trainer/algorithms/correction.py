@@ -3,7 +3,8 @@
 ``configs/schema/correction.py`` declares the options, ``correction_metrics.py`` reports the outcome.
 
 Every rule looks at all sampled tokens of its row, whatever the other rules decided, so their order only decides which
-of them is named. The ratio of a token is r = pi/mu.
+of them is named; tokens that were sampled under a grammar's mask are left out of what is measured. The ratio of a token
+is r = pi/mu.
 """
 
 import math
@@ -46,8 +47,13 @@ def grammar_weights(target: Tensor, behaviour: Tensor, constrained: Tensor) -> T
     return torch.where(constrained, target.detach() - behaviour, 0.0).clamp(max=0.0).exp()
 
 
-def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Corrected:
+def correct(
+    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction, free: Tensor | None = None
+) -> Corrected:
     """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.
+
+    Only free tokens are measured: to the rules and in the weight of a sequence the others have a ratio of 1. What is
+    decided of a row (a rejection, the weight of the sequence) holds for all of its tokens.
 
     ``normalise`` alone is not: it divides the weights by their mean over what was sampled, rejected or not, so it needs
     the whole batch. Weights of sequences are averaged over rows. That is verl's `rollout_is_batch_normalize`.
@@ -61,16 +67,19 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         mask: bool [B, T], sampled tokens.
         age: int [B, T], staleness of each token in steps.
         correction: the options.
+        free: bool [B, T], those of ``mask`` that no grammar's mask restricted; None: all.
     """
+    free = mask if free is None else free
     # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
     # masks and new tensors.
     keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
     log_ratio = torch.where(mask, target.detach() - behaviour, 0.0)
-    for name, rejected in _rejected(log_ratio, mask, age, correction):
+    measured = torch.where(free, log_ratio, 0.0)
+    for name, rejected in _rejected(measured, free, age, correction):
         hit = keep * rejected.view(torch.uint8)
         rule.add_(hit, alpha=RULES.index(name))
         keep -= hit
-    weights = _weights(log_ratio, correction)
+    weights = _weights(log_ratio if correction.weight == "token" else measured, correction)
     if correction.band is not None:
         outside = _is_outside(weights, *band(correction.band)).view(torch.uint8)
         rule.add_(outside * keep, alpha=RULES.index("band"))
@@ -79,14 +88,14 @@ def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correc
         factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
         weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
     if correction.normalise:
-        weights = (weights.double() / _mean_weight(weights, mask, correction)).to(weights.dtype)
+        weights = (weights.double() / _mean_weight(weights, free, correction)).to(weights.dtype)
     return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
 
 
-def _mean_weight(weights: Tensor, mask: Tensor, correction: Correction) -> float:
-    """Average weights [B, T] or [B, 1] over sampled tokens, those of sequences over rows; 1 if all are 0."""
-    sampled = mask.sum(1)
-    sums = torch.where(mask, weights.double(), 0.0).sum(1)
+def _mean_weight(weights: Tensor, free: Tensor, correction: Correction) -> float:
+    """Average weights [B, T] or [B, 1] over free tokens, those of sequences over rows; 1 if all are 0."""
+    sampled = free.sum(1)
+    sums = torch.where(free, weights.double(), 0.0).sum(1)
     if correction.weight == "sequence":
         sums, sampled = sums / sampled.clamp(min=1), sampled > 0
     return (sums.sum() / sampled.sum().clamp(min=1)).item() or 1.0
@@ -105,19 +114,19 @@ def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
     return weights if correction.cap is None else weights.clamp_(max=correction.cap)
 
 
-def _rejected(log_ratio: Tensor, mask: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
+def _rejected(log_ratio: Tensor, free: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
     """Yield each rejecting rule and what it rejects, bool [B, T] or [B, 1], in the order of ``correction.rules``."""
     if correction.max_age is not None:
         yield "max_age", age > correction.max_age
     if correction.veto is not None:
-        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)  # 0 where nothing was sampled
+        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)  # 0 where nothing is free
     for name, limit in correction.reject.items():
         level, _, measure = name.rpartition("_")
         low, high = limits(name, limit)
-        yield name, _outside(log_ratio, mask, level, measure, low, high)
+        yield name, _outside(log_ratio, free, level, measure, low, high)
 
 
-def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
+def _outside(log_ratio: Tensor, free: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
     """Find where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
 
     k1 is log r, so that its sum and mean are the logarithms of the product and the geometric mean of r; a row's
@@ -135,9 +144,9 @@ def _outside(log_ratio: Tensor, mask: Tensor, level: str, measure: str, low: flo
     if level == "seq_sum":
         values = _sum(values)
     if level == "seq_mean":
-        values = _sum(values) / mask.sum(1, keepdim=True).clamp(min=1)
+        values = _sum(values) / free.sum(1, keepdim=True).clamp(min=1)
     outside = _is_outside(values, low, high)
-    return (outside & mask).any(1, keepdim=True) if level == "seq_max" else outside
+    return (outside & free).any(1, keepdim=True) if level == "seq_max" else outside
 
 
 def _is_outside(values: Tensor, low: float, high: float) -> Tensor:

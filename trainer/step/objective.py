@@ -129,9 +129,9 @@ class Objective:
     def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
         """Cut the batch's correction for this micro-batch, or with bypass correct by the policy as it is now."""
         if self.corrected is None:
-            behaviour, age = micro.cut(self.whole.behaviour), micro.cut(self.whole.age)
             weights = self.whole.grammar_weights
-            corrected = self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age)
+            behaviour, age, free = (micro.cut(x) for x in (self.whole.behaviour, self.whole.age, self.whole.free))
+            corrected = self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age, free)
             return corrected.times(None if weights is None else micro.cut(weights))
         return Corrected(
             *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))

@@ -82,8 +82,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         corrected = corrected_batch(algorithm, target, whole)
     metrics |= shaping.shaping_metrics(headers, options)
     metrics |= sums.metrics() | kl
-    free = whole.mask & ~whole.constrained
-    metrics |= correction_metrics(target, whole.behaviour, free, whole.age, corrected, algorithm.rules)
+    metrics |= correction_metrics(target, whole.behaviour, whole.free, whole.age, corrected, algorithm.rules)
     metrics |= grammar_metrics(whole)
     metrics["tokens/trained"] = float(corrected.keep.sum())
     metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
@@ -94,7 +93,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
 
 def corrected_batch(algorithm: Algorithm, target: Tensor, whole: WholeBatch) -> Corrected:
     """Correct the whole batch, and weigh what was sampled under a grammar's mask."""
-    return algorithm.correct(target, whole.behaviour, whole.mask, whole.age).times(whole.grammar_weights)
+    return algorithm.correct(target, whole.behaviour, whole.mask, whole.age, whole.free).times(whole.grammar_weights)
 
 
 def grammar_metrics(whole: WholeBatch) -> dict[str, float]:

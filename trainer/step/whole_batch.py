@@ -7,6 +7,7 @@ Only numbers per token are exchanged (log-probabilities, turns, turn rewards), n
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -57,8 +58,8 @@ class WholeBatch:
     def without_masks(self, proximal: Tensor) -> "WholeBatch":
         """Replace log mu of constrained tokens by log pi_old [N, T], and keep their ratio as ``grammar_weights``.
 
-        To every formula these tokens are then as if the policy had sampled them without a mask when the step began:
-        ratios, limits on them and their metrics are about the age of weights and about how engines compute.
+        To a formula per token they are then as if the policy had sampled them without a mask when the step began. What
+        is measured over a row or the batch leaves them out (``free``).
         """
         if not self.constrained.any():
             return self
@@ -67,6 +68,15 @@ class WholeBatch:
             behaviour=torch.where(self.constrained, proximal, self.behaviour),
             grammar_weights=grammar_weights(proximal, self.behaviour, self.constrained),
         )
+
+    @cached_property
+    def free(self) -> Tensor:
+        """bool [N, T], tokens that train and were sampled without a mask.
+
+        They alone tell how far policies have moved apart: corrections, ratios of rows, selections and metrics of drift
+        are over them.
+        """
+        return self.mask & ~self.constrained
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -242,7 +242,7 @@ def test_every_preset_builds_and_corrects(preset: str) -> None:
     assert list(problems(config)) == []
     algorithm = build(config)
     target, behaviour, mask, age = tensors(rows(5, spread=0.3))
-    got = algorithm.correct(target, behaviour, mask, age)
+    got = algorithm.correct(target, behaviour, mask, age, mask)
     assert got.weights.shape == mask.shape and set(got.rule.unique().tolist()) <= {
         RULES.index(name) for name in ("", *algorithm.rules)
     }

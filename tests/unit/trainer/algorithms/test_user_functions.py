@@ -59,7 +59,8 @@ def test_all_three_take_the_places_of_built_in_ones(write) -> None:
     built = build(RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), algorithm=algorithm))
     assert built.decoupled
     target = torch.tensor([[0.0, 1.0]])
-    corrected = built.correct(target, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0, 3]]))
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    corrected = built.correct(target, torch.zeros(1, 2), mask, torch.tensor([[0, 3]]), mask)
     assert corrected.weights.tolist() == [[1.0, 1.5]] and corrected.keep.tolist() == [[True, False]]
 
 
