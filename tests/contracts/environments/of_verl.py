@@ -1,5 +1,6 @@
 """verl: its tools, made by its classes from its config, with the columns that its data sets have."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,10 @@ async def test_a_tool_keeps_its_state_for_an_episode_and_gets_what_the_row_says(
         assert (await call(check)).error == "'answer'", "what it raises is the call's result"
         assert (await call(shout)).text == "Updated the tool state."
         assert (await episode.step("5"))[0].done
-        assert await episode.reward() == Score(0.9, {"check": 1.0, "shout": 0.0, "calls": -0.1})
-        from gsm8k_like import OPEN
-
-        assert len(OPEN) == 1
-    assert not OPEN
+        assert await episode.reward() == Score(0.9, {"tool_check": 1.0, "tool_shout": 0.0, "calls": -0.1})
+        open_tools = importlib.import_module("gsm8k_like").OPEN
+        assert len(open_tools) == 1
+    assert not open_tools
 
 
 async def test_schemas_are_those_that_verl_shows(config: Path) -> None:
