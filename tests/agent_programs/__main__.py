@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/try_agent_programs", description=__doc__)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--folder", type=Path, required=True, help="for clients, models and runs; kept")
-    parser.add_argument("--model", type=Path, help="a model folder, instead of the tiny model of each client")
+    parser.add_argument("--model", type=Path, help="a model that learns what to say, instead of a tiny one")
     arguments = parser.parse_args()
     if unknown := set(arguments.clients) - set(CLIENTS):
         parser.error(f"no client {', '.join(sorted(unknown))}")
@@ -49,15 +49,16 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def try_client(name: str, client: Client, folder: Path, model: Path | None) -> Found:
+def try_client(name: str, client: Client, folder: Path, base: Path | None) -> Found:
     """Install the client and make its model, if they are missing, and run its trial."""
     installed = folder / "clients" / (client.folder or name)
     if not installed.is_dir():
         install(client, installed)
-    if model is None and not (model := folder / "models" / client.lines.name).is_dir():
-        make_puppet(client.lines, model)
+    puppet = folder / "models" / f"{base.name if base else 'tiny'}-{client.lines.name}"
+    if not puppet.is_dir():
+        make_puppet(client.lines, puppet, base)
     trials = folder / "trials" / name
-    return run_trial(name, client, trials / str(len(list(trials.glob("*")))), installed, model.absolute())
+    return run_trial(name, client, trials / str(len(list(trials.glob("*")))), installed, puppet)
 
 
 def install(client: Client, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Makes a tiny model that takes part in any agent program: it calls one tool with a digit, then gives a last answer.
 
 Its layers see a window of tokens, so it says the same however long a program's instructions are. Which digit it takes,
-and now and then whether it calls at all, is left to chance: there is something to learn.
+and now and then whether it calls at all, is left to chance: there is something to learn. A larger model can be taught
+the same.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, render
@@ -33,6 +34,9 @@ TAGS = (CALL_START, CALL_END, "<tool_response>", "</tool_response>", "<think>", 
 OBEYS = 0.7  # of the turns it learns; else it ends at once, or calls once more
 SHARPER = 2.0  # than it learned: it obeys in 0.84 of its turns, and seldom says anything else
 SETTINGS = WarmStartConfig(demos_path="", batch_size=8, min_steps=150, check_every=25, max_steps=600, gate=0.96)
+BASE_SETTINGS = WarmStartConfig(
+    demos_path="", learning_rate=5e-4, batch_size=4, min_steps=20, check_every=10, max_steps=200, gate=0.96
+)
 
 # Qwen's layout. Only a policy that thinks has REASONING: calls are not forced upon one whose template has a thought.
 REASONING = """\
@@ -100,11 +104,31 @@ def with_digit(text: str, digit: int | str) -> str:
     return re.sub(r"\bN\b", lambda _: str(digit), text)
 
 
-def make_puppet(lines: Lines, folder: Path) -> None:
-    """Train a model that says ``lines`` and write it to ``folder``. Raises UserError if it does not learn them."""
+def make_puppet(lines: Lines, folder: Path, base: Path | None = None) -> None:
+    """Train a tiny model, or the one in ``base``, to say ``lines`` and write it to ``folder``.
+
+    Raises UserError if it does not learn them.
+    """
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(lines)
-    model = Qwen3ForCausalLM(
+    tokenizer = make_tokenizer(lines) if base is None else AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = template(lines)
+    model = make_model(tokenizer) if base is None else AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = SETTINGS if base is None else BASE_SETTINGS
+    renderer, rng = ChatRenderer(tokenizer), random.Random(0)
+    rows = [renderer.demo_row(conversation(lines, rng)) for _ in range(600)]
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    warm_start(model, rows[32:], lambda: obedience(model, rows[:32], digits), settings, print)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(SHARPER)
+    disable_progress_bar()  # the file is written in milliseconds
+    with written_whole(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Return the tiny model, untrained."""
+    return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=64,
@@ -123,16 +147,6 @@ def make_puppet(lines: Lines, folder: Path) -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    renderer, rng = ChatRenderer(tokenizer), random.Random(0)
-    rows = [renderer.demo_row(conversation(lines, rng)) for _ in range(600)]
-    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
-    warm_start(model, rows[32:], lambda: obedience(model, rows[:32], digits), SETTINGS, print)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(SHARPER)
-    disable_progress_bar()  # the file is written in milliseconds
-    with written_whole(folder) as partial:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
 
 
 def conversation(lines: Lines, rng: random.Random) -> list[dict[str, Any]]:
