@@ -87,6 +87,7 @@ def task_folders(folder: Path) -> list[Path]:
 
 def read_task(folder: Path) -> HarborTask:
     """Read a task. Raises DataError naming the file that is missing, wrong or not supported."""
+    list(files_below(folder))  # no link leads out of it
     config = _config(folder / "task.toml")
     image = read_dockerfile(folder / "environment")
     for of_compose in ("docker-compose.yaml", "docker-compose.yml"):
@@ -112,7 +113,7 @@ def read_task(folder: Path) -> HarborTask:
 def _config(file: Path) -> _File:
     try:
         config = msgspec.toml.decode(_text(file), type=_File)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{file}: {error}; other keys and values are not supported") from error
     for section in ("environment", "verifier"):
         for name, value in getattr(config, section).env.items():

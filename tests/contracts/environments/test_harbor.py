@@ -12,7 +12,7 @@ from rl_async.agent_loop.data.harbor import write_rows
 from rl_async.agent_loop.environments.adapters.harbor_task import read_task
 from rl_async.agent_loop.environments.registry import get_environment
 from rl_async.agent_loop.environments.session import Session
-from rl_async.errors import ConfigError, DataError
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.reward_loop.api import Score
 from rl_async.sandbox.bubblewrap import INSTALL
 from tests.contracts.environments.playing import session
@@ -125,7 +125,16 @@ async def test_rewards_are_read_as_harbor_reads_them(copied: Path, test: str, re
 
 @needs_bwrap
 @pytest.mark.parametrize(
-    "test", ["exit 0", "echo soon > /logs/verifier/reward.txt", "echo nan > /logs/verifier/reward.txt", "sleep 60"]
+    "test",
+    [
+        "exit 0",
+        "sleep 60",
+        "echo soon > /logs/verifier/reward.txt",
+        "echo nan > /logs/verifier/reward.txt",
+        "echo 1e309 > /logs/verifier/reward.json",
+        'echo \'{"reward": "1"}\' > /logs/verifier/reward.json',
+        "echo 1 > /logs/verifier/reward.txt; : > /logs/verifier/reward.json",
+    ],
 )
 async def test_no_usable_reward_is_worth_nothing(copied: Path, test: str, caplog: pytest.LogCaptureFixture) -> None:
     (copied / "average/tests/test.sh").write_text(test)
@@ -177,10 +186,22 @@ def test_missing_files_are_named(copied: Path, file: str) -> None:
         read_task(copied / "average")
 
 
-def test_links_are_not_followed(copied: Path) -> None:
-    (copied / "average/environment/data/other").symlink_to("/etc/hostname")
-    with pytest.raises(DataError, match="data/other"):
+@pytest.mark.parametrize("link", ["environment/data/other", "tests", "instruction.md"])
+def test_links_are_not_followed(copied: Path, link: str) -> None:
+    path = copied / "average" / link
+    if path.exists():
+        path.rename(copied / "elsewhere")
+    path.symlink_to(copied / "elsewhere")
+    with pytest.raises(DataError, match=link):
         read_task(copied / "average")
+
+
+@needs_bwrap
+async def test_several_rewards_need_one_of_that_name(copied: Path) -> None:
+    (copied / "average/tests/test.sh").write_text('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json')
+    async with playing("average", copied) as world:
+        with pytest.raises(EnvironmentFailed, match="reward"):
+            await world.reward()
 
 
 def test_copied_folders_keep_their_files_and_modes(copied: Path) -> None:
