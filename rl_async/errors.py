@@ -10,6 +10,7 @@ RlAsyncError
 │   └── AccessDenied     the queue does not allow this with the client's key; names the verb and the roles that may
 ├── EngineError          an engine refused or failed a request
 │   ├── EngineRejected   a bad request, which is never retried
+│   │   └── SchemaRejected  for its JSON schema
 │   └── EngineLost       connection lost or timed out; the request may be replayed elsewhere
 ├── WeightSyncError      names the engine, the phase and the bucket
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
@@ -71,11 +72,17 @@ class AccessDenied(ProtocolError):
 
 
 class EngineError(RlAsyncError):
-    """An engine refused or failed a request."""
+    """An engine refused or failed a request. ``status``: of its HTTP answer; 0 without one."""
+
+    status = 0
 
 
 class EngineRejected(EngineError):
     """The engine understood the request and refuses it; a retry would be refused too."""
+
+
+class SchemaRejected(EngineRejected):
+    """The engine cannot keep answers to the request's JSON schema; no other engine is asked."""
 
 
 class EngineLost(EngineError):

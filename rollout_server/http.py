@@ -8,12 +8,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rl_async.errors import EngineLost, EngineRejected, RlAsyncError, TrainerReplaced
+from rl_async.errors import EngineError, EngineLost, EngineRejected, TrainerReplaced
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
 
 KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
 HEALTH_S = 5.0
+SHOWN = 500  # characters of an engine's message
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -61,13 +62,15 @@ class EngineHttp:
             except FAILURES as error:
                 raise self._lost(path, error) from error
 
-    def error_for(self, path: str, status: int, message: str) -> RlAsyncError:
+    def error_for(self, path: str, status: int, message: str) -> EngineError | TrainerReplaced:
         """Return the error for an answer with this status; 409 (weights too old) is EngineLost, since another engine
         may be able to serve the request, 412 TrainerReplaced."""
+        told = f"{self.url}{path} answered {status}: {message[:SHOWN]}"
         if status == REPLACED:
-            return TrainerReplaced(f"{self.url}{path} answered {status}: {message}")
-        refused = 400 <= status < 500 and status != 409
-        return (EngineRejected if refused else EngineLost)(f"{self.url}{path} answered {status}: {message}")
+            return TrainerReplaced(told)
+        error = (EngineRejected if 400 <= status < 500 and status != 409 else EngineLost)(told)
+        error.status = status
+        return error
 
     async def _open(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
@@ -78,7 +81,7 @@ class EngineHttp:
             return response
         async with response:
             raw = await self._read(path, response)
-        raise self.error_for(path, response.status, raw[:500].decode(errors="replace"))
+        raise self.error_for(path, response.status, raw.decode(errors="replace"))
 
     async def _send(
         self, method: str, path: str, body: Any, params: Any, headers: dict[str, str] | None

@@ -1,6 +1,7 @@
 """One episode played by an agent program: engines answer its requests, and what they sampled becomes rows."""
 
 import asyncio
+import logging
 import math
 import secrets
 import sys
@@ -23,10 +24,11 @@ from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponse
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.gateway.release import Reader, Release
 from rl_async.agent_loop.tools.registry import task_tools
-from rl_async.configs.derived.engines import engine_traits, follows_json_schemas
+from rl_async.configs.derived.engines import follows_json_schemas
 from rl_async.configs.derived.rewards import unbounded
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EngineRejected, RequestRefused
+from rl_async.errors import RequestRefused, SchemaRejected
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.rollout_server import json_schemas
@@ -34,6 +36,8 @@ from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
 ID_BYTES = 16
 UNTRAINED = "untrained"  # how the model's name ends in a request whose answer is not to be trained on
+
+log = logging.getLogger("rl_async.gateway")
 
 
 class Asked(NamedTuple):
@@ -75,7 +79,7 @@ class GatewayEpisode:
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._refuses_tools = unprinted or chat.name == "plain"
         self._follows_schemas = follows_json_schemas(config) and chat.plain_turns
-        self._checks_schemas = any(traits.json_package for traits in engine_traits(config).values())
+        self._refuses_fields = (config.agent.gateway or GatewayConfig()).unsupported == "refuse"
         self._sampling = policy_sampling(config, group.partition)
         self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -119,7 +123,7 @@ class GatewayEpisode:
         """
         self.heard()
         self._check(request, bare)
-        await self._check_schema(request)
+        request = await self._without_unfollowed(request)
         number = self._requests
         self._requests += 1
         return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
@@ -151,8 +155,10 @@ class GatewayEpisode:
                 heard = {} if release is None else {"heard": release.hear}
                 result = await self._generator.generate(generate, session=self._name, **heard)
                 told(result)
-        except EngineRejected as error:
-            raise request.format.refused(str(error)) if request.format and generate.json_schema else error from error
+        except SchemaRejected as error:
+            if request.format is None:
+                raise
+            raise request.format.refused(str(error)) from error
         finally:
             self._in_flight -= 1
             self.heard()
@@ -188,17 +194,16 @@ class GatewayEpisode:
     def _reader(self, asked: Asked) -> Reader:
         return PlainText(self._chat) if asked.bare else self._chat
 
-    def unobeyed(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the fields of a request that ask for other sampling than the run's."""
-        found = dict(request.unobeyed)
+    async def unobeyed(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the fields of a request that ask for other sampling than the run's. Raises RequestRefused for a
+        schema that is too large, and one that cannot be followed if such fields are to be refused."""
+        found = dict((await self._without_unfollowed(request)).unobeyed)
         for name in ("temperature", "top_p"):
             wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
             if wanted is not None and not any(math.isclose(wanted, value) for value in known):
                 found[name] = wanted
         if request.forces is not None and not self._forced(request):
             found["tool_choice"] = request.forces or "required"
-        if request.format is not None and not self._schema(request):
-            found[request.format.field] = request.format.given
         return found
 
     def _forced(self, request: ChatRequest) -> list[int]:
@@ -213,20 +218,23 @@ class GatewayEpisode:
         text = self._chat.turn_text(opening).rstrip()
         return opening if without_beginnings(before_stops(text, request.stops), request.stops) == text else []
 
-    def _schema(self, request: ChatRequest) -> str:
-        """Return the JSON schema that engines are to keep the answer to; empty if there is none, or if they cannot.
+    async def _without_unfollowed(self, request: ChatRequest) -> ChatRequest:
+        """Return the request without a JSON format that engines cannot follow: its field is then an unobeyed one.
 
-        They cannot where the answer may be something else: a call of an offered tool, or reasoning before it.
+        They cannot where the answer may be something else, a call of an offered tool or reasoning before it, and where
+        llguidance does not know a keyword. Raises RequestRefused as ``unobeyed`` does.
         """
-        followed = self._follows_schemas and not request.tools
-        return request.format.schema if request.format is not None and followed else ""
-
-    async def _check_schema(self, request: ChatRequest) -> None:
-        """Refuse a schema that the embedded engine cannot follow; other engines say so themselves."""
-        if request.format is None or not (self._checks_schemas and self._schema(request)):
-            return
-        if problem := await asyncio.to_thread(json_schemas.problem, request.format.schema):
-            raise request.format.refused(problem)
+        asked = request.format
+        if asked is None:
+            return request
+        if self._follows_schemas and not request.tools:
+            problem = await asyncio.to_thread(json_schemas.problem, asked.schema)
+            if not problem:
+                return request
+            if self._refuses_fields or json_schemas.beyond_bounds(asked.schema):
+                raise asked.refused(problem)
+            log.info("%s: %s is ignored: %s", self._name, asked.place, problem)
+        return request._replace(format=None, unobeyed={**request.unobeyed, asked.field: asked.given})
 
     def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
         self._check_open()
@@ -291,7 +299,7 @@ class GatewayEpisode:
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self.group.min_version,
-            json_schema=self._schema(request),
+            json_schema=request.format.schema if request.format is not None else "",
         )
 
     def trajectories(self) -> tuple[list[Trajectory], int]:

@@ -200,7 +200,7 @@ class GatewayServer:
     async def _prepare(self, request: Request, chat: ChatRequest, bare: str | list[int] | None = None) -> Asked:
         episode = self._episode(request)
         _trains(request)
-        self.fields.settle(episode.unobeyed(chat), request.headers.get("user-agent", ""))
+        self.fields.settle(await episode.unobeyed(chat), request.headers.get("user-agent", ""))
         return await _unless_gone(request, episode.prepare(chat, bare))
 
     async def _answer(self, request: Request, asked: Asked) -> Completion:

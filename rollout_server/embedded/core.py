@@ -308,8 +308,8 @@ class EngineCore:
 
     def _sample(self, sampler: Sampler, batch: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sample under the grammars of the sequences that have one."""
-        for row in restrict(logits, [sequence.matcher for sequence in batch]):
-            batch[row].stuck = True
+        for row, reason in restrict(logits, [sequence.matcher for sequence in batch]).items():
+            batch[row].stuck = reason
         return sampler.sample(logits)
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:

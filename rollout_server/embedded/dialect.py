@@ -1,5 +1,6 @@
 """Bodies of vLLM's dialect, as the embedded engine accepts and answers them. Unknown sampling keys are refused."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -7,8 +8,6 @@ from msgspec import Meta
 
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.sequence import Sequence
-
-STUCK = "structured_outputs: none of the model's tokens can come next in the answer; choose a schema that it can spell"
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,6 +57,11 @@ class CheckerBody(msgspec.Struct):
     """Request of ``POST /weight_checker``, of whose actions only this one is served."""
 
     action: Literal["checksum"]
+
+
+def stuck(sequences: Iterable[Sequence]) -> str:
+    """Say why one of the sequences cannot go on within its schema; empty if all can."""
+    return next((f"structured_outputs: {sequence.stuck}" for sequence in sequences if sequence.stuck), "")
 
 
 def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:

@@ -6,6 +6,8 @@ distribution over the allowed tokens, renormalised.
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from rl_async.rollout_server import json_schemas
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+NOTHING_FITS = "none of the model's tokens can come next in the answer; choose a schema that it can spell"
+REMEMBERED = 64  # compiled schemas
 _BYTE_DECODERS = ("ByteLevel", "ByteFallback")  # whose tokens llguidance converts to bytes itself
 
 
@@ -34,6 +38,11 @@ class Matcher:
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         return np.zeros_like(allowed) if self._matcher.is_error() else allowed
 
+    @property
+    def problem(self) -> str:
+        """Why nothing is allowed."""
+        return self._matcher.get_error()[: json_schemas.SHOWN] or NOTHING_FITS
+
     def accept(self, token: int) -> None:
         """Go on after ``token``, which was allowed."""
         self._matcher.consume_token(token)
@@ -43,13 +52,14 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._vocab_size)
 
 
-def restrict(logits: Tensor, matchers: Sequence[Matcher | None]) -> list[int]:
+def restrict(logits: Tensor, matchers: Sequence[Matcher | None]) -> dict[int, str]:
     """Set logits [N, V] of tokens that a row's matcher does not allow to minus infinity, in place.
 
-    Returns the rows for which nothing is allowed; their logits stay.
+    Returns the rows for which nothing is allowed, and why; their logits stay.
     """
-    allowed = {row: matcher.allowed() for row, matcher in enumerate(matchers) if matcher is not None}
-    stuck = [row for row, tokens in allowed.items() if not tokens.any()]
+    bound = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
+    allowed = {row: matcher.allowed() for row, matcher in bound.items()}
+    stuck = {row: bound[row].problem for row, tokens in allowed.items() if not tokens.any()}
     if rows := [row for row in allowed if row not in stuck]:
         disallowed = torch.from_numpy(np.stack([~allowed[row] for row in rows])).to(logits.device)
         logits[rows] = logits[rows].masked_fill(disallowed, -torch.inf)
@@ -66,22 +76,28 @@ class Grammars:
         self._folder, self._vocab_size = folder, vocab_size
         self._tokenizers: dict[frozenset[int], LLTokenizer] = {}  # by the tokens that may end an answer
         self._lock = threading.Lock()
+        self._compiled = lru_cache(REMEMBERED)(self._compile)
 
     def matcher(self, schema: str, stop_token_ids: frozenset[int]) -> Matcher:
         """Compile a schema, JSON text. The answer ends, once it is complete, with one of ``stop_token_ids``.
 
-        The first call takes about a second. Raises ValueError for a schema that is none or has an unsupported keyword,
-        and without a stop token or llguidance.
+        The first call takes about a second. Raises ValueError for a schema that is none, is too large or has an
+        unsupported keyword, and without a stop token or llguidance.
         """
+        return self._compiled(schema, stop_token_ids).copy()
+
+    def _compile(self, schema: str, stop_token_ids: frozenset[int]) -> Matcher:
         if not stop_token_ids:
             raise ValueError("structured_outputs needs stop_token_ids, with which a complete answer ends")
-        if found := json_schemas.problem(schema):
+        if find_spec(json_schemas.PACKAGE) is None:
+            raise ValueError(f"structured_outputs needs {json_schemas.PACKAGE}: {json_schemas.INSTALL}")
+        if found := json_schemas.beyond_bounds(schema):
             raise ValueError(f"structured_outputs.json: {found}")
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer(stop_token_ids), json_schemas.grammar(schema), log_level=0)
         if matcher.is_error():
-            raise ValueError(f"structured_outputs.json: {matcher.get_error()}")
+            raise ValueError(f"structured_outputs.json: {matcher.get_error()[: json_schemas.SHOWN]}")
         return Matcher(matcher, self._vocab_size)
 
     def _tokenizer(self, stop_token_ids: frozenset[int]) -> "LLTokenizer":

@@ -5,7 +5,7 @@ import itertools
 
 from torch import nn
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.embedded.core import EngineCore
@@ -28,7 +28,7 @@ class LocalEngine:
         if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
             raise EngineRejected(refusal)
         if request.json_schema:
-            raise EngineRejected("without a server the engine follows no JSON schema")
+            raise SchemaRejected("without a server the engine follows no JSON schema")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence] = loop.create_future()
         self._waiting.add(future)

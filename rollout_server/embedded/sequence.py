@@ -27,7 +27,7 @@ class Sequence:
     stream_interval: int = 1
     index: int = 0
     matcher: Matcher | None = None  # of the grammar that the samples must follow
-    stuck: bool = False  # the grammar allows no token of the vocabulary: nothing more can be sampled
+    stuck: str = ""  # why its grammar allows no token: nothing more can be sampled
     logprobs: list[float] = field(default_factory=list)
     runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
     finish_reason: FinishReason | None = None

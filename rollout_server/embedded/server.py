@@ -109,8 +109,8 @@ class EngineServer:
             return SequenceStream(sequences, events, self.engine.abort)
         if not await self._until_finished(request, sequences, events):
             return _error(400, "the client disconnected")
-        if any(sequence.stuck for sequence in sequences):
-            return _error(400, dialect.STUCK)
+        if stuck := dialect.stuck(sequences):
+            return _error(400, stuck)
         return _json(dialect.answer(sequences, self.model_name))
 
     async def _matcher(self, params: dialect.SamplingParams) -> Matcher | None:

@@ -20,10 +20,6 @@ HEAD = {
     "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
 }
 END = b"data: [DONE]\n\n"
-_STUCK = {
-    "type": "http.response.body",
-    "body": b"data: " + msgspec.json.encode({"error": {"message": dialect.STUCK, "code": 400}}) + b"\n\n" + END,
-}
 
 SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
 
@@ -47,8 +43,9 @@ class SequenceStream:
                     changed[self._events.get_nowait()] = None
                 if None in changed:
                     return
-                if any(sequence and sequence.stuck for sequence in changed):
-                    await send(_STUCK)
+                if stuck := dialect.stuck(sequence for sequence in changed if sequence):
+                    error = msgspec.json.encode({"error": {"message": stuck, "code": 400}})
+                    await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n" + END})
                     return
                 if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
                     await send(self._message(parts))

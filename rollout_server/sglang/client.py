@@ -8,7 +8,7 @@ and the states between them are those of ``sglang/srt/entrypoints/http_server.py
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse_version
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, PauseMode
@@ -62,10 +62,10 @@ class SglangEngine:
         """Sample once. Raises EngineLost also when the engine's weights were older than ``request.min_version``.
 
         Raises EngineRejected for truncating samplers, of whose distribution SGLang reports no log-probabilities, and
-        for JSON schemas, for which SGLang needs the tokenizer that it is started without.
+        SchemaRejected for JSON schemas, for which SGLang needs the tokenizer that it is started without.
         """
         if request.json_schema:
-            raise EngineRejected("SGLang, which serves token ids without a tokenizer, cannot follow a JSON schema")
+            raise SchemaRejected("SGLang, which serves token ids without a tokenizer, cannot follow a JSON schema")
         if request.sampling.truncating:
             raise EngineRejected(
                 "SGLang reports log-probabilities of the distribution before top_p, top_k and min_p truncate it; use "

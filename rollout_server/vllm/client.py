@@ -5,12 +5,13 @@ mode for the control routes, and ``--logprobs-mode processed_logprobs``, so that
 sampling distribution.
 """
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 import msgspec
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.answers import EMPTY, IncomingAnswer, ReadVersion, join, parse_version
 from rl_async.rollout_server.api import EngineLoad, FinishReason, GenerateRequest, GenerateResult, PauseMode
@@ -28,6 +29,7 @@ LOAD = (
 )
 GENERATE = "/inference/v1/generate"
 STREAM_INTERVAL = 16  # tokens per part of an answer, the most that are lost with an engine
+_SCHEMA_WORDS = re.compile("grammar|schema|structured.?output", re.IGNORECASE)  # in what engines say about a schema
 REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of GENERATE, and aborts only by the full id
 
 
@@ -103,7 +105,8 @@ class _Checksums(msgspec.Struct):
 
 
 class VllmEngine:
-    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers, EngineLost for any other failure.
+    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers, SchemaRejected for those about a
+    request's JSON schema, and EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights; ``token`` is the run's. Up to ``max_coalesced`` requests for one prompt, made at the same
@@ -142,7 +145,21 @@ class VllmEngine:
                 yield part
 
     async def _send(self, group: Sequence[PendingRequest]) -> None:
-        """Request one sample for each of ``group`` and distribute the answer: choice ``i`` goes to ``group[i]``."""
+        """Request one sample for each of ``group`` and distribute the answer: choice ``i`` goes to ``group[i]``.
+
+        Raises SchemaRejected also for a 500 in place of the first token of an answer that must fit a schema: vLLM
+        compiles schemas when it samples, and every other engine would fail, too.
+        """
+        try:
+            await self._read(group)
+        except EngineError as error:
+            failed = error.status == 500 and not any(pending.begun for pending in group)
+            named = isinstance(error, EngineRejected) and _SCHEMA_WORDS.search(str(error))
+            if group[0].request.json_schema and (failed or named):
+                raise SchemaRejected(str(error)) from error
+            raise
+
+    async def _read(self, group: Sequence[PendingRequest]) -> None:
         request = group[0].request
         answers = [IncomingAnswer(self.url, request, self._read_version) for _ in group]
         headers = {MIN_VERSION_HEADER: str(request.min_version)}

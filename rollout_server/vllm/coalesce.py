@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from typing import TypeAlias
 
-from rl_async.errors import EngineError, EngineLost, EngineRejected
+from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 
 
@@ -84,8 +84,8 @@ class Coalescer:
             del self._unsent[key]
         try:
             await self._send(group)
-        except EngineRejected:
-            if len(group) == 1 or any(pending.begun for pending in group):
+        except EngineRejected as error:
+            if isinstance(error, SchemaRejected) or len(group) == 1 or any(pending.begun for pending in group):
                 raise
             waiting = [pending for pending in group if not pending.over]
             await asyncio.gather(*map(self._send_separately, waiting))  # the engine may not accept so many at once

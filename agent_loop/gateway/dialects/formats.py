@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.errors import RequestRefused
+from rl_async.rollout_server.json_schemas import without_unknown_formats
 
 
 class JsonFormat(NamedTuple):
@@ -23,8 +24,8 @@ class JsonFormat(NamedTuple):
 def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonFormat | None:
     """Take the JSON format out of the fields that ask for something; None if ``field`` has none.
 
-    ``member``: of the field, whose other members stay. Raises RequestRefused, naming the place, for a format whose
-    schema is missing or no object.
+    ``member``: of the field, whose other members stay. A format without a schema is that of any object. Raises
+    RequestRefused, naming the place, for one whose schema is no object.
     """
     value: Any = asked.get(field)
     given: Any = value.get(member) if member and isinstance(value, dict) else value
@@ -36,12 +37,14 @@ def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonForm
             place = f"{name}.json_schema.schema"
         case {"type": "json_schema", "schema": dict(schema)}:
             place = f"{name}.schema"
-        case {"type": "json_schema"}:
+        case {"type": "json_schema", "json_schema": {"schema": _}} | {"type": "json_schema", "schema": _}:
             place = f"{name}.json_schema.schema" if "json_schema" in given else f"{name}.schema"
             raise RequestRefused(f"{place} must be an object: a JSON schema", code="invalid_request", param=place)
+        case {"type": "json_schema"}:
+            schema, place = {"type": "object"}, name
         case _:
             return None
     del asked[field]
     if member and (rest := {key: other for key, other in value.items() if key != member and other is not None}):
         asked[field] = rest
-    return JsonFormat(msgspec.json.encode(schema).decode(), name, given, place)
+    return JsonFormat(msgspec.json.encode(without_unknown_formats(schema)).decode(), name, given, place)

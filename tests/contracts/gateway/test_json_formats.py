@@ -144,7 +144,7 @@ def test_anthropics_formats(start: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_followed_is_refused_by_its_place(start: Any, stream: bool) -> None:
-    _, client = take(start())
+    _, client = take(start(unsupported="refuse"))
     for schema in ({"type": "wat"}, {"$ref": "#/$defs/nowhere"}, {"type": "array", "uniqueItems": True}):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError) as refused:
@@ -158,6 +158,31 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_place(start: Any, st
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="any", messages=QUESTION, response_format=unspeakable)
     assert refused.value.param == "response_format.json_schema.schema"
+
+
+def test_a_schema_that_cannot_be_followed_is_ignored_and_counted(start: Any) -> None:
+    gateway = start()
+    episode, client = take(gateway)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    client.chat.completions.create(model="any", messages=QUESTION, response_format=form, max_tokens=5)
+    ((_, field),) = gateway.dropped()
+    assert field == "response_format" and episode.reward(1.0)["accepted"]
+    ((row,),) = gateway.queue.rows
+    assert row.constrained == []
+
+
+def test_what_pydantic_annotates_is_no_obstacle(start: Any) -> None:
+    class Login(pydantic.BaseModel):
+        name: Literal["a", "b"]
+        where: Literal["x"] = pydantic.Field(json_schema_extra={"format": "path"})
+
+    gateway = start()
+    _, client = take(gateway)
+    said = client.chat.completions.parse(model="any", messages=QUESTION, response_format=Login)
+    assert isinstance(said.choices[0].message.parsed, Login) and gateway.dropped() == {}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.parse(model="any", messages=QUESTION * 900, response_format=Login)
+    assert refused.value.param == "messages"
 
 
 def test_beside_tools_a_format_is_ignored_or_refused(start: Any) -> None:

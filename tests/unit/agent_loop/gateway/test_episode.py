@@ -146,8 +146,11 @@ async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRende
     async with gateway(queue, renderer, engine) as episodes:
         episode = await begin(episodes)
         await episode.complete(ask("a?", temperature=0.9))
-        assert episode.unobeyed(ask("a?", temperature=1.0, top_p=1.0)) == {}
-        assert episode.unobeyed(ask("a?", temperature=0.9, unobeyed={"top_k": 5})) == {"temperature": 0.9, "top_k": 5}
+        assert await episode.unobeyed(ask("a?", temperature=1.0, top_p=1.0)) == {}
+        assert await episode.unobeyed(ask("a?", temperature=0.9, unobeyed={"top_k": 5})) == {
+            "temperature": 0.9,
+            "top_k": 5,
+        }
         await episodes.end(episode.id, Ending())
     assert engine.requests[0].sampling.temperature == run_config().eval.temperature
     assert queue.rows[0][0].partition == "eval"
@@ -171,7 +174,7 @@ async def test_a_forced_call_is_begun_for_the_policy_which_trains_on_what_it_sam
     async with gateway(queue, renderer, engine) as episodes:
         episode = await begin(episodes)
         request = ask("2+3?", tools=[CALCULATOR], forces=forces)
-        assert episode.unobeyed(request) == {}
+        assert await episode.unobeyed(request) == {}
         release = episode.release(asked := await episode.prepare(request))
         release.hear(renderer.encode(goes_on))
         assert release.more() == ("", "")
@@ -196,9 +199,9 @@ async def test_a_call_that_cannot_be_forced_is_counted() -> None:
     queue, engine = FakeQueue([leased()]), ScriptedEngine(thinking, ["5"])
     async with gateway(queue, thinking, engine) as episodes:
         episode = await begin(episodes)
-        assert episode.unobeyed(ask("2+3?", tools=[CALCULATOR], forces="")) == {"tool_choice": "required"}
+        assert await episode.unobeyed(ask("2+3?", tools=[CALCULATOR], forces="")) == {"tool_choice": "required"}
         request = ask("2+3?", tools=[CALCULATOR], forces="calculator")
-        assert episode.unobeyed(request) == {"tool_choice": "calculator"}
+        assert await episode.unobeyed(request) == {"tool_choice": "calculator"}
         assert (await episode.complete(request)).message.text == "5"
 
 
@@ -212,7 +215,7 @@ async def test_nothing_is_forced_in_which_a_stop_string_may_begin(
     async with gateway(FakeQueue([leased()]), renderer, engine) as episodes:
         episode = await begin(episodes)
         request = ask("2+3?", tools=[CALCULATOR], forces="calculator", stops=[stop])
-        assert episode.unobeyed(request) == ({} if obeyed else {"tool_choice": "calculator"})
+        assert await episode.unobeyed(request) == ({} if obeyed else {"tool_choice": "calculator"})
         done = await episode.complete(request)
         assert [(call.name, call.arguments) for call in done.message.calls] == [("calculator", ARGUMENTS)]
         assert ("<tool_call>" in renderer.decode(engine.requests[0].token_ids)) == obeyed

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rl_async.errors import EngineLost, EngineRejected, TrainerReplaced
+from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.answers import join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
@@ -102,6 +102,42 @@ async def test_a_stream_may_begin_with_a_refusal(code: int, kind: type[Exception
     async with answering(lambda path, _: (200, body)) as client:
         with pytest.raises(kind, match=f"{code}.*prompt too long"):
             await client.generate(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kind"),
+    [
+        (500, "Internal server error", SchemaRejected),
+        (400, "Grammar error: Unimplemented keys", SchemaRejected),
+        (400, "structured_outputs.json: x", SchemaRejected),
+        (400, "prompt too long", EngineRejected),
+        (503, "x", EngineLost),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_which_failures_are_those_of_a_schema(
+    code: int, message: str, kind: type[Exception], streamed: bool
+) -> None:
+    asked = msgspec.structs.replace(REQUEST, json_schema='{"type": "integer"}')
+    error = {"error": {"message": message, "code": code}}
+    answer = (200, stream(error)) if streamed else (code, error)
+    async with answering(lambda path, _: answer) as client:
+        with pytest.raises(kind) as refused:
+            await client.generate(asked)
+        assert refused.type is kind
+        with pytest.raises(EngineRejected if code == 400 else EngineLost) as refused:
+            await client.generate(REQUEST)
+        assert not isinstance(refused.value, SchemaRejected)
+
+
+async def test_an_answer_in_a_schema_that_has_begun_is_lost_with_its_engine() -> None:
+    asked = msgspec.structs.replace(REQUEST, json_schema='{"type": "integer"}')
+    begun = ANSWER | {"token_ids": [5], "finish_reason": None, "logprobs": {"content": [{"logprob": -1.0}]}}
+    begun["weight_versions"] = [{"version": "0.1", "start": 0, "end": 1}]
+    body = stream({"choices": [begun]}, {"error": {"message": "x", "code": 500}})
+    async with answering(lambda path, _: (200, body)) as client:
+        with pytest.raises(EngineLost):
+            await client.generate(asked)
 
 
 async def test_the_load_is_summed_over_the_labels_of_a_metric() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from rl_async.errors import EngineLost, EngineRejected
+from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
@@ -99,6 +99,18 @@ async def test_a_refused_group_is_sent_one_by_one() -> None:
     first, second = await asyncio.gather(*(answer(coalescer, request(name)) for name in "ab"), return_exceptions=True)
     assert calls == [["a", "b"], ["a"], ["b"]]
     assert first == [[2]] and str(second) == "b is refused by itself too"
+
+
+async def test_a_schema_is_refused_to_all_of_a_group_at_once() -> None:
+    calls = []
+
+    async def sample(group: Sequence[PendingRequest]) -> None:
+        calls.append(len(group))
+        raise SchemaRejected("no grammar")
+
+    coalescer = Coalescer(sample, max_size=8)
+    answers = await asyncio.gather(*(answer(coalescer, request(name)) for name in "ab"), return_exceptions=True)
+    assert calls == [2] and [type(error) for error in answers] == [SchemaRejected] * 2
 
 
 async def test_an_answer_is_read_to_its_end_when_all_callers_have_theirs() -> None:

@@ -62,6 +62,24 @@ def test_any_object_is_a_schema_too() -> None:
         assert request.unobeyed == {}
 
 
+def test_a_format_without_a_schema_is_that_of_any_object() -> None:
+    for request, field in [
+        (chat(response_format={"type": "json_schema"}), "response_format"),
+        (chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "response_format"),
+        (responses(text={"format": {"type": "json_schema", "name": "x"}}), "text.format"),
+        (messages(output_config={"format": {"type": "json_schema"}}), "output_config.format"),
+    ]:
+        assert request.format is not None and json.loads(request.format.schema) == {"type": "object"}
+        assert request.format.field == field and request.unobeyed == {}
+
+
+def test_formats_of_strings_that_only_annotate_are_left_out() -> None:
+    secret = {"type": "object", "properties": {"a": {"type": "string", "format": "password", "writeOnly": True}}}
+    request = messages(output_format={"type": "json_schema", "schema": secret})
+    assert request.format is not None
+    assert json.loads(request.format.schema)["properties"] == {"a": {"type": "string", "writeOnly": True}}
+
+
 def test_other_members_stay_as_what_they_are() -> None:
     request = messages(output_config={"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"})
     assert request.format is not None and request.unobeyed == {"output_config": {"effort": "low"}}
@@ -76,13 +94,11 @@ def test_text_and_unknown_formats_are_none() -> None:
     assert responses(text={"format": unknown}).unobeyed == {"text.format": unknown}
 
 
-def test_a_format_without_a_schema_is_refused_by_its_place() -> None:
+def test_a_format_whose_schema_is_no_object_is_refused_by_its_place() -> None:
     broken = [
-        (chat, {"response_format": {"type": "json_schema"}}),
-        (chat, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
         (chat, {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}),
         (responses, {"text": {"format": {"type": "json_schema", "schema": "{}"}}}),
-        (messages, {"output_config": {"format": {"type": "json_schema"}}}),
+        (messages, {"output_config": {"format": {"type": "json_schema", "schema": None}}}),
         (messages, {"output_format": {"type": "json_schema", "schema": []}}),
     ]
     for read, fields in broken:
