@@ -11,21 +11,44 @@ import msgspec
 
 from rl_async.launcher.folder.tail import LineTail
 
+MOST_STEPS = 1 << 53  # numbers below are whole as floats, too
+Record = Mapping[str, float | None]
 
-class FollowedLines:
-    """The complete lines that were added to a file since the last call, also when the file is replaced by another."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._inode, self._tail = path, -1, LineTail(path)
+class StepRecords:
+    """The records that were added to a file since the last call, also when the file is replaced by another.
 
-    def read(self) -> list[bytes]:
-        """Return the new lines, oldest first; none if there is no file yet."""
+    ``key`` is the metric that has a record's step. A line that is no such record is left out; ``problem`` names the
+    last one.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key, self._inode, self._tail = path, key, -1, LineTail(path)
+        self._count = 0  # lines that were read
+        self.problem = ""
+
+    def read(self) -> list[tuple[int, Record]]:
+        """Return the new records with their steps, oldest first; none if there is no file yet."""
         if not self._path.is_file():
             return []
         inode = self._path.stat().st_ino
         if inode != self._inode:
-            self._inode, self._tail = inode, LineTail(self._path)
-        return self._tail.read()
+            self._inode, self._tail, self._count, self.problem = inode, LineTail(self._path), 0, ""
+        found = []
+        for line in self._tail.read():
+            self._count += 1
+            try:
+                found.append(self._parsed(line))
+            except (msgspec.MsgspecError, ValueError) as error:
+                self.problem = f"{self._path}, line {self._count}: {error}"
+        return found
+
+    def _parsed(self, line: bytes) -> tuple[int, Record]:
+        record = msgspec.json.decode(line, type=Record)
+        step = record.get(self._key)
+        if step is None or not 0 <= step < MOST_STEPS:
+            raise ValueError(f"{self._key} is no step: {step}")
+        return int(step), record
 
 
 class MetricColumns:
@@ -36,18 +59,22 @@ class MetricColumns:
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = FollowedLines(path)
+        self._records = StepRecords(path, "step")
         self.epoch = 0
         self.steps = array("q")
         self._columns: dict[str, array[float]] = {}
 
     def refresh(self) -> None:
         """Read what was added to the file."""
-        for line in self._lines.read():
-            self._add(msgspec.json.decode(line, type=dict[str, float | None]))
+        for step, record in self._records.read():
+            self._add(step, record)
 
-    def _add(self, record: Mapping[str, float | None]) -> None:
-        step = int(record["step"] or 0)
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file; empty if nothing is."""
+        return self._records.problem
+
+    def _add(self, step: int, record: Record) -> None:
         if self.steps and step <= self.steps[-1]:
             kept = bisect_left(self.steps, step)
             del self.steps[kept:]
@@ -93,15 +120,18 @@ class Evaluations:
     """The records of ``evaluations.jsonl`` by the step that was evaluated; the newest record of a step counts."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = FollowedLines(path)
-        self._records: dict[int, dict[str, float | None]] = {}
+        self._lines = StepRecords(path, "eval/step")
+        self._records: dict[int, Record] = {}
 
     def refresh(self) -> None:
         """Read what was added to the file."""
-        for line in self._lines.read():
-            record = msgspec.json.decode(line, type=dict[str, float | None])
-            self._records[int(record["eval/step"] or 0)] = record
+        self._records.update(self._lines.read())
 
-    def records(self) -> list[dict[str, float | None]]:
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file; empty if nothing is."""
+        return self._lines.problem
+
+    def records(self) -> list[Record]:
         """Return them by step."""
         return [self._records[step] for step in sorted(self._records)]

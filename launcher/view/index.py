@@ -11,12 +11,11 @@ import shutil
 import sqlite3
 import tempfile
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,33 +49,66 @@ CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, first_step INTEGER);
 """
 
 
+Stat = tuple[int, int]  # size and time of change of a file
+
+
 class Progress(NamedTuple):
     """How many of the run's files are in the index."""
 
     indexed: int
     files: int
+    looked: bool = True  # false until the first look, when it is not known how many files there are
+
+
+class Damage(NamedTuple):
+    """A file that could not be read: it is read again once it changes."""
+
+    stat: Stat
+    why: str
 
 
 class TrajectoryIndex:
     """The index of the run in ``folder``. ``update`` belongs to one thread, ``connect`` to any."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._trajectories = folder / "trajectories"
         self._temporary = not os.access(folder, os.W_OK)
         self.path = (Path(tempfile.mkdtemp(prefix="rl-async-view-")) if self._temporary else folder) / FILE
-        self.progress = Progress(0, 0)
-        self.damaged: dict[str, str] = {}  # files that cannot be read, and why
+        self.progress = Progress(0, 0, looked=False)
+        self.damaged: dict[str, Damage] = {}
+        self.problem = ""  # why the last update failed
+        self._making = threading.Lock()
         self._prepare()
 
     def _prepare(self) -> None:
-        with closing(sqlite3.connect(self.path)) as connection:
-            (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if found != FORMAT:
-            for path in self.path.parent.glob(f"{FILE}*"):
-                path.unlink()
-            with closing(sqlite3.connect(self.path)) as connection, connection:
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+        """Make the file unless it is there and of this format."""
+        with self._making:
+            try:
+                with closing(sqlite3.connect(self.path)) as connection:
+                    (found,) = connection.execute("PRAGMA user_version").fetchone()
+            except sqlite3.DatabaseError:  # it is no database
+                found = None
+            if found != FORMAT:
+                self._make()
+
+    def remake(self) -> None:
+        """Make the file anew, without rows."""
+        with self._making:
+            self._make()
+
+    def _make(self) -> None:
+        for path in self.path.parent.glob(f"{FILE}*"):
+            path.unlink(missing_ok=True)
+        with closing(sqlite3.connect(self.path)) as connection, connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+        self.progress, self.damaged = Progress(0, 0, looked=False), {}
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the index is, the files that could not be read, and why the last update failed."""
+        damaged = {name: damage.why for name, damage in dict(self.damaged).items()}
+        return {"progress": self.progress._asdict(), "damaged": damaged, "problem": self.problem}
 
     def close(self) -> None:
         """Remove an index that could not be kept beside its run."""
@@ -85,7 +117,9 @@ class TrajectoryIndex:
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """Open the index for one thread."""
+        """Open the index for one thread. One that was deleted is made anew."""
+        if self._making.locked() or not self.path.is_file():
+            self._prepare()
         with closing(sqlite3.connect(self.path, timeout=60.0)) as connection:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA synchronous = OFF")  # a cache, which is made again
@@ -97,17 +131,18 @@ class TrajectoryIndex:
             known = {name: (size, changed) for name, size, changed in connection.execute("SELECT * FROM files")}
             found = self._files()
             gone = known.keys() - found.keys()
+            self.damaged = {name: damage for name, damage in self.damaged.items() if found.get(name) == damage.stat}
             todo = [name for name, stat in found.items() if known.get(name) != stat and name not in self.damaged]
             self.progress = Progress(len(found) - len(todo), len(found))
             for name in gone:
-                self._forget(connection, name)
+                _forget(connection, name)
             for name in sorted(todo, key=_newest_first):
                 if stopping.is_set():
                     return
                 self._index(connection, name, found[name])
                 self.progress = self.progress._replace(indexed=self.progress.indexed + 1)
 
-    def _files(self) -> dict[str, tuple[int, int]]:
+    def _files(self) -> dict[str, Stat]:
         """Return size and time of change of each recorded file."""
         if not self._trajectories.is_dir():
             return {}
@@ -115,12 +150,11 @@ class TrajectoryIndex:
             found = {entry.name: entry.stat() for entry in entries if RecordedFile.of(entry.name)}
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
-    def _forget(self, connection: sqlite3.Connection, name: str) -> None:
-        with connection:
-            _delete(connection, name)
+    def _index(self, connection: sqlite3.Connection, name: str, stat: Stat) -> None:
+        """Add one file in one transaction; a reader sees all of its rows or none.
 
-    def _index(self, connection: sqlite3.Connection, name: str, stat: tuple[int, int]) -> None:
-        """Add one file in one transaction; a reader sees all of its rows or none."""
+        Raises sqlite3.DatabaseError if the index cannot be written. A file that cannot be read loses its old rows.
+        """
         place = RecordedFile.of(name)
         assert place is not None
         try:
@@ -138,9 +172,17 @@ class TrajectoryIndex:
                 connection.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *stat))
         except FileNotFoundError:
             return  # it was deleted meanwhile
-        except (OSError, EOFError, zlib.error, msgspec.MsgspecError, ValueError) as error:
-            self.damaged[name] = str(error)
-            log.warning("%s cannot be read: %s", self._trajectories / name, error)
+        except sqlite3.DatabaseError:
+            raise
+        except Exception as error:  # of whatever kind: other files can be read
+            self.damaged[name] = Damage(stat, f"{type(error).__name__}: {error}")
+            log.warning("%s cannot be read: %s", self._trajectories / name, self.damaged[name].why)
+            _forget(connection, name)
+
+
+def _forget(connection: sqlite3.Connection, name: str) -> None:
+    with connection:
+        _delete(connection, name)
 
 
 def _newest_first(name: str) -> tuple[int, str]:
@@ -237,8 +279,6 @@ class Indexer:
 
     def of(self, folder: Path) -> TrajectoryIndex:
         """Return the index of a run, which from now on follows it."""
-        if not self._thread.is_alive():
-            raise RuntimeError("the thread that indexes trajectories has ended; the log of `rl-async view` says why")
         with self._lock:
             if folder not in self._indexes:
                 self._indexes[folder] = TrajectoryIndex(folder)
@@ -264,5 +304,24 @@ class Indexer:
             with self._lock:
                 indexes = list(self._indexes.values())
             for index in indexes:
-                index.update(self._stopping)
+                self._update(index)
             self._wanted.wait(POLL_S)
+
+    def _update(self, index: TrajectoryIndex) -> None:
+        """Update one index, whatever becomes of it: the others go on. One that failed is made anew, once."""
+        if not index.folder.is_dir():
+            with self._lock:
+                del self._indexes[index.folder]
+            index.close()
+            return
+        try:
+            index.update(self._stopping)
+            index.problem = ""
+        except Exception as error:
+            again, index.problem = bool(index.problem), f"{type(error).__name__}: {error}"
+            if again:
+                return
+            log.warning("the index of %s is made anew: %s", index.folder, index.problem)
+            with suppress(OSError, sqlite3.Error):  # the next update says what is wrong
+                index.remake()
+                self._wanted.set()

@@ -39,7 +39,7 @@ def write_report(folder: Path, out: Path) -> str:
         with index.connect() as connection:
             data = _data(run, connection)
             choices = search.choices(connection)
-            data["choices"] = {**choices, "progress": index.progress._asdict(), "damaged": index.damaged}
+            data["choices"] = {**choices, **index.state()}
             (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {search.CURRENT}").fetchone()
     finally:
         index.close()

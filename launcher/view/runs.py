@@ -26,22 +26,41 @@ class ViewedRun:
         self.lock = threading.Lock()
         self.metrics = MetricColumns(folder / "metrics.jsonl")
         self.evaluations = Evaluations(folder / "evaluations.jsonl")
-        self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
+        self._unread = ""  # why the last refresh failed
 
     def refresh(self) -> None:
-        """Read what the run has written since the last call."""
-        self.metrics.refresh()
-        self.evaluations.refresh()
+        """Read what the run has written since the last call. ``problem`` says what cannot be read."""
+        self._unread = ""
+        try:
+            self.metrics.refresh()
+            self.evaluations.refresh()
+        except OSError as error:
+            self._unread = str(error)
+
+    @property
+    def problem(self) -> str:
+        """What of the run cannot be read, and why; empty if everything can."""
+        found = (self._read_config()[2], self._unread, self.metrics.problem, self.evaluations.problem)
+        return "; ".join(filter(None, found))
 
     def config(self) -> dict[str, Any]:
         """Return the keys and values of the run's config, such as ``trainer.steps``.
 
-        It is shown as it stands, so that runs of other versions can be read too.
+        It is shown as it stands, so that runs of other versions can be read too; empty if it cannot be read.
         """
-        changed = (self.folder / CONFIG).stat().st_mtime_ns
-        if self._config[0] != changed:
-            self._config = changed, dict(leaves(yaml.safe_load((self.folder / CONFIG).read_bytes())))
-        return self._config[1]
+        return self._read_config()[1]
+
+    def _read_config(self) -> tuple[int, dict[str, Any], str]:
+        """Return the time of its last change, its keys and values, and why it cannot be read."""
+        file = self.folder / CONFIG
+        try:
+            changed = file.stat().st_mtime_ns
+            if self._config[0] != changed:
+                self._config = changed, *_parsed(file)
+        except OSError as error:
+            self._config = -1, {}, str(error)
+        return self._config
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows of it."""
@@ -55,10 +74,11 @@ class ViewedRun:
             "steps": config.get("trainer.steps", 0),
             "steps_done": steps[-1] + 1 if steps else 0,
             "running": launcher_of(self.folder) is not None,
-            "began": (self.folder / CONFIG).stat().st_mtime,
+            "began": _changed(self),
             "reward": self.metrics.last("reward/mean"),
             "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
             "trajectories": (self.folder / "trajectories").is_dir(),
+            "problem": self.problem,
         }
 
 
@@ -85,7 +105,7 @@ class ViewedRuns:
                 taken.add(name)
                 self._runs[folder] = ViewedRun(name, folder)
         found = [self._runs[folder] for folder in folders]
-        return sorted(found, key=lambda run: (run.folder / CONFIG).stat().st_mtime, reverse=True)
+        return sorted(found, key=_changed, reverse=True)
 
     def named(self, name: str) -> ViewedRun:
         """Return the run of that name. Raises RequestRefused (404) if there is none."""
@@ -93,6 +113,22 @@ class ViewedRuns:
         if run is None:
             raise RequestRefused(f"there is no run {name[:200]!r}", code="no_run", status=404)
         return run
+
+
+def _parsed(file: Path) -> tuple[dict[str, Any], str]:
+    try:
+        found = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, f"{file}: {error}"
+    return (dict(leaves(found)), "") if isinstance(found, dict) else ({}, f"{file} has no keys")
+
+
+def _changed(run: ViewedRun) -> float:
+    """Return the time of the last change of a run's config; 0 if it is gone."""
+    try:
+        return (run.folder / CONFIG).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _names(folder: Path) -> Iterator[str]:

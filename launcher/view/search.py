@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_async.errors import RequestRefused
+from rl_async.launcher.view.numbers import integer, number
 
 PAGE = 100  # rows of a page at most
 TOTAL = "rows.reward + rows.turn_reward"
@@ -85,7 +86,7 @@ def query(given: Mapping[str, str]) -> Query:
             conditions.append(FLAGS[name])
         elif name in FILTERS:
             conditions.append(FILTERS[name])
-            values.append(_number(name, value) if name in NUMBERS else value)
+            values.append(number(name, value) if name in NUMBERS else value)
         elif name == "text":
             conditions.append("rows.id IN (SELECT rowid FROM texts WHERE texts MATCH ?)")
             values.append(words(value))
@@ -110,21 +111,14 @@ def words(text: str) -> str:
     return " AND ".join(f'"{term}"' for term in terms) + prefix
 
 
-def _number(name: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise RequestRefused(f"{name}: {value[:100]!r} is no number", code="no_number", param=name) from None
-
-
 def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, Any]:
     """Return one page of the rows that match, and how many match. Raises RequestRefused as ``query`` does."""
     wanted = query(given)
     order = given.get("order", "newest")
     if order not in ORDERS:
         raise RequestRefused(f"order: there is none called {order[:100]!r}", code="no_order", param="order")
-    offset = int(_number("offset", given.get("offset", "0")))
-    limit = int(_number("limit", given.get("limit", str(PAGE))))
+    offset = integer("offset", given.get("offset", "0"))
+    limit = integer("limit", given.get("limit", str(PAGE)))
     (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {wanted.where}", wanted.values).fetchone()
     rows = connection.execute(
         f"SELECT * FROM rows WHERE {wanted.where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
@@ -174,15 +168,15 @@ def key_of(row: sqlite3.Row) -> str:
 def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
     """Return the row of a key such as ``train-5-48-0-0``: partition, step, group, sample and segment.
 
-    Raises RequestRefused (404) if there is none.
+    Raises RequestRefused, 404 if there is none and 400 if a part of the key is no number.
     """
     partition, *numbers = key.split("-")
     found = None
-    if len(numbers) == 4 and all(number.isdigit() for number in numbers):
+    if len(numbers) == 4:
         found = connection.execute(
             "SELECT * FROM rows WHERE partition = ? AND step = ? AND grp = ? AND sample = ? AND segment = ? "
             "ORDER BY lineage DESC LIMIT 1",
-            (partition, *map(int, numbers)),
+            (partition, *(integer("key", part) for part in numbers)),
         ).fetchone()
     if found is None:
         raise RequestRefused(f"there is no trajectory {key[:100]!r}", code="no_trajectory", status=404)

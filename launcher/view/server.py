@@ -33,6 +33,7 @@ from rl_async.launcher.doctor.observe import observe
 from rl_async.launcher.view import evaluation, search
 from rl_async.launcher.view.access import OPEN, PageAccess
 from rl_async.launcher.view.index import Indexer
+from rl_async.launcher.view.numbers import integer, number
 from rl_async.launcher.view.recorded import row_at, rows_at
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.trajectory import decoder, story
@@ -122,19 +123,19 @@ class ViewServer:
         keys = [key for key in given.get("keys", "").split(",") if key]
 
         def columns() -> dict[str, Any]:
-            epoch, after = _integer(given.get("epoch", "-1")), _integer(given.get("after", "0"))
+            epoch, after = integer("epoch", given.get("epoch", "-1")), integer("after", given.get("after", "0"))
             return {**run.metrics.since(keys, epoch, max(0, after)), "names": run.metrics.names}
 
         return _refreshed(run, columns)
 
     def _evaluations(self, run: ViewedRun, request: Request) -> Any:
-        solved = _number(request.query_params.get("solved", "1"))
+        solved = number("solved", request.query_params.get("solved", "1"))
         with self._indexer.of(run.folder).connect() as connection:
             table = evaluation.table(evaluation.answered(connection), solved)
         return {"records": _refreshed(run, run.evaluations.records), "table": table}
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
-        before, after = (_integer(request.query_params.get(side, "")) for side in ("before", "after"))
+        before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))
         with self._indexer.of(run.folder).connect() as connection:
             return evaluation.compare(connection, before, after)
 
@@ -144,8 +145,7 @@ class ViewServer:
             return {
                 **search.choices(connection),
                 "orders": list(search.ORDERS),
-                "progress": index.progress._asdict(),
-                "damaged": index.damaged,
+                **index.state(),
             }
 
     def _trajectories(self, run: ViewedRun, request: Request) -> Any:
@@ -164,7 +164,7 @@ class ViewServer:
         if len(numbers) != 2:
             raise RequestRefused("a group is PARTITION-STEP-GROUP", code="no_group", status=404)
         with self._indexer.of(run.folder).connect() as connection:
-            rows = search.rows_of_group(connection, partition, *map(_integer, numbers))[:GROUP]
+            rows = search.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))[:GROUP]
         shown = []
         for file in sorted({row["file"] for row in rows}):
             there = sorted((row for row in rows if row["file"] == file), key=lambda row: row["place"])
@@ -202,6 +202,7 @@ class ViewServer:
         return [_refreshed(run, partial(self._state, run)) for run in self._runs.all()]
 
     def _state(self, run: ViewedRun) -> dict[str, Any]:
+        """Return what the page follows of a run."""
         summary = run.summary()
         progress = self._indexer.progress(run.folder)
         return {
@@ -211,6 +212,7 @@ class ViewServer:
             "evaluations": len(run.evaluations.records()),
             "indexed": None if progress is None else progress._asdict(),
             "running": summary["running"],
+            "problem": summary["problem"],
         }
 
 
@@ -227,20 +229,6 @@ def _diagnosed(folder: Path) -> bytes:
     except UserError as error:
         raise RequestRefused(str(error), code="no_diagnosis", status=409) from error
     return msgspec.json.encode({"verdict": diagnose(seen), "observation": seen})
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise RequestRefused(f"{text[:100]!r} is no whole number", code="no_number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestRefused(f"{text[:100]!r} is no number", code="no_number") from None
 
 
 def _json(value: Any) -> Response:

@@ -111,6 +111,7 @@ def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:
             RequestRefused: _refused,
             RecursionError: _too_deep,
             ClientDisconnect: _gone,
+            Exception: _failed,
         },
         **settings,
     )
@@ -147,6 +148,11 @@ def _refused(request: Request, error: Exception) -> Response:
 
 def _too_deep(request: Request, error: Exception) -> Response:
     return _error(400, "the body is nested too deeply")
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    what = f"{request.method} {request.url.path}"
+    return _error(500, f"{what} failed with {type(error).__name__}; the server's log says why")
 
 
 def _gone(request: Request, error: Exception) -> Response:

@@ -1,8 +1,11 @@
 """The index of a run's trajectories: what is found, what a resume voids, and files that change or are damaged."""
 
+import gzip
+import json
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +158,43 @@ def test_a_row_whose_numbers_do_not_fit_its_tokens_spoils_its_file_alone(run: Pa
     assert list(index.damaged) == [file.name] and count(index) == 48
 
 
+def test_a_damaged_file_is_read_again_once_it_changes(run: Path, index: TrajectoryIndex) -> None:
+    file = run / "trajectories" / "step-000001-lineage0-rank0.jsonl.gz"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-40])
+    index.update(threading.Event())
+    assert list(index.damaged) == [file.name] and count(index, step=1) == 0, "its old rows have places of another file"
+    file.write_bytes(whole)
+    index.update(threading.Event())
+    assert not index.damaged and count(index) == 48
+
+
+def group_too_large(row: dict[str, Any]) -> None:
+    row["group_id"] = 1 << 70
+
+
+def too_few_logprobs(row: dict[str, Any]) -> None:
+    row["logprobs"] = row["logprobs"][:1]
+
+
+@pytest.mark.parametrize("spoil", [group_too_large, too_few_logprobs])
+def test_any_row_that_cannot_be_indexed_spoils_its_file_alone(run: Path, spoil: Callable[[Any], None]) -> None:
+    file = run / "trajectories" / "step-000002-lineage0-rank0.jsonl.gz"
+    row = json.loads(gzip.decompress(file.read_bytes()).splitlines()[0])
+    spoil(row)
+    file.write_bytes(gzip.compress(json.dumps(row).encode()))
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert list(index.damaged) == [file.name] and count(index) == 32
+
+
+def test_what_is_no_database_is_made_anew(run: Path, index: TrajectoryIndex) -> None:
+    index.path.write_bytes(b"no database" * 1000)
+    again = TrajectoryIndex(run)
+    again.update(threading.Event())
+    assert count(again) == 48
+
+
 def test_an_index_of_another_format_is_made_anew(run: Path, index: TrajectoryIndex) -> None:
     with index.connect() as connection:
         connection.execute("PRAGMA user_version = 999")
@@ -222,6 +262,41 @@ def test_an_index_follows_its_run(run: Path, indexer: Indexer, monkeypatch: pyte
     write_step(run, 3, make_rows(3))
     wait_for(index, Progress(4, 4))
     assert count(index) == 64
+
+
+def deleted(run: Path) -> None:
+    for file in run.glob("view.sqlite*"):
+        file.unlink()
+
+
+def overwritten(run: Path) -> None:
+    (run / "view.sqlite").write_bytes(b"no database" * 1000)
+
+
+@pytest.mark.parametrize("spoil", [deleted, overwritten])
+def test_an_index_that_is_deleted_or_damaged_while_it_is_used_is_made_anew(
+    run: Path, indexer: Indexer, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    index = indexer.of(run)
+    wait_for(index, Progress(3, 3))
+    spoil(run)
+    write_step(run, 3, make_rows(3))
+    wait_for(index, Progress(4, 4))
+    assert count(index) == 64
+
+
+def test_a_run_that_is_deleted_ends_no_other(
+    run: Path, tmp_path: Path, indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    other = make_run(tmp_path / "other", steps=1)
+    gone, index = indexer.of(other), indexer.of(run)
+    wait_for(gone, Progress(1, 1))
+    shutil.rmtree(other)
+    write_step(run, 3, make_rows(3))
+    wait_for(index, Progress(4, 4))
+    assert not other.exists()
 
 
 def wait_for(index: TrajectoryIndex, progress: Progress) -> None:

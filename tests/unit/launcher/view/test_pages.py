@@ -65,6 +65,17 @@ def test_the_newest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
     assert [record["eval/reward"] for record in evaluations.records()] == [0.0, 0.2]
 
 
+def test_a_line_that_is_no_record_hides_none_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, {"step": 0, "a": 1.0})
+    with path.open("a") as file:
+        file.write('{"step": 1, "a"\n{"a": 1}\n{"step": -1e30, "a": 1}\n{"step": 1e30, "a": 1}\n')
+    append(path, {"step": 2, "a": 3.0})
+    columns = MetricColumns(path)
+    columns.refresh()
+    assert columns.since(["a"], -1, 0)["columns"] == {"a": [1.0, 3.0]} and "line 5" in columns.problem
+
+
 def recorded(file: Path) -> RecordedRow:
     _, line = next(lines(file))
     return msgspec.json.decode(line, type=RecordedRow)

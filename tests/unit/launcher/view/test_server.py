@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -181,11 +182,34 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
         ("metrics?after=x", 400),
         ("evaluations?solved=x", 400),
         ("compare?before=0", 400),
+        ("compare?before=99999999999999999999&after=0", 400),
+        ("trajectories?offset=inf", 400),
+        ("trajectories?offset=1e30", 400),
+        ("trajectories?limit=nan", 400),
+        ("trajectories?reward_from=nan", 400),
+        ("trajectories/train-²-0-0-0", 400),
+        ("groups/train-99999999999999999999-1", 400),
     ],
 )
 def test_what_is_not_there_is_said(page: Page, path: str, status: int) -> None:
-    found, headers, body = page.ask(f"/api/runs/a/{path}", Cookie=page.cookie)
+    found, headers, body = page.ask(f"/api/runs/a/{quote(path, safe='/?=&')}", Cookie=page.cookie)
     assert found == status and json.loads(body)["error"]["message"] and "default-src" in str(headers)
+
+
+@pytest.mark.parametrize("config", ["", "- a", "a: [", "\x00"])
+def test_a_run_that_cannot_be_read_is_listed_with_its_problem_beside_the_others(
+    page: Page, runs: Path, config: str
+) -> None:
+    (runs / "b" / "config.yaml").write_text(config)
+    listed = {run["name"]: run["problem"] for run in page.get("runs")}
+    assert listed["a"] == "" and "config.yaml" in listed["b"]
+    assert {event["run"]: bool(event["problem"]) for event in page.events(2)} == {"a": False, "b": True}
+
+
+def test_what_fails_is_said_as_json(page: Page, runs: Path) -> None:
+    (runs / "a" / "view.sqlite").mkdir()
+    status, headers, body = page.ask("/api/runs/a/choices", Cookie=page.cookie)
+    assert status == 500 and json.loads(body)["error"]["message"] and "default-src" in str(headers)
 
 
 def test_events_tell_of_new_steps(page: Page, runs: Path) -> None:
