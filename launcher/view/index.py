@@ -24,7 +24,7 @@ from rl_async.launcher.view.recorded import RecordedFile, RecordedRow, lines
 log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
-FORMAT = 1  # of the tables; a file of another format is made anew
+FORMAT = 2  # of the tables; a file of another format is made anew
 SEARCHED = 1 << 16  # characters of a trajectory
 PREVIEW = 200  # characters of a prompt or an answer in a list
 POLL_S = 2.0
@@ -33,7 +33,8 @@ CREATE TABLE files (name TEXT PRIMARY KEY, size INTEGER, changed INTEGER);
 CREATE TABLE rows (
     id INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, place INTEGER,
     partition TEXT, step INTEGER, lineage INTEGER, grp INTEGER, sample INTEGER, segment INTEGER,
-    task TEXT, source TEXT, reward REAL, turn_reward REAL, scored INTEGER, finish TEXT, error INTEGER,
+    role TEXT, asked INTEGER, task TEXT, source TEXT,
+    reward REAL, turn_reward REAL, scored INTEGER, finish TEXT, error INTEGER,
     tokens INTEGER, sampled INTEGER, masked INTEGER, min_weight REAL, advantage REAL, difference REAL,
     staleness INTEGER, turns INTEGER, calls INTEGER, failed_calls INTEGER, seconds REAL, prompt TEXT, answer TEXT
 );
@@ -210,6 +211,8 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
         "grp": row.group_id,
         "sample": row.sample,
         "segment": row.segment,
+        "role": row.role,
+        "asked": row.asked(),
         "task": row.task_id,
         "source": row.data_source,
         "reward": row.reward,

@@ -1,8 +1,10 @@
 """One recorded trajectory as the page reads it: a line of a file in ``trajectories/``."""
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ class RecordedRow(msgspec.Struct, dict=True):
     sampling: Sampling
     turns: list[Turn] = []
     segment: int = 0
+    role: str = ""
     attempt: int = 0
     episode_id: str = ""
     reward_parts: dict[str, float] = {}
@@ -62,6 +65,11 @@ class RecordedRow(msgspec.Struct, dict=True):
         calls = [f"{call.arguments}\n{call.error}" for turn in self.turns for call in turn.tool_calls]
         said = [turn.text for turn in self.turns]
         return "\n".join([self.error, *said, *calls, self.ground_truth])
+
+    def asked(self) -> int:
+        """Return a number that rows share whose prompts, all turns before the policy's first, are the same."""
+        prompt = takewhile(lambda turn: turn.role != "assistant", self.turns)
+        return zlib.crc32(msgspec.json.encode([(turn.role, turn.text) for turn in prompt]))
 
     def said_last(self, role: str) -> str:
         """Return the last turn of a role; empty if there is none."""

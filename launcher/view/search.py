@@ -13,7 +13,8 @@ TOTAL = "rows.reward + rows.turn_reward"
 CURRENT = "NOT EXISTS (SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step)"
 KEY = ("partition", "step", "grp", "sample", "segment")
 LISTED = (
-    *("partition", "step", "lineage", "grp", "sample", "segment", "task", "source", "reward", "turn_reward", "scored"),
+    *("partition", "step", "lineage", "grp", "sample", "segment", "role", "task"),
+    *("source", "reward", "turn_reward", "scored"),
     *("finish", "error", "tokens", "sampled", "masked", "min_weight", "advantage", "difference", "staleness", "turns"),
     *("calls", "failed_calls", "seconds", "prompt", "answer"),
 )
@@ -133,23 +134,28 @@ def listed(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def choices(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the values that filters may take: each with how many rows have it, the most frequent first."""
+    """Return the values that filters may take: each with how many rows have it, the most frequent first.
 
-    def counted(column: str, table: str = "rows") -> list[dict[str, Any]]:
+    Rows that were trained again do not count, as they are not found either.
+    """
+
+    def counted(column: str) -> list[dict[str, Any]]:
         found = connection.execute(
-            f"SELECT {column} AS value, count(*) AS rows FROM {table} WHERE {column} != '' GROUP BY 1 ORDER BY 2 DESC "
-            "LIMIT 200"
+            f"SELECT {column} AS value, count(*) AS rows FROM rows WHERE {CURRENT} AND {column} != '' GROUP BY 1 "
+            "ORDER BY 2 DESC LIMIT 200"
         )
         return [dict(row) for row in found]
 
     tools = connection.execute(
-        "SELECT name AS value, count(*) AS rows, sum(calls) AS calls, sum(failed) AS failed FROM tools GROUP BY 1 "
-        "ORDER BY 4 DESC, 3 DESC LIMIT 200"
+        "SELECT name AS value, count(*) AS rows, sum(tools.calls) AS calls, sum(failed) AS failed FROM tools "
+        f"JOIN rows ON rows.id = tools.row WHERE {CURRENT} GROUP BY 1 ORDER BY 4 DESC, 3 DESC LIMIT 200"
     )
     rules = connection.execute(
-        "SELECT name AS value, count(*) AS rows, sum(tokens) AS tokens FROM rules GROUP BY 1 ORDER BY 3 DESC"
+        "SELECT name AS value, count(*) AS rows, sum(rules.tokens) AS tokens FROM rules "
+        f"JOIN rows ON rows.id = rules.row WHERE {CURRENT} GROUP BY 1 ORDER BY 3 DESC"
     )
-    (first, last) = connection.execute("SELECT min(step), max(step) FROM rows WHERE partition = 'train'").fetchone()
+    trained = f"SELECT min(step), max(step) FROM rows WHERE partition = 'train' AND {CURRENT}"
+    (first, last) = connection.execute(trained).fetchone()
     return {
         "source": counted("source"),
         "finish": counted("finish"),

@@ -15,7 +15,8 @@ from rl_async.launcher.view.evaluation import answered, compare, table
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import RecordedRow, lines
 from rl_async.launcher.view.trajectory import story, token_texts
-from rl_async.messages import Version, VersionRun
+from rl_async.messages import Trajectory, Version, VersionRun
+from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
 from tests.support.recordings import conversation, make_run, write_evaluation, write_step
 
@@ -155,3 +156,38 @@ def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
     assert (compared["tasks"], compared["better"], compared["worse"]) == (3, 2, 1)
     assert compared["mean"][0] == pytest.approx(0.0) and math.isfinite(compared["mean"][1])
     assert compared["rows"][0]["after"]["answer"] == "answer 0 of 4"
+
+
+def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    template = make_rows(0)[0]
+
+    def row(
+        source: str, role: str, reward: float, segment: int, *, scored: bool = True, asked: str = "?"
+    ) -> Trajectory:
+        made = msgspec.structs.replace(template, task_id="1", group_id=len(source), data_source=source, role=role)
+        turns = conversation(asked, f"{role} {segment}")  # earns 0.25
+        return msgspec.structs.replace(made, reward=reward, segment=segment, scored=scored, turns=turns)
+
+    for step, change in ((0, 0.0), (1, 1.0)):
+        rows = [
+            row("chess", "white", 1.0 - change, 0),
+            row("chess", "white", 1.0 - change, 1),
+            row("chess", "black", 0.0 + change, 2),
+            row("go", "", 5.0, 0, scored=False),
+            row("draughts", "", 1.0, 0, asked=f"asked in {step}"),
+        ]
+        write_trajectories(run / "trajectories" / f"eval-{step:06d}.jsonl.gz", rows)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    with index.connect() as connection:
+        lines_of = {line["source"]: line["average"][0] for line in table(answered(connection), 1.0) if not line["step"]}
+        compared = compare(connection, 0, 1)
+    assert lines_of == {"chess as black": 0.25, "chess as white": 1.5, "draughts": 1.25, "go": 0.0}
+    shown = [
+        (r["before"]["source"], r["before"]["role"], r["before"]["reward"], r["after"]["reward"])
+        for r in compared["rows"]
+    ]
+    assert shown == [("chess", "white", 1.5, 0.5), ("go", "", 0.0, 0.0), ("chess", "black", 0.25, 1.25)]
+    assert (compared["tasks"], compared["left_out"]) == (3, 1)
+    assert compared["rows"][0]["before"]["answer"] == "white 1" and compared["rows"][0]["before"]["segment"] == 0
