@@ -29,6 +29,7 @@ class LossInputs:
     advantages: Tensor
     weights: Tensor  # the correction's, detached
     mask: Tensor  # bool, tokens that train; elsewhere all values are finite and must not matter
+    free: Tensor  # bool, those of them that were sampled without a grammar's mask; ratios of rows are over these
     options: AlgorithmConfig
     selected: Tensor | None = None  # bool, what the loss's ``select`` picked from the whole mini-batch
 
@@ -61,7 +62,7 @@ class SelectInputs:
     proximal: Tensor
     behaviour: Tensor
     advantages: Tensor
-    mask: Tensor
+    mask: Tensor  # tokens that train, without those that a grammar's mask restricted: these are neither seen nor picked
     options: AlgorithmConfig
     seed: int  # of this mini-batch, for losses that draw tokens
 
@@ -141,9 +142,10 @@ def dro(x: LossInputs) -> Tensor:
 # --- One ratio per sequence. Meant for aggregation=seq-mean-token-mean, where every sequence counts the same
 
 
-def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over a row's tokens where ``mask``, [B, 1]."""
-    return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+def _row_mean(values: Tensor, x: LossInputs) -> Tensor:
+    """Mean over a row's free tokens, or over all that train if none of them is free, [B, 1]."""
+    chosen = torch.where(x.free.any(1, keepdim=True), x.free, x.mask)
+    return torch.where(chosen, values, 0.0).sum(1, keepdim=True) / chosen.sum(1, keepdim=True).clamp(min=1)
 
 
 def gspo(x: LossInputs) -> Tensor:
@@ -154,7 +156,7 @@ def gspo(x: LossInputs) -> Tensor:
     clips at 3e-4 and 4e-4. log s is limited to 10 from above, as in verl and SkyRL. Source: GSPO (arXiv:2507.18071),
     eqs. 7, 13 and 14.
     """
-    log_s = _row_mean(x.log_ratio, x.mask).detach() + x.logprobs - x.logprobs.detach()
+    log_s = _row_mean(x.log_ratio, x).detach() + x.logprobs - x.logprobs.detach()
     s = log_s.clamp(max=LOG_SEQUENCE_RATIO_LIMIT).exp()
     return -x.weights * torch.minimum(s * x.advantages, x.clip(s) * x.advantages)
 
@@ -165,14 +167,17 @@ def gmpo(x: LossInputs) -> Tensor:
     log r_t is limited to [-clip_low, clip_high], on the side on which PPO would clip: the smaller of A log r_t and
     A clip(log r_t). The paper's limits are 0.4 and 0.4. Weights enter by their own geometric mean over the row, and A
     by its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
+
+    As in ``gspo`` the value of a term is the row's and its gradient goes through the token itself, with the same sum
+    over a row: so a token that is not free can have its own weight in place of the row's.
     """
     sign = x.advantages.sign()
     log_ratio = x.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     limited = log_ratio.clamp(-x.options.clip_low, x.options.clip_high)
     log_ratio = sign * torch.minimum(sign * log_ratio, sign * limited)
-    weights = _row_mean(x.weights.clamp(min=1e-10).log(), x.mask).exp()
-    loss = -weights * _row_mean(log_ratio, x.mask).exp() * _row_mean(x.advantages, x.mask)
-    return loss.expand_as(x.logprobs)
+    weights = torch.where(x.free, _row_mean(x.weights.clamp(min=1e-10).log(), x).exp(), x.weights)
+    log_mean = _row_mean(log_ratio, x).detach() + log_ratio - log_ratio.detach()
+    return -weights * log_mean.exp() * _row_mean(x.advantages, x)
 
 
 # --- A trust region: tokens on which the policy has moved too far are masked, -w r A elsewhere

@@ -155,6 +155,7 @@ def _loss_inputs(garbage: float, options: AlgorithmConfig) -> LossInputs:
         advantages=_with_garbage(torch.tensor([[1.0, 1.0, 0.0], [0.0, -0.5, -0.5]]), garbage),
         weights=_with_garbage(torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 1.5]]), garbage),
         mask=MASK.clone(),
+        free=MASK.clone(),
         options=options,
     )
 

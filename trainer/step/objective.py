@@ -99,6 +99,7 @@ class Objective:
                 advantages=micro.cut(self.advantages),
                 weights=corrected.weights,
                 mask=corrected.keep,
+                free=corrected.keep & micro.cut(whole.free),
                 options=self.config,
                 selected=None if selected is None else micro.cut(selected),
             )
@@ -119,7 +120,7 @@ class Objective:
                 proximal=self.precomputed.proximal[rows],
                 behaviour=self.whole.behaviour[rows],
                 advantages=self.advantages[rows],
-                mask=mask[rows],
+                mask=(mask & self.whole.free)[rows],
                 options=self.config,
                 seed=seed,
             )
@@ -150,7 +151,11 @@ class Objective:
         return total
 
     def _kl(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
-        """KL to the reference [B, T] if the loss has such a term."""
+        """KL to the reference [B, T] if the loss has such a term.
+
+        An estimate from the sampled token is weighed where a grammar's mask chose among fewer; a whole distribution has
+        nothing to weigh.
+        """
         if self.config.kl.place == "reward":
             return None
         if self.reference is not None:
@@ -159,7 +164,9 @@ class Objective:
             return self.algorithm.kl(outputs.distribution, reference)
         if self.precomputed.reference is None:
             return None
-        return self.algorithm.kl(inputs.logprobs, torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0))
+        reference = torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0)
+        kl, weights = self.algorithm.kl(inputs.logprobs, reference), self.whole.grammar_weights
+        return kl if weights is None else kl * micro.cut(weights)
 
     def _count(self, x: LossInputs) -> None:
         self.sums.add("clipped", x.clipped, x.mask)

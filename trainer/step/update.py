@@ -59,7 +59,9 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     if algorithm.decoupled:
         corrected = corrected_batch(algorithm, before.proximal, whole)
     inputs = advantage_inputs(whole, before, corrected, config)
-    inputs, kl = penalised(inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef)
+    inputs, kl = penalised(
+        inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef, whole.grammar_weights
+    )
     advantages = algorithm.advantage(inputs)
     advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
     sums = LossSums(ranks)
@@ -206,16 +208,23 @@ def advantage_inputs(
 
 
 def penalised(
-    x: AdvantageInputs, players: Tensor, before: Precomputed, algorithm: Algorithm, kl: KlConfig, coef: float
+    x: AdvantageInputs,
+    players: Tensor,
+    before: Precomputed,
+    algorithm: Algorithm,
+    kl: KlConfig,
+    coef: float,
+    weights: Tensor | None = None,
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """Subtract coef * KL(pi_old || reference) from every token's reward with ``kl.place=reward``.
 
-    ``players``, int64 [N], says which rows have one reward. Returns the inputs, and the mean of that KL as a metric;
-    the inputs alone as they were in any other case.
+    ``players``, int64 [N], says which rows have one reward; ``weights`` [N, T], if any, multiply the
+    estimates. Returns the inputs, and the mean of that KL as a metric; the inputs alone as they were in any other case.
     """
     if kl.place != "reward" or before.reference is None:
         return x, {}
     penalty = torch.where(x.mask, algorithm.kl(before.proximal.double(), before.reference.double()), 0.0)
+    penalty = penalty if weights is None else penalty * weights
     mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
     rewards = x.rewards - coef * player_sums(penalty.sum(1), players)
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}

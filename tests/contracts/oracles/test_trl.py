@@ -109,6 +109,7 @@ def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, le
             advantages=case["advantages"][:, None] * ones,
             weights=case.tensors.get("weights", ones),
             mask=mask,
+            free=mask,
             options=config,
         )
         per_token = LOSSES[name].per_token(inputs)

@@ -166,6 +166,7 @@ def our_loss(name: str, case: Case, config: AlgorithmConfig, weights: Tensor, ke
             advantages=case["advantages"],
             weights=weights,
             mask=keep,
+            free=keep,
             options=config,
             selected=selected,
         )

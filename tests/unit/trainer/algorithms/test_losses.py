@@ -58,6 +58,7 @@ def make(seed: int, on_policy: bool = False, token_wise: bool = True) -> LossInp
         advantages=normal(1.0) if token_wise else normal(1.0)[:, :1].expand(4, 7),
         weights=torch.ones(4, 7).double() if on_policy else 0.5 + torch.rand(4, 7, generator=draw, dtype=torch.float64),
         mask=mask,
+        free=mask,
         options=OPTIONS,
     )
     return inputs
@@ -253,7 +254,7 @@ def test_rows_do_not_see_one_another_and_padding_does_not_matter(name: str) -> N
     x = make(7)
     whole = LOSSES[name].per_token(x)
     for i in range(4):
-        fields = ("logprobs", "proximal", "behaviour", "advantages", "weights", "mask")
+        fields = ("logprobs", "proximal", "behaviour", "advantages", "weights", "mask", "free")
         one = replace(x, **{f: torch.nn.functional.pad(getattr(x, f)[i : i + 1], (0, 2)) for f in fields})
         torch.testing.assert_close(LOSSES[name].per_token(one)[0, :7][x.mask[i]], whole[i][x.mask[i]])
 
@@ -352,7 +353,13 @@ def test_a_penalty_draws_a_token_back_however_far_it_has_moved(name: str) -> Non
 
 def test_gspo_limits_the_mean_of_log_r_and_no_token_of_it() -> None:
     x = make(9)
-    x = replace(x, mask=torch.ones_like(x.mask), weights=torch.ones_like(x.weights), advantages=-torch.ones(4, 7))
+    x = replace(
+        x,
+        mask=torch.ones_like(x.mask),
+        free=torch.ones_like(x.mask),
+        weights=torch.ones_like(x.weights),
+        advantages=-torch.ones(4, 7),
+    )
     one_far = torch.where(torch.arange(7) == 0, 35.0, 0.0).expand(4, 7)
     got = LOSSES["gspo"].per_token(replace(x, logprobs=x.proximal + one_far))
     torch.testing.assert_close(got, torch.full_like(got, math.exp(35.0 / 7)))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions
 from rl_async.configs.schema.correction import PRESETS, CorrectionOptions, resolve
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -20,6 +20,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
@@ -122,9 +123,11 @@ class Stepped:
 
     moved: Tensor  # [rows, WIDTH]
     updated: Updated
+    distance: Tensor  # log pi - log pi_ref before the step, [rows, WIDTH]
+    rewards: Tensor  # of the tokens, as the advantages saw them, [rows, WIDTH]
 
 
-def step(algorithm: AlgorithmConfig, *, alone: bool) -> Stepped:
+def step(algorithm: AlgorithmConfig, *, alone: bool, kl_coef: float = 0.0) -> Stepped:
     """Two epochs on ROWS, so that the second sees a policy that has moved."""
     config = RunConfig(
         model=ModelConfig(path="none"),
@@ -132,19 +135,24 @@ def step(algorithm: AlgorithmConfig, *, alone: bool) -> Stepped:
         algorithm=algorithm,
         trainer=TrainerConfig(minibatches=1, epochs=2, max_tokens_per_microbatch=16),
     )
-    policy = Table()
+    policy, reference, seen = Table(), Table(), list[Tensor]()
     before = policy.table.detach().clone()
+    with torch.no_grad():
+        reference.table -= 0.3 * torch.cos(torch.arange(len(before), dtype=torch.float64))
     rows = [row(number, before, alone=alone) for number in range(len(ROWS))]
 
     def estimate(x: AdvantageInputs) -> Tensor:
         tokens = torch.sin(3.0 * torch.arange(x.mask.numel(), dtype=torch.float64)).reshape(x.mask.shape)
-        return torch.where(x.mask, tokens, 0.0)
+        seen.append(x.token_rewards)
+        return torch.where(x.mask, tokens * (kl_coef == 0), 0.0)
 
     headers = [r.header() for r in rows]
     batch = Batch(STEP, headers, plan_batch(headers, STEP, config, 1, RowCost()), {r.key: r for r in rows})
     built = replace(build(config), advantage=estimate)
-    updated = update(Models(policy), batch, built, config)  # type: ignore[arg-type]
-    return Stepped(policy.by_token(before), updated)
+    models = Models(policy, reference if kl_coef else None)  # type: ignore[arg-type]
+    updated = update(models, batch, built, config, kl_coef)
+    distance = (before - reference.table.detach()).reshape(len(ROWS), WIDTH + 1)[:, 1:]
+    return Stepped(policy.by_token(before), updated, distance, seen[0])
 
 
 @pytest.mark.parametrize(("preset", "options"), CORRECTIONS, ids=NAMES)
@@ -175,3 +183,35 @@ def test_what_is_decided_of_a_row_holds_for_its_constrained_tokens(preset: str, 
             assert weights[masked].tolist() == pytest.approx([expected] * int(masked.sum()), rel=1e-5)
     if by_row:
         assert not got.keep[CONSTRAINED].all() and got.keep[CONSTRAINED].any()
+
+
+@pytest.mark.parametrize("correction", ["disabled", "bypass_ppo_clip"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_with_any_loss_free_tokens_learn_what_they_do_alone(loss: str, correction: str) -> None:
+    options = LossOptions(kl_cov_share=0.2, clip_cov_share=0.2, clip_cov_low=0.0, m2po=0.2)
+    algorithm = AlgorithmConfig(loss=loss, correction=correction, loss_options=options, aggregation="token-sum")
+    mixed, alone = step(algorithm, alone=False), step(algorithm, alone=True)
+    assert torch.equal(mixed.moved[FREE], alone.moved[FREE])
+    assert (mixed.moved[CONSTRAINED] != 0).all() and (mixed.moved[CONSTRAINED].abs() < 2 * RATE * WEIGHT * 1.1).all()
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
+@pytest.mark.parametrize("correction", ["disabled", "bypass_ppo_clip"])
+def test_the_kl_of_a_constrained_token_is_weighed_in_the_loss(correction: str, estimator: str) -> None:
+    kl = KlConfig(coef=1.0, estimator=estimator)  # type: ignore[arg-type]
+    got = step(AlgorithmConfig(kl=kl, correction=correction, aggregation="token-sum"), alone=False, kl_coef=1.0)
+    weights = torch.where(FREE, 1.0, WEIGHT)
+    expected = got.distance * ((1 - RATE * weights) ** 2 - 1)  # the gradient of d^2 / 2 is d, in each of two epochs
+    torch.testing.assert_close(got.moved[FREE], expected[FREE], atol=1e-9, rtol=1e-4)
+    torch.testing.assert_close(got.moved[CONSTRAINED], expected[CONSTRAINED], atol=1e-9, rtol=1e-4)
+
+
+def test_the_kl_of_a_constrained_token_is_weighed_in_the_reward() -> None:
+    kl = KlConfig(coef=1.0, estimator="k1", place="reward")
+    algorithm = AlgorithmConfig(kl=kl, aggregation="token-sum")
+    without = step(AlgorithmConfig(aggregation="token-sum"), alone=False)
+    got = step(algorithm, alone=False, kl_coef=1.0)
+    sampled = FREE | CONSTRAINED
+    expected = torch.where(sampled, got.distance * torch.where(FREE, 1.0, WEIGHT), 0.0)
+    torch.testing.assert_close(without.rewards - got.rewards, expected, atol=1e-6, rtol=1e-4)
+    assert got.updated.metrics["loss/kl_reference"] == pytest.approx((expected.sum() / sampled.sum()).item(), rel=1e-4)
