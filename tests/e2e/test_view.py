@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rl_async.messages import Turn
 from tests.conftest import make_rows
 from tests.support.recordings import HOSTILE, conversation, make_run, write_evaluation, write_step
 
@@ -66,7 +67,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     long.loss_mask, long.logprobs = np.arange(LONG_TOKENS) >= 4, np.full(LONG_TOKENS, -0.5, np.float32)
     long.turns = conversation("endless", "x" * LONG)
     long.turns[1].end, long.turns[1].tool_calls[0].result = LONG_TOKENS, "y" * LONG
-    write_step(first, 3, [hostile, long])
+    (instructed,) = make_rows(11, groups=1, samples=1)
+    instructed.token_ids[:4] = tokenizer.encode("S\nU\n").ids
+    instructed.turns = conversation("what is asked", "done")
+    instructed.turns.insert(0, Turn(role="system", text="what is demanded", start=0, end=4))
+    write_step(first, 3, [hostile, long, instructed])
     write_evaluation(first, 0, [[1.0], [0.0]], ["math", "math"])
     write_evaluation(first, 4, [[0.0], [1.0]], ["math", "math"])
     make_run(folder / "other", steps=2)
@@ -160,6 +165,43 @@ def test_a_masked_token_is_explained(tab: Tab) -> None:
     assert story.count() == 0
 
 
+def test_messages_of_one_prompt_share_its_tokens(tab: Tab) -> None:
+    page = tab.open("/trajectories/first?text=demanded")
+    page.locator("tbody tr").first.click()
+    prompt = page.locator("article", has_text="what is demanded")
+    prompt.get_by_text("what is asked").wait_for()
+    assert page.locator("article").count() == 2
+    prompt.locator("summary").click()
+    prompt.locator(".token[data-at='0']").click()  # of which there is one
+    story = page.get_by_label("the story of a token")
+    story.get_by_text("the prompt of system, user").wait_for()
+
+
+def test_messages_are_shown_without_a_tokenizer(tab: Tab) -> None:
+    page = tab.open("/trajectories/other?text=no_such_page")
+    page.locator("tbody tr").first.click()
+    page.locator("article.assistant").get_by_text("script>document.title").first.wait_for()
+    page.get_by_text("tokens by their ids", exact=False).first.wait_for()
+    page.locator(".strip").click(position={"x": 700, "y": 8})
+    page.locator("article.assistant .token.chosen").wait_for()
+
+
+def test_a_problem_is_told_until_it_is_over(tab: Tab, runs: Path) -> None:
+    page = tab.page
+    page.route("**/api/runs", lambda route: route.fulfill(content_type="text/plain", body="Internal Server Error"))
+    page.route("**/api/runs/other/config", lambda route: route.fulfill(content_type="text/plain", body="?"))
+    page.reload()
+    tab.open("/run/other")
+    page.locator(".problem", has_text="answered 200 to runs").first.wait_for()
+    page.locator("details", has_text="config").locator(".problem", has_text="runs/other/config").wait_for(
+        state="attached"
+    )
+    page.unroute("**/api/runs")
+    write_evaluation(runs / "other", 1, [[1.0]], ["math"])
+    page.get_by_label("steps").wait_for()
+    page.locator("p.problem.page").wait_for(state="detached")
+
+
 def test_nothing_that_a_model_said_is_interpreted(tab: Tab) -> None:
     page = tab.open("/trajectories/first?text=worst")
     page.locator("tbody tr").first.click()
@@ -229,6 +271,14 @@ def test_a_report_opens_from_disk(browser: Any, runs: Path, tmp_path: Path) -> N
     page.locator("figure canvas").first.wait_for()
     page.get_by_role("link", name="Trajectories").click()
     page.get_by_label("search trajectories").fill("worst kind")
+    page.locator("p", has_text="1 trajectories").wait_for()
+    assert page.get_by_role("link", name="Flow").count() == 0, "a report knows no processes"
+    page.get_by_label("search trajectories").fill('"kind worst"')
+    page.locator("p", has_text="0 trajectories").wait_for()
+    page.get_by_label("search trajectories").fill("")
+    page.get_by_label("order").select_option("weight")
+    page.locator("tbody tr:first-child", has_text="question t8").wait_for()  # only step 2 has weights of 0
+    page.get_by_label("search trajectories").fill('"worst kind"')
     page.locator("p", has_text="1 trajectories").wait_for()
     page.locator("tbody tr").first.click()
     page.locator(".tokens .token").nth(3).click()

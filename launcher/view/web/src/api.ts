@@ -11,9 +11,12 @@ export const live = fromReport === null;
 
 export async function get<T>(path: string): Promise<T> {
   if (fromReport) return fromReport(path) as T;
-  const answer = await fetch(`/api/${path}`);
-  const body = await answer.json();
-  if (!answer.ok) throw new Error(body.error?.message ?? `${answer.status}`);
+  const answer = await fetch(`/api/${path}`).catch(() => {
+    throw new Error("the page's server does not answer; see whether `rl-async view` still runs");
+  });
+  const isJson = answer.headers.get("content-type")?.startsWith("application/json");
+  const body = isJson ? await answer.json() : {};
+  if (!isJson || !answer.ok) throw new Error(body.error?.message ?? `the server answered ${answer.status} to ${path.split("?")[0]}`);
   return body as T;
 }
 
@@ -45,6 +48,27 @@ export function useLoaded<T>(path: string | null, again: unknown = null): Loaded
     };
   }, [path, again]);
   return { value: state.value, error: state.path === path ? state.error : "" };
+}
+
+export interface OfRuns<T> {
+  values: Record<string, T>;
+  errors: Record<string, string>;
+}
+
+// Loads `what` of each of the runs, and again whenever `again` changes.
+export function useOfRuns<T>(names: string[], what: string, again: unknown = null): OfRuns<T> {
+  const [state, setState] = useState<OfRuns<T>>({ values: {}, errors: {} });
+  useEffect(() => {
+    let current = true;
+    const put = (name: string, value: Partial<Record<string, T>>, error: string) =>
+      current && setState((old) => ({ values: { ...old.values, ...value } as Record<string, T>, errors: { ...old.errors, [name]: error } }));
+    for (const name of names)
+      get<T>(`${run(name)}/${what}`).then((value) => put(name, { [name]: value }, ""), (error: Error) => put(name, {}, error.message));
+    return () => {
+      current = false;
+    };
+  }, [names.join("\n"), what, again]);
+  return state;
 }
 
 // Follows what changes in the runs, by name.

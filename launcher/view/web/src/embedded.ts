@@ -58,18 +58,35 @@ const tests: Record<string, (row: Row, value: string, full: Trajectory | undefin
   masked: (row) => (row.masked ?? 0) > 0,
   tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value)),
   rule: (_, value, full) => !!full?.tokens.rule.includes(value),
-  text: (_, value, full) => {
-    const text = JSON.stringify([full?.turns, full?.error, full?.ground_truth]).toLowerCase();
-    return value.toLowerCase().split(/\s+/).every((word) => text.includes(word.replaceAll('"', "")));
-  },
+  text: (_, value, full) => !!full && says(full, value),
 };
+// The words of a text, apart by single spaces: case, accents and punctuation do not count.
+const bare = (text: string) => text.normalize("NFKD").toLowerCase().replace(/\p{M}/gu, "").replace(/[^\p{L}\p{N}]+/gu, " ").trim();
+
+// Whether a trajectory has all words, and all phrases in quotes; the last word also counts as the beginning of one.
+function says(full: Trajectory, wanted: string): boolean {
+  const calls = full.turns.flatMap((turn) => turn.tool_calls.flatMap((call) => [call.name, call.arguments, call.error, call.result]));
+  const text = ` ${bare([full.error, ...full.turns.map((turn) => turn.text), ...calls, full.ground_truth].join("\n"))} `;
+  const parts = wanted.split('"');
+  const phrases = parts.filter((_, at) => at % 2 === 1).map(bare);
+  const words = parts.filter((_, at) => at % 2 === 0).flatMap((part) => part.split(/\s+/)).map(bare).filter(Boolean);
+  const last = words.pop();
+  return [...phrases.filter(Boolean), ...words].every((term) => text.includes(` ${term} `)) && (!last || text.includes(` ${last}`));
+}
+
+const LARGEST = Number.MAX_VALUE; // stands for no weight: such rows come last
+const place = (a: Row, b: Row) => a.grp - b.grp || a.sample - b.sample || a.segment - b.segment;
 const orders: Record<string, (a: Row, b: Row) => number> = {
-  oldest: (a, b) => a.step - b.step || a.grp - b.grp || a.sample - b.sample,
-  reward_low: (a, b) => total(a) - total(b),
-  reward_high: (a, b) => total(b) - total(a),
-  masked: (a, b) => (b.masked ?? 0) - (a.masked ?? 0),
-  tokens: (a, b) => b.tokens - a.tokens,
-  failed_calls: (a, b) => b.failed_calls - a.failed_calls,
+  newest: (a, b) => b.step - a.step || place(a, b),
+  oldest: (a, b) => a.step - b.step || place(a, b),
+  reward_low: (a, b) => total(a) - total(b) || b.step - a.step,
+  reward_high: (a, b) => total(b) - total(a) || b.step - a.step,
+  masked: (a, b) => (b.masked ?? 0) - (a.masked ?? 0) || b.step - a.step,
+  difference: (a, b) => (b.difference ?? -1) - (a.difference ?? -1) || b.step - a.step,
+  weight: (a, b) => (a.min_weight ?? LARGEST) - (b.min_weight ?? LARGEST) || b.step - a.step,
+  tokens: (a, b) => b.tokens - a.tokens || b.step - a.step,
+  seconds: (a, b) => (b.seconds ?? -1) - (a.seconds ?? -1) || b.step - a.step,
+  failed_calls: (a, b) => b.failed_calls - a.failed_calls || b.step - a.step,
 };
 
 function page(run: EmbeddedRun, given: URLSearchParams): unknown {
@@ -77,7 +94,7 @@ function page(run: EmbeddedRun, given: URLSearchParams): unknown {
   const rows = run.rows.filter((row) =>
     wanted.every(([name, value]) => tests[name]!(row, value, run.trajectories[keyOf(row)])),
   );
-  const order = orders[given.get("order") ?? ""];
+  const order = orders[given.get("order") ?? "newest"];
   if (order) rows.sort(order);
   const offset = Number(given.get("offset") ?? 0);
   return { count: rows.length, offset, rows: rows.slice(offset, offset + Number(given.get("limit") ?? 100)) };

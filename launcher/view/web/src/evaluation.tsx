@@ -1,7 +1,7 @@
 // Evaluations: what each version reached by data source, and the answers of two versions side by side.
 
 import { useState } from "preact/hooks";
-import { parameters, run as runPath, useLoaded } from "./api";
+import { live, parameters, run as runPath, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, signed, visible } from "./format";
 import { address, go, type Place } from "./main";
@@ -18,22 +18,31 @@ export function EvaluationPage({ name, place, change }: { name: string; place: P
   const set = (given: Record<string, string>) => go({ ...place, given: { ...place.given, ...given } }, true);
   if (error) return <main class="page"><p class="problem">{error}</p></main>;
   if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
-  if (!value.table.length) return <main class="page"><p class="quiet">This run has recorded no evaluation yet. They take data.eval_path; eval.before=true adds one of the initial weights.</p></main>;
+  if (!value.table.length) return <main class="page"><p class="quiet">{whyNone(value, change)}</p></main>;
   return (
     <main class="page">
-      <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved} onChange={(event) => setSolved(event.currentTarget.value || "1")} /></label></div>
+      {live && <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved} onChange={(event) => setSolved(event.currentTarget.value || "1")} /></label></div>}
+      {!live && <p>An episode passes with a reward of 1.</p>}
       <Table lines={value.table} />
       <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): samples of one task are no further evidence.</p>
       {steps.length > 1 && (
         <>
           <h2>
-            Answers of version <Steps label="before" steps={steps} value={before} set={(one) => set({ before: one })} /> and version <Steps label="after" steps={steps} value={after} set={(one) => set({ after: one })} />
+            Answers of version <Steps label="before" steps={live ? steps : [steps[0]!]} value={before} set={(one) => set({ before: one })} /> and version <Steps label="after" steps={live ? steps : [steps.at(-1)!]} value={after} set={(one) => set({ after: one })} />
           </h2>
           <Compared name={name} before={before} after={after} again={again} />
         </>
       )}
     </main>
   );
+}
+
+function whyNone(found: Evaluations, change: Change | undefined): string {
+  const progress = change?.indexed;
+  if (live && !progress?.looked) return "The recorded trajectories are about to be read …";
+  if (progress && progress.indexed < progress.files) return `The recorded trajectories are being read, ${number(progress.indexed)} of ${number(progress.files)} files so far …`;
+  if (found.records.length) return "The evaluations' results were recorded, but not their trajectories. The run's page draws the results.";
+  return "This run has recorded no evaluation yet. They take data.eval_path; eval.before=true adds one of the initial weights.";
 }
 
 function Table({ lines }: { lines: EvaluationLine[] }) {

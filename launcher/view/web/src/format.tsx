@@ -22,22 +22,19 @@ export function seconds(value: number | null | undefined): string {
 }
 
 // Characters that a reader would not see, or that change the direction of what follows.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
+// The selector that makes an emoji of a sign before it is none of them.
+const HIDDEN = /(?!\ufe0f)[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb\p{Default_Ignorable_Code_Point}]|(?<!\p{Extended_Pictographic})\ufe0f/gu;
 
 // Text of any origin, with hidden characters spelled out.
 export function visible(text: string): ComponentChildren {
-  if (!HIDDEN.test(text)) return text;
   const parts: ComponentChildren[] = [];
-  let plain = "";
-  for (const character of text) {
-    if (!HIDDEN.test(character)) plain += character;
-    else {
-      const code = character.codePointAt(0)!;
-      parts.push(plain, <span class="hidden-character">{code === 27 ? "ESC" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}</span>);
-      plain = "";
-    }
+  let shown = 0;
+  for (const { 0: character, index } of text.matchAll(HIDDEN)) {
+    const code = character.codePointAt(0)!;
+    parts.push(text.slice(shown, index), <span class="hidden-character">{code === 27 ? "ESC" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}</span>);
+    shown = index + character.length;
   }
-  return [...parts, plain];
+  return parts.length ? [...parts, text.slice(shown)] : text;
 }
 
 // The text of one token for a label: spaces and line breaks are shown too.

@@ -19,7 +19,7 @@ export interface Place {
   given: Record<string, string>;
 }
 
-const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", flow: "Flow" };
+const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", ...(live && { flow: "Flow" }) };
 
 export function parse(hash: string): Place {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
@@ -55,7 +55,11 @@ function App() {
     };
   }, []);
   useEffect(() => {
-    get<RunSummary[]>("runs").then(setRuns, (problem: Error) => setError(problem.message));
+    const put = (found: RunSummary[]) => {
+      setRuns(found);
+      setError("");
+    };
+    get<RunSummary[]>("runs").then(put, (problem: Error) => setError(problem.message));
   }, [changes]);
   const name = place.run || runs[0]?.name || "";
   const others = useMemo(() => (place.given.with ?? "").split(",").filter(Boolean), [place.given.with]);
@@ -65,7 +69,7 @@ function App() {
     else if (key === "Escape" && help) setHelp(false);
     else if (pages[Number(key) - 1]) go({ page: pages[Number(key) - 1]!, run: name });
   });
-  if (error) return <main class="page"><p class="problem">{error}</p></main>;
+  if (!name && error) return <main class="page"><p class="problem">{error}</p></main>;
   if (!name) return <main class="page"><p class="quiet">Loading …</p></main>;
   const summary = runs.find((run) => run.name === name);
   const at = { ...place, run: name };
@@ -86,6 +90,7 @@ function App() {
         </span>
       </header>
       {help && <Keys />}
+      {error && <p class="problem page">{error}</p>}
       {place.page === "run" && <RunPage name={name} runs={runs} others={others} changes={changes} place={at} />}
       {place.page === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
       {place.page === "trajectory" && <TrajectoryPage name={name} place={at} />}

@@ -1,7 +1,7 @@
 // The curves of a run, of several over each other, and their configs.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { get, parameters, run as runPath, useKeys } from "./api";
+import { get, parameters, run as runPath, useKeys, useOfRuns, type OfRuns } from "./api";
 import { Chart, type Series } from "./charts";
 import { number } from "./format";
 import { go, type Place } from "./main";
@@ -36,8 +36,9 @@ interface Kept {
 }
 
 // The columns `keys` of several runs, extended whenever one of them has new steps.
-function useMetrics(names: string[], keys: string[], changes: Record<string, Change>): Record<string, Kept> {
+function useMetrics(names: string[], keys: string[], changes: Record<string, Change>): OfRuns<Kept> {
   const [kept, setKept] = useState<Record<string, Kept>>({});
+  const [errors, setErrors] = useState<Record<string, string>>({});
   const held = useRef<{ keys: string; runs: Record<string, Kept> }>({ keys: "", runs: {} });
   const signature = keys.join(",");
   const state = names.map((name) => `${name} ${changes[name]?.epoch} ${changes[name]?.count}`).join(",");
@@ -59,13 +60,19 @@ function useMetrics(names: string[], keys: string[], changes: Record<string, Cha
         );
         runs[name] = { epoch: fresh.epoch, steps: [...base.steps, ...fresh.steps], columns, names: fresh.names };
         setKept({ ...runs });
-      });
+        setErrors((before) => ({ ...before, [name]: "" }));
+      }, (error: Error) => current && setErrors((before) => ({ ...before, [name]: error.message })));
     }
     return () => {
       current = false;
     };
   }, [signature, state]);
-  return kept;
+  return { values: kept, errors };
+}
+
+// Why something of a run cannot be shown.
+function Problems({ errors }: { errors: Record<string, string> }) {
+  return <>{Object.entries(errors).map(([name, error]) => error && <p class="problem" key={name}>{name}: {error}</p>)}</>;
 }
 
 export const runColour = (index: number) => `--run-${index % 8}`;
@@ -84,7 +91,7 @@ export function RunPage({ name, runs, others, changes, place }: {
   const compared = [name, ...others.filter((other) => other !== name && runs.some((run) => run.name === other))];
   const [names, setNames] = useState<string[]>([]);
   const cards = useMemo(() => chosen(search, names), [search, names]);
-  const kept = useMetrics(compared, cards.flatMap(([, keys]) => keys), changes);
+  const { values: kept, errors } = useMetrics(compared, cards.flatMap(([, keys]) => keys), changes);
   useEffect(() => {
     const found = [...new Set(compared.flatMap((one) => kept[one]?.names ?? []))];
     if (found.length !== names.length) setNames(found);
@@ -111,6 +118,7 @@ export function RunPage({ name, runs, others, changes, place }: {
           <label>smooth <input type="range" min={0} max={0.95} step={0.05} value={smooth} onInput={(event) => setSmooth(Number(event.currentTarget.value))} /></label>
           <label><input type="checkbox" checked={log} onChange={() => setLog(!log)} /> log</label>
         </div>
+        <Problems errors={errors} />
         <div class="charts">
           {!search && <EvaluationChart compared={compared} changes={changes} />}
           {cards.map(([title, keys]) => (
@@ -141,18 +149,14 @@ function seriesOf(compared: string[], keys: string[], kept: Record<string, Kept>
 }
 
 function EvaluationChart({ compared, changes }: { compared: string[]; changes: Record<string, Change> }) {
-  const [found, setFound] = useState<Record<string, Evaluations>>({});
   const state = compared.map((name) => `${name} ${changes[name]?.evaluations}`).join(",");
-  useEffect(() => {
-    for (const name of compared)
-      get<Evaluations>(`${runPath(name)}/evaluations`).then((value) => setFound((old) => ({ ...old, [name]: value })));
-  }, [state]);
+  const { values: found, errors } = useOfRuns<Evaluations>(compared, "evaluations", state);
   const series = compared.flatMap((name, index) => {
     const records = found[name]?.records ?? [];
     const ys = records.map((record) => record["eval/reward"] ?? record["eval/loss"] ?? null);
     return records.length ? [{ label: name, colour: runColour(index), xs: records.map((r) => r["eval/step"]!), ys, points: true }] : [];
   });
-  return series.length ? <Chart title="evaluation" series={series} /> : null;
+  return <><Problems errors={errors} />{series.length > 0 && <Chart title="evaluation" series={series} />}</>;
 }
 
 function RunList({ runs, compared, name, toggle }: {
@@ -177,6 +181,7 @@ function RunList({ runs, compared, name, toggle }: {
                 <span class="name">{run.name}</span>
                 <span class="figure">{number(run.reward)}</span>
               </label>
+              {run.problem && <p class="problem">{run.problem}</p>}
             </li>
           );
         })}
@@ -187,11 +192,7 @@ function RunList({ runs, compared, name, toggle }: {
 
 function Configs({ compared }: { compared: string[] }) {
   const [search, setSearch] = useState("");
-  const [configs, setConfigs] = useState<Record<string, Config>>({});
-  useEffect(() => {
-    for (const name of compared)
-      get<Config>(`${runPath(name)}/config`).then((value) => setConfigs((old) => ({ ...old, [name]: value })));
-  }, [compared.join(",")]);
+  const { values: configs, errors } = useOfRuns<Config>(compared, "config");
   const shown = compared.filter((name) => configs[name]);
   const keys = [...new Set(shown.flatMap((name) => Object.keys(configs[name]!)))].sort();
   const text = (name: string, key: string) => (key in configs[name]! ? JSON.stringify(configs[name]![key]) : "—");
@@ -201,6 +202,7 @@ function Configs({ compared }: { compared: string[] }) {
     <details class="config" open={shown.length > 1}>
       <summary>{shown.length > 1 ? `config: ${matching.length} keys differ` : "config"}</summary>
       <input type="search" placeholder="search keys and values" aria-label="search config" value={search} onInput={(event) => setSearch(event.currentTarget.value)} />
+      <Problems errors={errors} />
       <div class="scroll">
         <table>
           <thead><tr><th>key</th>{shown.map((name) => <th key={name}>{name}</th>)}</tr></thead>

@@ -1,8 +1,8 @@
 // What became of one token, in words and numbers.
 
 import { number, seconds, signed, tokenLabel, visible } from "./format";
-import { valueOf } from "./tokens";
-import type { Trajectory } from "./types";
+import { sameTokens, valueOf } from "./tokens";
+import type { Trajectory, Turn } from "./types";
 
 const RULES: Record<string, string> = {
   band: "its weight left the band, so it counts 0",
@@ -23,6 +23,14 @@ function why(rule: string): string {
   return what ? `${what} is outside the limits of algorithm.correction (${rule})` : rule;
 }
 
+// What a token is that the policy did not sample, by the turns that have it.
+function partOf(said: Turn[]): string {
+  const [first, ...others] = said;
+  if (!first) return "part of the chat template or of a tool's answer";
+  if (others.length) return `part of the prompt, in which the template puts ${number(said.length)} messages together`;
+  return first.role === "assistant" ? "part of the template around the answer" : `what the ${first.role} said`;
+}
+
 export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: number; close: () => void }) {
   const tokens = trajectory.tokens;
   const [text, id, version] = [tokens.text[at] ?? null, tokens.id[at]!, tokens.version[at] ?? null];
@@ -30,11 +38,11 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
   const [weight, advantage, rule] = [tokens.weight[at] ?? null, tokens.advantage[at] ?? null, tokens.rule[at] ?? null];
   const [ratio, staleness] = [valueOf(tokens, "ratio", at), tokens.staleness[at] ?? null];
   const turn = tokens.turn[at] ?? null;
-  const role = turn === null ? "the template" : trajectory.turns[turn]?.role;
+  const said = turn === null ? [] : trajectory.turns.filter((one, number) => number === turn || sameTokens(one, trajectory.turns[turn]!));
   const facts: [string, string][] = [
     ["id", `${id}`],
     ["place", `${at} of ${tokens.id.length}`],
-    ["in", turn === null ? "no turn" : `turn ${turn}, ${role}`],
+    ["in", turn === null ? "no turn" : said.length > 1 ? `the prompt of ${said.map((one) => one.role).join(", ")}` : `turn ${turn}, ${said[0]!.role}`],
   ];
   if (version)
     facts.push(
@@ -53,7 +61,7 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
         <button class="plain" onClick={close} aria-label="close">×</button>
       </header>
       <ol>
-        {!version && <li>The policy did not sample it: {role === "the template" ? "it is part of the chat template or of a tool's answer" : `it is ${role === "assistant" ? "part of the template around the answer" : `what the ${role} said`}`}. It never trains.</li>}
+        {!version && <li>The policy did not sample it: it is {partOf(said)}. It never trains.</li>}
         {version && (
           <li>
             Weights of <b>version {version[1]}</b> sampled it with probability <b>{number(engine === null ? null : Math.exp(engine))}</b>
@@ -77,7 +85,9 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
             {advantage === 0 || weight === 0 || rule ? ": it moves nothing" : advantage > 0 ? ": training made it likelier" : ": training made it less likely"}.
           </li>
         )}
-        {version && !trajectory.explained && <li>It is a held-out answer, which nothing trained.</li>}
+        {version && !trajectory.explained && (
+          <li>{trajectory.partition === "eval" ? "It is a held-out answer, which nothing trained." : "How it was trained was not recorded."}</li>
+        )}
       </ol>
       <dl>{facts.map(([name, value]) => <div key={name}><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
     </section>

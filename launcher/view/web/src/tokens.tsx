@@ -3,7 +3,7 @@
 import { memo } from "preact/compat";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { number, tokenLabel, visible } from "./format";
-import type { Tokens } from "./types";
+import type { Tokens, Turn } from "./types";
 
 export const CHUNK = 400; // tokens that are drawn together
 const CLIP = 20000; // characters of a text that are shown at first
@@ -32,6 +32,9 @@ export function valueOf(tokens: Tokens, property: Property, at: number): number 
   if (property === "none" || property === "trained") return null;
   return tokens[property][at] ?? null;
 }
+
+// Whether two turns are messages of the same prompt, whose tokens the template put together.
+export const sameTokens = (one: Turn, other: Turn) => one.end > one.start && one.start === other.start && one.end === other.end;
 
 export interface Scale {
   property: Property;

@@ -38,7 +38,7 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
   useEffect(() => {
     const timer = setTimeout(() => text !== (given.text ?? "") && set({ text }), 250);
     return () => clearTimeout(timer);
-  }, [text]);
+  }, [text, address(place)]);
   const rows = page?.rows ?? [];
   const offset = Number(given.offset ?? 0);
   const turn = (by: number) => set({ offset: `${Math.max(0, offset + by * PAGE)}` });
@@ -74,9 +74,10 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
       {given.task && <p>Task <b>{visible(given.task)}</b> over time. <a href={address({ page: "trajectories", run: name })}>all tasks</a></p>}
       <p class="quiet" aria-live="polite">
         {page ? `${number(page.count)} trajectories` : "Loading …"}
+        {progress && !progress.looked && "; the recorded files are about to be read"}
         {progress && progress.indexed < progress.files && `; reading, ${number(progress.indexed)} of ${number(progress.files)} files so far`}
       </p>
-      {error && <p class="problem">{error}</p>}
+      {[error || choices.error, choices.value?.problem].map((one) => one && <p class="problem" key={one}>{visible(one)}</p>)}
       {Object.entries(choices.value?.damaged ?? {}).map(([file, why]) => <p class="problem" key={file}>{file} cannot be read: {visible(why)}</p>)}
       <RowTable rows={rows} run={name} at={at} />
       {page && page.count > PAGE && (
@@ -101,7 +102,7 @@ export function RowTable({ rows, run, at }: { rows: Row[]; run: string; at: numb
         {rows.map((row, index) => (
           <tr key={keyOf(row)} class={index === at ? "at" : ""} onClick={() => go({ page: "trajectory", run, key: keyOf(row) })}>
             <td class="figure">{row.step}</td>
-            <td class="figure"><a href={address({ page: "trajectory", run, key: keyOf(row) })}>{row.partition === "eval" ? visible(row.task) : row.grp}.{row.sample}{row.segment ? `.${row.segment}` : ""}</a></td>
+            <td class="figure"><a href={address({ page: "trajectory", run, key: keyOf(row) })}>{row.partition === "eval" ? visible(row.task) : row.grp}.{row.sample}{row.segment ? `.${row.segment}` : ""}{row.role && ` ${row.role}`}</a></td>
             <td><Reward value={row.reward + row.turn_reward} /></td>
             <td class="preview">{visible(row.prompt)}</td>
             <td class={row.error ? "preview problem" : "preview"}>{visible(row.answer)}</td>

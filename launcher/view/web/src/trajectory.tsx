@@ -1,12 +1,13 @@
 // One trajectory: its rewards, its conversation token by token, its group, and its task over time.
 
+import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, seconds, signed, toolArguments, visible } from "./format";
 import { address, go, type Place } from "./main";
 import { Story, Timings } from "./story";
-import { Legend, PlainText, PROPERTIES, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
+import { Legend, PlainText, PROPERTIES, sameTokens, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
 import { Reward } from "./trajectories";
 import type { Call, Page, Row, Trajectory, Turn } from "./types";
 
@@ -93,12 +94,12 @@ function Head({ name, trajectory, group }: { name: string; trajectory: Trajector
     <header class="head">
       <h1>
         {heldOut ? `held-out ${trajectory.task}, version ${trajectory.step}` : `step ${trajectory.step}, group ${trajectory.grp}`}
-        <span class="quiet"> sample {trajectory.sample}{trajectory.segment ? `, segment ${trajectory.segment}` : ""}</span>
+        <span class="quiet"> sample {trajectory.sample}{trajectory.segment ? `, segment ${trajectory.segment}` : ""}{trajectory.role && `, as ${trajectory.role}`}</span>
       </h1>
       <nav class="chips" aria-label="samples of the group">
         {group.map((row) => (
           <a key={keyOf(row)} href={address({ page: "trajectory", run: name, key: keyOf(row) })} aria-current={keyOf(row) === keyOf(trajectory) ? "true" : undefined} title={`sample ${row.sample}`}>
-            <Reward value={row.reward + row.turn_reward} />
+            {row.role && `${row.role} `}<Reward value={row.reward + row.turn_reward} />
           </a>
         ))}
         {group.length > 1 && <a href={address({ page: "group", run: name, key: `${trajectory.partition}-${trajectory.step}-${trajectory.grp}` })}>side by side</a>}
@@ -119,28 +120,54 @@ function Head({ name, trajectory, group }: { name: string; trajectory: Trajector
 }
 
 function Conversation({ trajectory, scale, chosen, choose }: { trajectory: Trajectory; scale: Scale; chosen: number; choose: (at: number) => void }) {
-  const covered = trajectory.turns.some((turn) => turn.end > turn.start);
-  if (!covered)
-    return (
-      <>
-        {trajectory.turns.map((turn, index) => <TurnFrame key={index} turn={turn}><PlainText text={turn.text} /></TurnFrame>)}
-        <article class="turn"><header><b>tokens</b></header><TokenText tokens={trajectory.tokens} from={0} to={trajectory.tokens.id.length} scale={scale} chosen={chosen} choose={choose} /></article>
-      </>
-    );
+  const { tokens, turns } = trajectory;
+  const spelled = tokens.text.some((text) => text !== null);
+  const drawn = (from: number, to: number) => <TokenText tokens={tokens} from={from} to={to} scale={scale} chosen={chosen} choose={choose} />;
+  const folded = (from: number, to: number) => (
+    <details class="folded" open={chosen >= from && chosen < to}>
+      <summary>{number(to - from)} {spelled ? "tokens with the template's" : "tokens by their ids"}</summary>
+      {drawn(from, to)}
+    </details>
+  );
+  const covered = turns.some((turn) => turn.end > turn.start);
   return (
     <>
-      {trajectory.turns.map((turn, index) => (
-        <TurnFrame key={index} turn={turn}>
-          {turn.end > turn.start ? <TokenText tokens={trajectory.tokens} from={turn.start} to={turn.end} scale={scale} chosen={chosen} choose={choose} /> : <PlainText text={turn.text} />}
-        </TurnFrame>
-      ))}
+      {!spelled && tokens.id.length > 0 && <p class="quiet">{trajectory.no_text ?? "The model's tokenizer was not found"}: messages are shown as they were recorded, and tokens by their ids.</p>}
+      {framesOf(turns).map((said, index) => {
+        const [first, { start, end }] = [said[0]!, said[0]!];
+        if (said.length === 1 && spelled && end > start) return <TurnFrame key={index} turn={first}>{drawn(start, end)}</TurnFrame>;
+        return (
+          <article key={index} class={frameClass(first)}>
+            {said.map((turn, at) => <Said key={at} turn={turn}><PlainText text={turn.text} /></Said>)}
+            {end > start && folded(start, end)}
+          </article>
+        );
+      })}
+      {!covered && <article class="turn"><header><b>tokens</b></header>{drawn(0, tokens.id.length)}</article>}
     </>
   );
 }
 
-export function TurnFrame({ turn, children }: { turn: Turn; children: preact.ComponentChildren }) {
+// The turns by frame: messages that one prompt added have their tokens in common.
+function framesOf(turns: Turn[]): Turn[][] {
+  const frames: Turn[][] = [];
+  for (const turn of turns) {
+    const last = frames.at(-1)?.[0];
+    if (last && sameTokens(last, turn)) frames.at(-1)!.push(turn);
+    else frames.push([turn]);
+  }
+  return frames;
+}
+
+const frameClass = (turn: Turn) => `turn ${["user", "assistant", "tool", "system"].includes(turn.role) ? turn.role : ""}`;
+
+export function TurnFrame({ turn, children }: { turn: Turn; children: ComponentChildren }) {
+  return <article class={frameClass(turn)}><Said turn={turn}>{children}</Said></article>;
+}
+
+function Said({ turn, children }: { turn: Turn; children: ComponentChildren }) {
   return (
-    <article class={`turn ${["user", "assistant", "tool", "system"].includes(turn.role) ? turn.role : ""}`}>
+    <>
       <header>
         <b>{visible(turn.role)}</b>
         {turn.seconds > 0.0005 && <span class="quiet">{seconds(turn.seconds)}</span>}
@@ -148,7 +175,7 @@ export function TurnFrame({ turn, children }: { turn: Turn; children: preact.Com
       </header>
       {children}
       {turn.tool_calls.map((call, index) => <CallBox key={index} call={call} />)}
-    </article>
+    </>
   );
 }
 

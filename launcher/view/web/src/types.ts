@@ -12,6 +12,7 @@ export interface RunSummary {
   reward: number | null;
   evaluation: number | null;
   trajectories: boolean;
+  problem: string; // what of it cannot be read, and why
 }
 
 export type Config = Record<string, unknown>;
@@ -36,6 +37,7 @@ export interface Change {
 }
 
 export interface Progress {
+  looked: boolean; // at the folder, at least once
   indexed: number;
   files: number;
 }
@@ -57,6 +59,7 @@ export interface Choices {
   steps: [number | null, number | null];
   orders: string[];
   progress: Progress;
+  problem: string;
   damaged: Record<string, string>;
 }
 
@@ -67,6 +70,7 @@ export interface Row {
   grp: number;
   sample: number;
   segment: number;
+  role: string; // in an episode of several
   task: string;
   source: string;
   reward: number;
@@ -76,10 +80,13 @@ export interface Row {
   tokens: number;
   sampled: number;
   masked: number | null;
+  min_weight: number | null;
   advantage: number | null;
+  difference: number | null;
   staleness: number | null;
   calls: number;
   failed_calls: number;
+  seconds: number | null;
   prompt: string;
   answer: string;
 }
@@ -134,6 +141,7 @@ export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
   scored: boolean;
   baseline: boolean;
   explained: boolean;
+  no_text?: string; // why the tokens have none
   timings: Record<string, number>;
   ground_truth: string;
   sampling: { temperature: number; top_p: number; top_k: number; min_p: number };
