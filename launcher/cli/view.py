@@ -9,7 +9,7 @@ from rl_async.launcher.cli.options import add_run
 def add_view(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Serve a page on runs, finished or running, to this machine's browser: curves, trajectories token by token, "
-        "evaluations, and who waits for whom. It changes nothing. See docs/view.md."
+        "evaluations, and who waits for whom. See docs/view.md."
     )
     runs = "run folders, or folders of runs (default: runs)"
     parser.add_argument("runs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN", help=runs)

@@ -1,4 +1,4 @@
-"""The routes of the page: its files, and JSON about runs. Every route only reads.
+"""The routes of the page: its files, and JSON about runs. Only ``diagnosis`` asks a run's processes.
 
 GET /open/TOKEN                          sets the cookie and leads to the page
 GET /, /app.js, /app.css                 the page
