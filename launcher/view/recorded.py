@@ -25,6 +25,7 @@ class RecordedRow(msgspec.Struct, dict=True):
     logprobs: list[float]
     versions: list[VersionRun]
     sampling: Sampling
+    constrained: list[tuple[int, int]] = []
     turns: list[Turn] = []
     segment: int = 0
     role: str = ""

@@ -19,8 +19,9 @@ def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str
 
     ``tokens`` has a list for each property, with one entry for each token, null where a token has none:
     ``id``, ``text``, ``logprob`` (the engine's) and ``trained_logprob`` (the trainer's), ``version`` that sampled it as
-    [lineage, step], ``staleness``, ``weight``, ``rule`` that masked it and ``advantage``; and ``turn``, the number of
-    its turn.
+    [lineage, step], ``staleness``, ``weight``, ``rule`` that masked it and ``advantage``; ``constrained``, whether a
+    grammar restricted what could be sampled, so that ``logprob`` is of another distribution than ``trained_logprob``;
+    and ``turn``, the number of its turn, of messages that have their tokens in common the last.
     """
     count = len(row.token_ids)
     tokens: dict[str, list[Any]] = {
@@ -34,11 +35,15 @@ def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str
         for place in row.sampled[run.start : run.end]:
             tokens["version"][place] = [run.version.lineage, run.version.step]
             tokens["staleness"][place] = None if step is None else step - run.version.step
+    tokens["constrained"] = [False] * count
+    for start, end in row.constrained:
+        for place in row.sampled[start:end]:
+            tokens["constrained"][place] = True
     for number, turn in enumerate(row.turns):
         tokens["turn"][turn.start : turn.end] = [number] * len(tokens["turn"][turn.start : turn.end])
     _add_correction(row, tokens)
     about = msgspec.to_builtins(row)
-    for name in ("token_ids", "loss_mask", "logprobs", "versions", "correction"):
+    for name in ("token_ids", "loss_mask", "logprobs", "versions", "constrained", "correction"):
         del about[name]
     return {**about, "explained": row.correction is not None, "tokens": tokens}
 

@@ -93,13 +93,14 @@ function Compared({ name, before, after, again }: { name: string; before: string
       <p>
         Of {number(value.tasks)} tasks <b class="bad">{number(value.worse)} are worse</b>, <b class="good">{number(value.better)} better</b>
         {value.mean && <>; on average {signed(value.mean[0])} ({signed(value.mean[1])} to {signed(value.mean[2])}{value.mean[1] <= 0 && value.mean[2] >= 0 ? ", which may be chance" : ""})</>}.
+        {value.left_out > 0 && ` Left out: ${number(value.left_out)} that one of both alone has, or with another prompt.`}
       </p>
       <table class="rows compared">
         <thead><tr><th>task</th><th>version {before}</th><th>version {after}</th><th>change</th></tr></thead>
         <tbody>
           {value.rows.map(({ before: old, after: now }) => (
-            <tr key={old.task}>
-              <td class="preview">{visible(old.prompt)}</td>
+            <tr key={`${old.source} ${old.role} ${old.task}`}>
+              <td class="preview">{old.role && <b>{visible(old.role)} </b>}{visible(old.prompt)}</td>
               <td><Answer name={name} step={before} side={old} /></td>
               <td><Answer name={name} step={after} side={now} /></td>
               <td class={now.reward < old.reward ? "figure bad" : now.reward > old.reward ? "figure good" : "figure quiet"}>{signed(now.reward - old.reward)}</td>
@@ -112,6 +113,6 @@ function Compared({ name, before, after, again }: { name: string; before: string
 }
 
 function Answer({ name, step, side }: { name: string; step: string; side: Side }) {
-  const key = keyOf({ partition: "eval", step: Number(step), grp: side.grp, sample: side.sample, segment: 0 });
+  const key = keyOf({ partition: "eval", step: Number(step), grp: side.grp, sample: side.sample, segment: side.segment });
   return <a class="answer" href={address({ page: "trajectory", run: name, key })}><Reward value={side.reward} /> <span class="preview">{visible(side.answer)}</span></a>;
 }

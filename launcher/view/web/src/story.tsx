@@ -65,6 +65,7 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
         {version && (
           <li>
             Weights of <b>version {version[1]}</b> sampled it with probability <b>{number(engine === null ? null : Math.exp(engine))}</b>
+            {tokens.constrained[at] && " under a grammar, among the tokens that it allowed"}
             {trajectory.sampling.temperature !== 1 && ` at temperature ${trajectory.sampling.temperature}`}.
           </li>
         )}
@@ -73,7 +74,7 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
         )}
         {trainer !== null && (
           <li>
-            The trainer gave it <b>{number(Math.exp(trainer))}</b>: {Math.abs((ratio ?? 1) - 1) < 0.005 ? "the same" : <>a ratio of <b>{number(ratio)}</b></>}
+            The trainer gave it <b>{number(Math.exp(trainer))}</b>: {ratio === null ? "a ratio would say nothing, since no grammar restricts the trainer" : Math.abs(ratio - 1) < 0.005 ? "the same" : <>a ratio of <b>{number(ratio)}</b></>}
             {ratio !== null && staleness === 0 && Math.abs(ratio - 1) > 0.1 ? ", although the weights are the same: engine and trainer disagree" : ""}.
           </li>
         )}

@@ -26,6 +26,7 @@ export const PROPERTIES: Record<Property, string> = {
 export function valueOf(tokens: Tokens, property: Property, at: number): number | null {
   const ours = tokens.trained_logprob[at] ?? null;
   const theirs = tokens.logprob[at] ?? null;
+  if ((property === "ratio" || property === "difference") && tokens.constrained[at]) return null; // of two distributions
   if (property === "ratio") return ours === null || theirs === null ? null : Math.exp(ours - theirs);
   if (property === "difference") return ours === null || theirs === null ? null : ours - theirs;
   if (property === "version") return tokens.version[at]?.[1] ?? null;

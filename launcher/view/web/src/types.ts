@@ -128,6 +128,7 @@ export interface Tokens {
   staleness: Column;
   weight: Column;
   rule: (string | null)[];
+  constrained: boolean[]; // sampled under a grammar
   advantage: Column;
   turn: Column;
 }
@@ -174,6 +175,8 @@ export interface Side {
   source: string;
   prompt: string;
   answer: string;
+  role: string;
+  segment: number;
   reward: number;
   rows: number;
   grp: number;
@@ -182,6 +185,7 @@ export interface Side {
 
 export interface Comparison {
   tasks: number;
+  left_out: number; // that one version alone has, or with another prompt
   better: number;
   worse: number;
   mean: Interval | null;

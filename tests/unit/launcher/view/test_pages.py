@@ -86,6 +86,7 @@ def test_the_story_of_each_token(tmp_path: Path) -> None:
     (row,) = make_rows(5, groups=1, samples=1)
     sampled = int(row.loss_mask.sum())
     row.versions = [VersionRun(Version(0, 3), 0, 2), VersionRun(Version(1, 5), 2, sampled)]
+    row.constrained = [(1, 3)]
     row.turns = conversation("a", "b")
     read = recorded(write_step(tmp_path, 5, [row], masked=1))
     told = story(read, 5, None)
@@ -95,6 +96,7 @@ def test_the_story_of_each_token(tmp_path: Path) -> None:
     assert tokens["version"][first - 1 : first + 3] == [None, [0, 3], [0, 3], [1, 5]]
     assert tokens["staleness"][first - 1 : first + 3] == [None, 2, 2, 0]
     assert tokens["weight"][first - 1 : first + 2] == [None, 0.0, 0.5]
+    assert [place for place, one in enumerate(tokens["constrained"]) if one] == [first + 1, first + 2]
     assert tokens["rule"][first - 1 : first + 2] == [None, "token_k3", None]
     assert tokens["advantage"][first - 1 :] == [None, *[1.5] * sampled]
     assert tokens["trained_logprob"][first] == pytest.approx(float(row.logprobs[first]) + 0.25)
