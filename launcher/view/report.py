@@ -20,7 +20,7 @@ from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import row_at
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.server import STATIC
-from rl_async.launcher.view.trajectory import decoder, story
+from rl_async.launcher.view.trajectory import story, tokenizer_of
 
 STEPS = 50  # of which a group is in the file
 COMPARED = 20  # tasks whose answers of two versions are
@@ -92,12 +92,13 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
         data[f"compare {steps[0]} {steps[-1]}"] = compared
         for step, side in ((steps[0], "before"), (steps[-1], "after")):
             chosen += [search.rows_of_group(connection, "eval", step, row[side]["grp"]) for row in compared["rows"]]
-    decode, size = decoder(str(run.config().get("model.path", ""))), 0
+    tokenizer, size = tokenizer_of(run.folder, str(run.config().get("model.path", ""))), 0
     for rows in chosen:
         for row in rows:
             step = row["step"] if row["partition"] == "train" else None
             listed = search.listed(row)
-            told = {**listed, **story(row_at(run.folder / "trajectories" / row["file"], row["place"]), step, decode)}
+            recorded = row_at(run.folder / "trajectories" / row["file"], row["place"])
+            told = {**listed, **story(recorded, step, tokenizer.decode), "problem": tokenizer.problem}
             size += len(msgspec.json.encode(told))
             if size > MOST_BYTES:
                 return data

@@ -36,7 +36,7 @@ from rl_async.launcher.view.index import Indexer
 from rl_async.launcher.view.numbers import integer, number
 from rl_async.launcher.view.recorded import row_at, rows_at
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
-from rl_async.launcher.view.trajectory import decoder, story
+from rl_async.launcher.view.trajectory import story, tokenizer_of
 from rl_async.process.http_server import application
 
 STATIC = Path(__file__).parent / "static"
@@ -157,7 +157,8 @@ class ViewServer:
             found = search.row_of_key(connection, request.path_params["key"])
         row = row_at(run.folder / "trajectories" / found["file"], found["place"])
         step = found["step"] if found["partition"] == "train" else None
-        return {**search.listed(found), **story(row, step, decoder(str(run.config().get("model.path", ""))))}
+        tokenizer = tokenizer_of(run.folder, str(run.config().get("model.path", "")))
+        return {**search.listed(found), **story(row, step, tokenizer.decode), "problem": tokenizer.problem}
 
     def _group(self, run: ViewedRun, request: Request) -> Any:
         partition, *numbers = request.path_params["key"].split("-")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rl_async.launcher.view.columns import Evaluations, MetricColumns
 from rl_async.launcher.view.evaluation import answered, compare, table
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import RecordedRow, lines
-from rl_async.launcher.view.trajectory import story, token_texts
+from rl_async.launcher.view.trajectory import story, token_texts, tokenizer_of
 from rl_async.messages import Trajectory, Version, VersionRun
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
@@ -130,6 +131,21 @@ def test_token_texts_make_up_the_whole_text(text: str) -> None:
     assert len(texts) == len(ids) == len(text.encode()) and "".join(texts) == text
     if text.startswith("né"):
         assert texts[:4] == ["n", "", "é", " "]
+
+
+def test_a_tokenizer_is_found_in_the_run_or_beside_it_once_it_is_there(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "run", steps=1)
+    missing = tokenizer_of(run, "models/small")
+    assert missing.decode is None and "models/small" in missing.problem
+    for folder in (tmp_path / "models" / "small", run / "checkpoints" / "step-000001" / "model"):
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("{")
+        assert str(folder) in tokenizer_of(run, "models/small").problem
+        tokenizer = byte_tokenizer()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        os.utime(folder / "tokenizer.json", (1, 1))
+        found = tokenizer_of(run, "models/small")
+        assert found.decode is not None and found.decode(tokenizer.encode("né").ids) == "né" and not found.problem
 
 
 def test_bytes_that_are_no_text_are_shown_as_far_as_they_go() -> None:
