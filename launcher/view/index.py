@@ -24,7 +24,7 @@ from rl_async.launcher.view.recorded import RecordedFile, RecordedRow, lines
 log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
-FORMAT = 2  # of the tables; a file of another format is made anew
+FORMAT = 3  # of the tables; a file of another format is made anew
 SEARCHED = 1 << 16  # characters of a trajectory
 PREVIEW = 200  # characters of a prompt or an answer in a list
 POLL_S = 2.0

@@ -12,6 +12,8 @@ import msgspec
 
 from rl_async.messages import Explanation, Sampling, Turn, VersionRun
 
+MOST_LINE = 1 << 27  # bytes of a row, several times what the longest have
+
 
 class RecordedRow(msgspec.Struct, dict=True):
     """The part of a line that the page shows; other fields are skipped. Fields with defaults are not in all files."""
@@ -63,7 +65,11 @@ class RecordedRow(msgspec.Struct, dict=True):
 
     def text(self) -> str:
         """Return everything that was said, with errors, calls and results, to be searched."""
-        calls = [f"{call.arguments}\n{call.error}" for turn in self.turns for call in turn.tool_calls]
+        calls = [
+            f"{call.name}\n{call.arguments}\n{call.result}\n{call.error}"
+            for turn in self.turns
+            for call in turn.tool_calls
+        ]
         said = [turn.text for turn in self.turns]
         return "\n".join([self.error, *said, *calls, self.ground_truth])
 
@@ -103,10 +109,15 @@ class RecordedFile(NamedTuple):
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each line of a file with its place in the decompressed text."""
+    """Yield each line of a file with its place in the decompressed text.
+
+    Raises ValueError for a line of more than MOST_LINE bytes.
+    """
     place = 0
     with gzip.open(file, "rb") as opened:
-        for line in opened:
+        while line := opened.readline(MOST_LINE + 1):
+            if len(line) > MOST_LINE:
+                raise ValueError(f"a line at {place} has more than {MOST_LINE} bytes")
             yield place, line
             place += len(line)
 

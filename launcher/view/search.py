@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rl_async.errors import RequestRefused
 from rl_async.launcher.view.numbers import integer, number
 
+MOST_TERMS = 64  # of a search, each of which is looked up
 PAGE = 100  # rows of a page at most
 TOTAL = "rows.reward + rows.turn_reward"
 # Trained rows that a later lineage trained again are left out.
@@ -100,7 +101,7 @@ def words(text: str) -> str:
     """Return the full-text query for rows that contain each of these words, the last also as a beginning.
 
     What stands in quotes, and what has punctuation inside such as ``total_price``, must occur in that order. Nothing of
-    it is an operator. Raises RequestRefused for a text without a letter or digit.
+    it is an operator. Raises RequestRefused for a text without a letter or digit, or of too many words.
     """
     parts = text.replace("\0", " ").split('"')  # SQLite's query would end there
     quoted = [part.strip() for part in parts[1::2]]
@@ -108,6 +109,8 @@ def words(text: str) -> str:
     terms = [term for term in (*quoted, *plain) if any(character.isalnum() for character in term)]
     if not terms:
         raise RequestRefused("text: give a word with letters or digits", code="no_words", param="text")
+    if len(terms) > MOST_TERMS:
+        raise RequestRefused(f"text: give at most {MOST_TERMS} words", code="too_many_words", param="text")
     prefix = "*" if plain and terms[-1] == plain[-1] and terms[-1][-1].isalnum() else ""
     return " AND ".join(f'"{term}"' for term in terms) + prefix
 

@@ -12,6 +12,7 @@ import pytest
 
 from rl_async.errors import RequestRefused
 from rl_async.launcher.view import index as module
+from rl_async.launcher.view import recorded
 from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
 from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group, words
 from rl_async.recording import write_trajectories
@@ -72,6 +73,8 @@ def test_each_filter_finds_the_one_row_that_it_should(index: TrajectoryIndex, fi
         ({}, 48),
         ({"text": "slow too", "tool": "shell"}, 0),
         ({"text": '"slow too"'}, 0),
+        ({"text": "shell"}, 47),
+        ({"text": "ok"}, 47),
         ({"tool": "shell"}, 47),
         ({"step_from": 1, "step_to": 1}, 16),
         ({"masked": 1}, 16),
@@ -171,6 +174,13 @@ def test_a_damaged_file_is_read_again_once_it_changes(run: Path, index: Trajecto
     assert not index.damaged and count(index) == 48
 
 
+def test_a_line_that_is_too_long_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "MOST_LINE", 100)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert len(index.damaged) == 3 and count(index) == 0
+
+
 def group_too_large(row: dict[str, Any]) -> None:
     row["group_id"] = 1 << 70
 
@@ -227,7 +237,8 @@ def test_the_values_of_filters_are_counted(index: TrajectoryIndex) -> None:
 
 
 @pytest.mark.parametrize(
-    "filters", [{"nothing": 1}, {"step": "x"}, {"order": "random"}, {"text": " <> "}, {"offset": "a"}]
+    "filters",
+    [{"nothing": 1}, {"step": "x"}, {"order": "random"}, {"text": " <> "}, {"offset": "a"}, {"text": "a " * 65}],
 )
 def test_what_is_no_filter_is_refused(index: TrajectoryIndex, filters: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused):
