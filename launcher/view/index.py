@@ -252,11 +252,14 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
 
 
 def _difference(row: RecordedRow) -> float | None:
-    """Return the largest difference between the engine's and the trainer's log-probability of a token."""
+    """Return the largest difference between the engine's and the trainer's log-probability of a token.
+
+    None without a token of which both are of the same distribution: a grammar's mask changes the engine's.
+    """
     if row.correction is None or not row.correction.logprobs:
         return None
     pairs = zip(row.explained, row.correction.logprobs, strict=True)
-    return max(abs(row.logprobs[place] - ours) for place, ours in pairs)
+    return max((abs(row.logprobs[at] - ours) for at, ours in pairs if at not in row.constrained_places), default=None)
 
 
 def _mean(values: list[float]) -> float | None:

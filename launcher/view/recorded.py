@@ -48,6 +48,11 @@ class RecordedRow(msgspec.Struct, dict=True):
         """The places of the sampled tokens."""
         return [place for place, sampled in enumerate(self.loss_mask) if sampled]
 
+    @cached_property
+    def constrained_places(self) -> set[int]:
+        """The places of the tokens that were sampled under a grammar's mask."""
+        return {place for start, end in self.constrained for place in self.sampled[start:end]}
+
     @property
     def explained(self) -> list[int]:
         """The places of the tokens to which ``correction`` refers: the first of a row is predicted by none."""

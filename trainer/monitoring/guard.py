@@ -47,6 +47,7 @@ class Guard:
         self._bound = max_staleness
         self._outside = 0  # steps in a row
         self._inside = 0
+        self._said_blind = False
 
     @classmethod
     def of(cls, config: RunConfig) -> "Guard":
@@ -56,10 +57,13 @@ class Guard:
     def observe(self, step: int, metrics: Mapping[str, float]) -> GuardAction:
         """Take in a step's metrics. Raises PolicyDrifted if ``action`` is stop and the patience is exhausted.
 
-        A step without the metrics trained no token and is ignored.
+        A step without the metrics is ignored: it trained no token, or only tokens that were sampled under a grammar's
+        mask, of which the first such step warns.
         """
-        if self._config.action == "off" or "correction/ess" not in metrics:
+        if self._config.action == "off":
             return GuardAction()
+        if "correction/ess" not in metrics:
+            return self._blind(step, metrics)
         breaches = self._breaches(metrics)
         if not breaches:
             return self._in_band()
@@ -75,6 +79,15 @@ class Guard:
         if self._config.action == "adapt" and self._outside % self._config.patience == 0:
             return self._set_bound(max(self._bound // 2, self._least), warning)
         return GuardAction(warning)
+
+    def _blind(self, step: int, metrics: Mapping[str, float]) -> GuardAction:
+        if self._said_blind or "constrained/share" not in metrics:
+            return GuardAction()
+        self._said_blind = True
+        return GuardAction(
+            f"step {step}: algorithm.guard sees nothing, since all tokens were sampled under a JSON format's mask; "
+            "later steps will not say so"
+        )
 
     def _in_band(self) -> GuardAction:
         self._outside = 0

@@ -108,6 +108,21 @@ def test_a_row_has_what_lists_show(index: TrajectoryIndex) -> None:
     assert (row["prompt"], row["answer"], row["source"]) == ("question t8", "answer 0", "math")
 
 
+def test_tokens_that_a_grammar_restricted_are_no_difference_between_engine_and_trainer(run: Path) -> None:
+    rows = make_rows(5, groups=1, samples=3)
+    told = [explained(row) for row in rows]
+    for row, explanation, spared in zip(rows, told, (None, 1, 0), strict=True):
+        explanation.logprobs[0] += 9.0
+        row.constrained = [] if spared is None else [(0, int(row.loss_mask.sum()) - spared)]
+    write_trajectories(run / "trajectories" / "step-000005-lineage0-rank0.jsonl.gz", rows, told)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    with index.connect() as connection:
+        query = "SELECT difference FROM rows WHERE step = 5 ORDER BY sample"
+        (free,), (mixed,), (none,) = connection.execute(query).fetchall()
+    assert (free, mixed, none) == (pytest.approx(9.25, abs=1e-5), pytest.approx(0.25, abs=1e-5), None)
+
+
 def test_what_was_trained_again_replaces_what_it_voids(run: Path, index: TrajectoryIndex) -> None:
     again = make_rows(1, seed=7)
     for row in again:

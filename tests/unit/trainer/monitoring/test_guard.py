@@ -35,6 +35,13 @@ def test_a_warning_comes_once_per_excursion_and_only_after_patience() -> None:
     assert "step 3" in verdicts[3].warning
 
 
+def test_that_it_sees_nothing_is_said_once() -> None:
+    json_only, nothing = {"constrained/share": 1.0}, {"loss/policy": 0.0}
+    verdicts = observe(Guard(config("warn"), 4), [nothing, IN | {"constrained/share": 0.5}, json_only, IN, json_only])
+    assert [bool(verdict.warning) for verdict in verdicts] == [False, False, True, False, False]
+    assert observe(Guard(config("off"), 4), [json_only]) == [GuardAction()]
+
+
 def test_off_sees_nothing() -> None:
     assert observe(Guard(config("off"), 4), [LOW_ESS] * 9) == [GuardAction()] * 9
 

@@ -188,7 +188,7 @@ def test_what_is_decided_of_a_row_holds_for_its_constrained_tokens(preset: str, 
 @pytest.mark.parametrize("correction", ["disabled", "bypass_ppo_clip"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_with_any_loss_free_tokens_learn_what_they_do_alone(loss: str, correction: str) -> None:
-    options = LossOptions(kl_cov_share=0.2, clip_cov_share=0.2, clip_cov_low=0.0, m2po=0.2)
+    options = LossOptions(kl_cov_share=0.2, clip_cov_share=0.2, clip_cov_low=0.0, m2po=0.3)
     algorithm = AlgorithmConfig(loss=loss, correction=correction, loss_options=options, aggregation="token-sum")
     mixed, alone = step(algorithm, alone=False), step(algorithm, alone=True)
     assert torch.equal(mixed.moved[FREE], alone.moved[FREE])
