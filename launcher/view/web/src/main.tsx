@@ -93,7 +93,7 @@ function App() {
       {error && <p class="problem page">{error}</p>}
       {place.page === "run" && <RunPage name={name} runs={runs} others={others} changes={changes} place={at} />}
       {place.page === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
-      {place.page === "trajectory" && <TrajectoryPage name={name} place={at} />}
+      {place.page === "trajectory" && <TrajectoryPage name={name} place={at} change={changes[name]} />}
       {place.page === "group" && <GroupPage name={name} place={at} />}
       {place.page === "evaluation" && <EvaluationPage name={name} place={at} change={changes[name]} />}
       {place.page === "flow" && <FlowPage name={name} />}

@@ -9,10 +9,15 @@ import { address, go, type Place } from "./main";
 import { Story, Timings } from "./story";
 import { Legend, PlainText, PROPERTIES, sameTokens, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
 import { Reward } from "./trajectories";
-import type { Call, Page, Row, Trajectory, Turn } from "./types";
+import type { Call, Change, Page, Row, Trajectory, Turn } from "./types";
 
-export function TrajectoryPage({ name, place }: { name: string; place: Place }) {
-  const { value, error } = useLoaded<Trajectory>(`${runPath(name)}/trajectories/${place.key}`);
+export function TrajectoryPage({ name, place, change }: { name: string; place: Place; change: Change | undefined }) {
+  const [again, setAgain] = useState("");
+  const { value, error } = useLoaded<Trajectory>(`${runPath(name)}/trajectories/${place.key}`, again);
+  const indexed = JSON.stringify(change?.indexed ?? null);
+  useEffect(() => {
+    if (error) setAgain(indexed); // its file may be read by now
+  }, [error, indexed]);
   if (error) return <main class="page"><p class="problem">{error}</p></main>;
   if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
   return <Shown key={keyOf(value)} name={name} place={place} trajectory={value} />;
@@ -132,7 +137,7 @@ function Conversation({ trajectory, scale, chosen, choose }: { trajectory: Traje
   const covered = turns.some((turn) => turn.end > turn.start);
   return (
     <>
-      {!spelled && tokens.id.length > 0 && <p class="quiet">{trajectory.no_text ?? "The model's tokenizer was not found"}: messages are shown as they were recorded, and tokens by their ids.</p>}
+      {!spelled && tokens.id.length > 0 && <p class="quiet">{trajectory.problem || "The model's tokenizer was not found"}. Messages are shown as they were recorded, and tokens by their ids.</p>}
       {framesOf(turns).map((said, index) => {
         const [first, { start, end }] = [said[0]!, said[0]!];
         if (said.length === 1 && spelled && end > start) return <TurnFrame key={index} turn={first}>{drawn(start, end)}</TurnFrame>;

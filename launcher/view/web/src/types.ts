@@ -142,7 +142,7 @@ export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
   scored: boolean;
   baseline: boolean;
   explained: boolean;
-  no_text?: string; // why the tokens have none
+  problem?: string; // why the tokens have no text
   timings: Record<string, number>;
   ground_truth: string;
   sampling: { temperature: number; top_p: number; top_k: number; min_p: number };
