@@ -20,7 +20,7 @@ from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import row_at
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.server import STATIC
-from rl_async.launcher.view.trajectory import story, tokenizer_of
+from rl_async.launcher.view.trajectory import TokenTexts, story, tokenizer_of
 
 STEPS = 50  # of which a group is in the file
 COMPARED = 20  # tasks whose answers of two versions are
@@ -85,26 +85,30 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
         "trajectories": {},
     }
     steps = sorted({line["step"] for line in table})
-    chosen = list(_groups(connection))
+    groups: dict[tuple[int, int], list[sqlite3.Row]] = {}  # the compared ones first; several roles share one
     if len(steps) > 1:
         compared = evaluation.compare(connection, steps[0], steps[-1])
         compared["rows"] = compared["rows"][:COMPARED]
         data[f"compare {steps[0]} {steps[-1]}"] = compared
         for step, side in ((steps[0], "before"), (steps[-1], "after")):
-            chosen += [search.rows_of_group(connection, "eval", step, row[side]["grp"]) for row in compared["rows"]]
+            for group in dict.fromkeys(row[side]["grp"] for row in compared["rows"]):
+                groups[step, group] = search.rows_of_group(connection, "eval", step, group)
+    chosen = [*groups.values(), *_groups(connection)]
     tokenizer, size = tokenizer_of(run.folder, str(run.config().get("model.path", ""))), 0
     for rows in chosen:
-        for row in rows:
-            step = row["step"] if row["partition"] == "train" else None
-            listed = search.listed(row)
-            recorded = row_at(run.folder / "trajectories" / row["file"], row["place"])
-            told = {**listed, **story(recorded, step, tokenizer.decode), "problem": tokenizer.problem}
-            size += len(msgspec.json.encode(told))
-            if size > MOST_BYTES:
-                return data
-            data["rows"].append(listed)
-            data["trajectories"][search.key_of(row)] = told
+        told = [_told(run, row, tokenizer) for row in rows]
+        size += sum(len(msgspec.json.encode(one)) for one in told)
+        if size > MOST_BYTES:
+            break
+        data["rows"] += map(search.listed, rows)
+        data["trajectories"].update(zip(map(search.key_of, rows), told, strict=True))
     return data
+
+
+def _told(run: ViewedRun, row: sqlite3.Row, tokenizer: TokenTexts) -> dict[str, Any]:
+    recorded = row_at(run.folder / "trajectories" / row["file"], row["place"])
+    step = row["step"] if row["partition"] == "train" else None
+    return {**search.listed(row), **story(recorded, step, tokenizer.decode), "problem": tokenizer.problem}
 
 
 def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:

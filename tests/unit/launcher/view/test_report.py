@@ -89,9 +89,10 @@ def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         0,
         2,
     }
-    monkeypatch.setattr(module, "MOST_BYTES", 5000)
-    _, data = written(run, tmp_path / "b.html")
-    assert 0 < len(data["rows"]) < 12 and len(msgspec.json.encode(data["trajectories"])) <= 5500
+    whole = written(run, tmp_path / "b.html")[1]["trajectories"].values()
+    monkeypatch.setattr(module, "MOST_BYTES", sum(len(msgspec.json.encode(told)) for told in whole) - 1)
+    rows = written(run, tmp_path / "c.html")[1]["rows"]
+    assert [row["partition"] for row in rows] == ["eval"] * 4 + ["train"] * 4, "whole groups, the compared ones first"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
