@@ -102,6 +102,7 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
             break
         data["rows"] += map(search.listed, rows)
         data["trajectories"].update(zip(map(search.key_of, rows), told, strict=True))
+    data["rows"].sort(key=lambda row: (-row["step"], row["grp"], row["sample"], row["segment"]))  # as ORDERS["newest"]
     return data
 
 

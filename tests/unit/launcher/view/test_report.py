@@ -92,7 +92,8 @@ def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     whole = written(run, tmp_path / "b.html")[1]["trajectories"].values()
     monkeypatch.setattr(module, "MOST_BYTES", sum(len(msgspec.json.encode(told)) for told in whole) - 1)
     rows = written(run, tmp_path / "c.html")[1]["rows"]
-    assert [row["partition"] for row in rows] == ["eval"] * 4 + ["train"] * 4, "whole groups, the compared ones first"
+    shown = [(row["partition"], row["step"]) for row in rows]
+    assert shown == [("eval", 3)] * 2 + [("train", 2)] * 4 + [("eval", 0)] * 2, "whole groups, the compared ones kept"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
