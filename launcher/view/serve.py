@@ -2,9 +2,11 @@
 
 import asyncio
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
 from rl_async.launcher.view.runs import ViewedRuns
@@ -34,4 +36,11 @@ def serve(places: Sequence[Path], port: int) -> None:
         finally:
             server.close()
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     asyncio.run(run())
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave through ``finally``, which a signal alone would not."""
+    raise SystemExit(128 + number)
