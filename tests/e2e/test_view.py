@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -83,8 +85,23 @@ def address(runs: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "rl_async.launcher.cli", "view", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().strip()
+        url = server.stdout.readline().strip()
+        for run in ("first", "other"):
+            wait_for_index(url, run)
+        yield url
         server.terminate()
+
+
+def wait_for_index(url: str, run: str) -> None:
+    """Wait until every file of a run can be found, whichever test comes first."""
+    with httpx.Client(follow_redirects=True) as client:
+        client.get(url).raise_for_status()
+        for _ in range(600):
+            state = client.get(f"{url.partition('/open/')[0]}/api/runs/{run}/choices").raise_for_status().json()
+            if state["progress"]["looked"] and state["progress"]["indexed"] == state["progress"]["files"]:
+                return
+            time.sleep(0.1)
+    raise AssertionError(state)
 
 
 class Tab:

@@ -48,6 +48,7 @@ function App() {
   useEffect(() => {
     const listen = () => setPlace(parse(location.hash));
     window.addEventListener("hashchange", listen);
+    listen();  // the address may have changed between the first drawing and this
     window.addEventListener("popstate", listen);
     return () => {
       window.removeEventListener("hashchange", listen);
