@@ -128,7 +128,7 @@ async def test_rewards_are_read_as_harbor_reads_them(copied: Path, test: str, re
     "test",
     [
         "exit 0",
-        "sleep 60",
+        "sleep 5; echo 1 > /logs/verifier/reward.txt",
         "echo soon > /logs/verifier/reward.txt",
         "echo nan > /logs/verifier/reward.txt",
         "echo 1e309 > /logs/verifier/reward.json",
