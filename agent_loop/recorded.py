@@ -29,7 +29,7 @@ class RecordedRunner:
             samples = await asyncio.to_thread(self._recording.rows, *place_of(group.task))
         name = f"{group.group_id}.{sample}.{group.attempt}"
         return [
-            msgspec.structs.replace(row, group_id=group.group_id, attempt=group.attempt, episode_id=name)
+            msgspec.structs.replace(row, group_id=group.group_id, attempt=group.attempt, episode_id=name, activities=[])
             for row in samples[sample]
         ]
 

@@ -44,6 +44,11 @@ class AgentWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self.put = self.failed = self.refused = 0
 
+    @property
+    def held(self) -> int:
+        """Samples that are leased and have not ended."""
+        return len(self._held)
+
     async def run(self) -> None:
         """Work until the queue reports the end of the run.
 

@@ -31,6 +31,7 @@ from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.tensors import collate
 from rl_async.trainer.publishing.publisher import EnginePublisher
+from rl_async.trainer.publishing.weights import GatheredWeights
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.phases import Overlapped
@@ -106,9 +107,8 @@ def publications(folder: Path, lora: LoraConfig, repeats: int) -> dict[str, list
                 )
             )
             gathering = Gathering(wire, 0, BUCKETS_MIB[-1] << 20, TIMEOUT_S)
-            publishers[way] = EnginePublisher(
-                Overlapped(coordinator), gathering, lora if way == "adapters alone" else None
-            )
+            source = GatheredWeights(gathering, lora if way == "adapters alone" else None)
+            publishers[way] = EnginePublisher(Overlapped(coordinator), source)
         for number in range(repeats + 1):  # the first brings the base, and what deltas start from
             step(backend, 1)
             for way, publisher in publishers.items():

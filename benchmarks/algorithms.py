@@ -13,7 +13,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -75,7 +74,6 @@ def reading(tensors: Sequence[Tensor]) -> float:
 
 def loss_work(loss: PolicyLoss, x: dict[str, Tensor]) -> tuple[Callable[[], object], list[Tensor]]:
     """One forward and backward pass of the loss, its selection included, and what it reads."""
-    inputs = {field.name: x[field.name] for field in fields(LossInputs) if field.name in x}
 
     def work() -> None:
         selected = None
@@ -83,12 +81,21 @@ def loss_work(loss: PolicyLoss, x: dict[str, Tensor]) -> tuple[Callable[[], obje
             chosen = SelectInputs(x["proximal"], x["behaviour"], x["advantages"], x["mask"], AlgorithmConfig(), 0)
             selected = loss.select(chosen)
         logprobs = x["logprobs"].detach().requires_grad_()
-        per_token = loss.per_token(
-            LossInputs(**{**inputs, "logprobs": logprobs}, options=AlgorithmConfig(), selected=selected)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal=x["proximal"],
+            behaviour=x["behaviour"],
+            advantages=x["advantages"],
+            weights=x["weights"],
+            mask=x["mask"],
+            free=x["mask"],
+            options=AlgorithmConfig(),
+            selected=selected,
         )
+        per_token = loss.per_token(inputs)
         torch.where(x["mask"], per_token, 0.0).sum().backward()
 
-    return work, list(inputs.values())
+    return work, [x[name] for name in ("logprobs", "proximal", "behaviour", "advantages", "weights", "mask")]
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """How fast are engines, and what do the agent loop and the pool cost? Sampled tokens per second of the demo's model.
 
-    pool_vs_bare_*                           episodes with tools through agent loop and pool / the same requests from a
-                                             bare client; 64 conversations at once, on a worker's event loop
+    pool_vs_bare_*                           episodes with tools through agent loop and a worker's pool / the same
+                                             conversations from a bare client; 64 at once, on a worker's event loop
+    pool_vs_bare_embedded_busy               the same for the embedded engine, beside a process that keeps a core busy
+    embedded_busy_vs_alone_tokens_per_s      embedded engine of two threads beside such a process / alone, 64 requests
     embedded_vs_vllm_tokens_per_s            over HTTP, bare client; smallest ratio of 8, 64 and 256 requests at once
     embedded_vs_static_batch_tokens_per_s    engine in this process / one batch of 256 by Transformers' `generate`
     token_checked_vs_open_tokens_per_s       embedded engine, with a token that it checks / without; the smaller of
@@ -37,6 +39,7 @@ import torch
 import uvloop
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.processes.busy import busy_process
 from benchmarks.processes.engine_process import serving, serving_open
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
@@ -48,9 +51,8 @@ from rl_async.launcher.runs.prepare import prepare
 from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Task, Version
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
+from rl_async.rollout_server.connect import engine_pool
 from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.rollout_server.pool import EnginePool
-from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.transfer_queue.data.task_stream import make_sources
 
 PROMPT, NEW = 25, 32  # tokens of the uniform requests
@@ -61,7 +63,7 @@ STATIC = 256
 REPEATS = 5
 V0 = Version(0, 0)
 
-Send = Callable[[GenerateRequest], Awaitable[int]]  # returns the number of sampled tokens
+Send = Callable[[GenerateRequest], Awaitable[list[int]]]  # returns the sampled tokens
 
 
 def uniform_requests(config: RunConfig, count: int) -> list[GenerateRequest]:
@@ -75,12 +77,21 @@ def uniform_requests(config: RunConfig, count: int) -> list[GenerateRequest]:
 
 
 async def rate(conversations: Sequence[Sequence[GenerateRequest]], send: Send, at_once: int) -> float:
-    """Return sampled tokens per second of ``at_once`` conversations, each of which sends its requests in turn."""
+    """Return sampled tokens per second of ``at_once`` conversations, each of which sends its requests in turn.
+
+    The tokens of a request are what it adds to the conversation before it, answers included. So engines know of a
+    prompt what they know of an episode's: all that this conversation has said.
+    """
     places = asyncio.Semaphore(at_once)
 
     async def converse(requests: Sequence[GenerateRequest]) -> int:
+        history, sampled = list[int](), 0
         async with places:
-            return sum([await send(request) for request in requests])
+            for request in requests:
+                history += request.token_ids
+                answer = await send(msgspec.structs.replace(request, token_ids=history))
+                history, sampled = history + answer, sampled + len(answer)
+        return sampled
 
     began = time.perf_counter()
     tokens = sum(await asyncio.gather(*(converse(requests) for requests in conversations)))
@@ -102,7 +113,7 @@ class BareClient:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = f"{url}/inference/v1/generate", session
 
-    async def __call__(self, request: GenerateRequest) -> int:
+    async def __call__(self, request: GenerateRequest) -> list[int]:
         body = {
             "request_id": f"{request.request_id}-{time.monotonic_ns()}",
             "token_ids": request.token_ids,
@@ -114,22 +125,28 @@ class BareClient:
             answer = msgspec.json.decode(await reply.read())
         if "choices" not in answer:
             raise EngineLost(f"{self._url}: {answer}")
-        count = len(answer["choices"][0]["token_ids"])
-        assert count == request.max_tokens, "an answer ended early"
-        return count
+        sampled: list[int] = answer["choices"][0]["token_ids"]
+        assert len(sampled) == request.max_tokens, "an answer ended early"
+        return sampled
 
 
 class RecordingGenerator:
-    """Passes requests on and keeps them, by conversation, with exactly the length that was sampled."""
+    """Passes requests on and keeps them, by conversation, with exactly the length that was sampled.
+
+    Of a later request's prompt it keeps what was added to the conversation, as ``rate`` takes it.
+    """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self.requests: dict[str, list[GenerateRequest]] = defaultdict(list)
+        self._said: dict[str, int] = defaultdict(int)  # tokens of each conversation so far
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         result = await self._generator.generate(request, session=session)
-        exact = msgspec.structs.replace(request, max_tokens=len(result.token_ids), stop_token_ids=[])
+        added, length = request.token_ids[self._said[session] :], len(result.token_ids)
+        exact = msgspec.structs.replace(request, token_ids=added, max_tokens=length, stop_token_ids=[])
         self.requests[session].append(exact)
+        self._said[session] = len(request.token_ids) + length
         return result
 
 
@@ -142,7 +159,7 @@ def lease(config: RunConfig, task: Task, number: int) -> LeasedGroup:
 async def pool_against_bare(config: RunConfig, url: str, token: str, bare: BareClient) -> tuple[float, float]:
     """Return median tokens per second of (agent loop and pool, bare client)."""
     record = EngineRecord(engine_id="engine", url=url, kind="embedded", version=V0)
-    pool = EnginePool(lambda r: VllmEngine(r.url, token=token), 120.0, config.rollout.max_batch_size)
+    pool = engine_pool(config.rollout, token)
     pool.update(EngineList(revision=1, engines=[record], published=V0))
     renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(config.model.path))
     tasks, _ = make_sources(config)
@@ -165,6 +182,29 @@ async def pool_against_bare(config: RunConfig, url: str, token: str, bare: BareC
         rates[1].append(await rate(list(recorder.requests.values()), bare, CONVERSATIONS))
     await pool.close()
     return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
+
+
+async def pool_when_busy(config: RunConfig, url: str, token: str) -> float:
+    """Return tokens per second of agent loop and pool / of a bare client, beside a busy process."""
+    async with aiohttp.ClientSession(headers=bearer(token)) as session:
+        with busy_process():
+            pool, bare = await pool_against_bare(config, url, token, BareClient(url, session))
+    return pool / bare
+
+
+async def busy_against_alone(url: str, token: str) -> float:
+    """Return median tokens per second beside a busy process / without; the two take turns."""
+    requests = [[request] for request in uniform_requests(load_config("calculator"), CONVERSATIONS)]
+    alone, busy = list[float](), list[float]()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bearer(token)) as session:
+        bare = BareClient(url, session)
+        for _ in range(REPEATS + 1):  # the first warms up
+            alone.append(await rate(requests, bare, CONVERSATIONS))
+            with busy_process():
+                busy.append(await rate(requests, bare, CONVERSATIONS))
+    print(f"{'embedded, two threads':34}{statistics.median(alone[1:]):10,.0f}")
+    print(f"{'the same beside a busy process':34}{statistics.median(busy[1:]):10,.0f}")
+    return statistics.median(busy[1:]) / statistics.median(alone[1:])
 
 
 async def over_http(config: RunConfig, url: str, token: str) -> tuple[dict[int, float], float, float]:
@@ -243,8 +283,8 @@ async def in_process(config: RunConfig) -> tuple[float, float]:
     tokens = torch.tensor([request.token_ids for request in requests])
     engine = LocalEngine(model, max_batch=STATIC, max_length=config.rollout.max_model_len)
 
-    async def send(request: GenerateRequest) -> int:
-        return len((await engine.generate(request, session="")).token_ids)
+    async def send(request: GenerateRequest) -> list[int]:
+        return (await engine.generate(request, session="")).token_ids
 
     rates: tuple[list[float], list[float]] = ([], [])
     for _ in range(REPEATS + 1):
@@ -268,12 +308,17 @@ def compare(config: RunConfig, vllm: str) -> dict[str, float]:
     for kind, python in pythons.items():
         with tempfile.TemporaryDirectory() as folder, serving(kind, config, Path(folder), python) as (url, token):
             rates[kind], pool, bare = uvloop.run(over_http(config, url, token))
+            if kind == "embedded":
+                result["pool_vs_bare_embedded_busy"] = uvloop.run(pool_when_busy(config, url, token))
         result[f"pool_vs_bare_{kind}"] = pool / bare
         for count, found in rates[kind].items():
             ratio = f"{rates['embedded'][count] / found:8.2f}" if len(rates) > 1 else ""
             print(f"{f'{kind}, HTTP, {count} at once':34}{found:10,.0f}{ratio}")
         print(f"{f'{kind}, episodes, bare client':34}{bare:10,.0f}")
         print(f"{f'{kind}, episodes, agent loop, pool':34}{pool:10,.0f}{pool / bare:8.2f}")
+    two = msgspec.structs.replace(config, launcher=msgspec.structs.replace(config.launcher, threads=2))
+    with tempfile.TemporaryDirectory() as folder, serving("embedded", two, Path(folder), "") as (url, token):
+        result["embedded_busy_vs_alone_tokens_per_s"] = uvloop.run(busy_against_alone(url, token))
     if "vllm" in rates:
         ratios = [rates["embedded"][count] / rates["vllm"][count] for count in AT_ONCE]
         result["embedded_vs_vllm_tokens_per_s"] = min(ratios)

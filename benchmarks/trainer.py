@@ -7,7 +7,9 @@ One thread per process and random weights, but for the whole runs.
 packed_vs_padded       tokens per second of a training step on rows of long-tailed lengths, over those of the same model
                        on the same rows padded in the order in which they come; by the processor time of this process
 step_vs_trl            seconds of a whole step, generation included, disaggregated, over those of TRL 1.16's GRPO step
-step_vs_trl_colocated  the same, colocated (whole_steps.py says more); both null without ``--trl``
+step_vs_trl_colocated  the same, colocated (whole_steps.py says more)
+step_vs_trl_colocated_busy  the same beside a process that keeps a core busy; all three null without ``--trl``
+telemetry_overhead     how much longer a whole step is with all telemetry than without, as a share (whole_steps.py)
 logprob_peak_vs_naive  rise of the peak resident set (VmHWM) of a process of its own while it computes log-probabilities
                        of [16 x 4096] tokens and 32,000 words, over that of logits, log_softmax and gather; the
                        latter is measured for 1/16 of the tokens, times 16, since all of it would not fit
@@ -33,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import reshard, whole_steps
 from benchmarks.processes.backend_ranks import megatron_max_diff
+from benchmarks.processes.busy import busy_process
 from benchmarks.processes.command_line import save
 from benchmarks.processes.ranks import run_ranks
 from benchmarks.processes.trainer_arms import (
@@ -59,6 +62,7 @@ from rl_async.trainer.model.logprobs import Head, token_stats
 REPEATS = 2
 PASS_ROWS, PASS_VOCAB, PASS_HIDDEN, NAIVE_SHARE = 16 * 4096, 32_000, 64, 16
 DEADLINE_S = 600
+BUSY_STEPS = range(4, 12)  # counted beside a busy process: enough, and short
 
 
 def step_seconds(backend: Fsdp2Backend, batches: list[Tensors]) -> float:
@@ -183,10 +187,18 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
             return {}
         return whole_steps.ratios(trl)
 
+    def busy() -> float | None:
+        if trl is None:
+            return None
+        with busy_process():
+            return whole_steps.ratios(trl, ["colocated"], 1, BUSY_STEPS)["colocated"]
+
     return {
         "packed_vs_padded": packed_vs_padded,
-        "step_vs_trl": lambda: steps().get("step_vs_trl"),
-        "step_vs_trl_colocated": lambda: steps().get("step_vs_trl_colocated"),
+        "step_vs_trl": lambda: steps().get("disaggregated"),
+        "step_vs_trl_colocated": lambda: steps().get("colocated"),
+        "step_vs_trl_colocated_busy": busy,
+        "telemetry_overhead": whole_steps.telemetry_overhead,
         "logprob_peak_vs_naive": logprob_peak_vs_naive,
         "reshard_bytes_vs_minimal": reshard_bytes_vs_minimal,
         "fsdp2_max_diff": fsdp2_max_diff,

@@ -3,16 +3,19 @@
 One producer and one consumer, separate processes on loopback; groups of 8 rows of 1,024 to 2,048 tokens. Arms are
 interleaved and the table has medians, because others may use the machine's cores too.
 
-    memory_vs_raw_broker      groups per second through the queue / through a bare ZMQ proxy            goal >= 0.6
+    memory_vs_raw_broker      groups per second through the queue / through a bare ZMQ proxy            goal >= 0.5
     sqlite_vs_raw_broker      the same with the sqlite journal, synchronous=normal                      goal >= 0.4
-    memory_vs_redis_streams   against XADD, XREADGROUP, XACK and XDEL on a Redis server without disk    goal > 1
-    memory_vs_transferqueue   against TransferQueue's put, get and clear; null if it is not installed   goal > 1
+    memory_vs_redis_streams   against XADD, XREADGROUP, XACK and XDEL on a Redis server without disk    goal >= 1.2
+    memory_vs_..._32k         both with rows of 21,845 to 43,690 tokens                                 goal >= 0.85
+    memory_vs_transferqueue   against TransferQueue's put, get and clear; null if it is not installed   goal >= 15
+    cpu_us_per_row            processor time per row of server, producer and consumer, by path; other work on the
+                              machine disturbs it less than it does the rates
     cost_1e6_vs_1e3_groups    server's time per group of 1 KB after --groups / after 1,000              goal <= 1.3
-    cost_1000_vs_1_producers  server's time per group put by 1,000 connected producers / by one         goal <= 1.3
+    cost_1000_vs_1_producers  server's time per group put by 1,000 connected producers / by one         goal <= 1.1
     admission_ms_median       lease, and reserve, round trips at half the largest load, the slower one  goal < 1
     memory_vs_payload         growth of the server's memory / payload bytes that it holds               goal <= 1.3
     memory_after_retire_...   the same after all of it was retired                                      goal 0
-    ranks_2_vs_1_bytes_...    two ranks that read their own rows of a batch / one that reads all        goal >= 1.6
+    ranks_2_vs_1_bytes_...    two ranks that read their own rows of a batch / one that reads all        goal >= 1.8
     ranks_2_bytes_untouched   share of the batch's bytes that a rank of two never reads or hands on     goal 0.5
 
     python -m benchmarks.transfer_queue [--repeats 3] [--groups 1000000] [--transferqueue PYTHON] [--json FILE]
@@ -23,7 +26,6 @@ interleaved and the table has medians, because others may use the machine's core
 
 import argparse
 import json
-import resource
 import shutil
 import socket
 import statistics
@@ -33,19 +35,32 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from benchmarks.queue.arms import BATCH, ROWS
+from benchmarks.queue.arms import BATCH, LONG_TOKENS, ROWS, TOKENS
 from benchmarks.queue.costs import admission_ms, cost_of_groups, cost_of_producers, memory_of_payload
 from benchmarks.queue.ranks import ranks_figures
 from rl_async.transfer_queue.auth.keys import make_keys
 
 HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory
-Rate = tuple[float, float]  # rows per second, MB per second
+BROKER, MEMORY, SQLITE = "raw ZMQ, one broker", "this queue, memory", "this queue, sqlite"
+REDIS, PEER = "Redis streams", "TransferQueue"
+LONG_SHARE = 20  # of the groups of ordinary rows, so many fewer of long ones
 Way = Literal["tcp", "ipc", "curve"]  # TCP without keys; a socket file with keys; TCP with keys, encrypted
+
+
+class Speed(NamedTuple):
+    """What one run of a path took; ``cpu_us``: processor time per row, by process."""
+
+    rows_per_s: float
+    mb_per_s: float
+    cpu_us: dict[str, float]
+
+
+Arm = Callable[[int, int], Speed]  # of groups, and of tokens of a row
 
 
 def address() -> str:
@@ -54,9 +69,12 @@ def address() -> str:
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def role(name: str, *arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
-    """One process of ``queue/arms.py``; killed in the end."""
-    return program("arms", name, *arguments)
+@contextmanager
+def role(name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """One process of ``queue/arms.py``, from when it is ready; killed in the end."""
+    with program("arms", name, *arguments) as process:
+        line(process)
+        yield process
 
 
 def reader(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
@@ -73,9 +91,16 @@ def ranks_server(at: str, batch: str) -> Iterator["subprocess.Popen[str]"]:
 
 @contextmanager
 def program(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run one process inside the block and kill it at its end."""
-    command = [sys.executable, "-m", f"benchmarks.queue.{module}", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """One process of ``queue/`` inside the block; killed at its end."""
+    with started(f"queue.{module}", *arguments) as process:
+        yield process
+
+
+@contextmanager
+def started(module: str, *arguments: str, stdin: int | None = None) -> Iterator["subprocess.Popen[str]"]:
+    """Run a module of ``benchmarks`` inside the block and kill it at its end."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -91,41 +116,54 @@ def line(process: "subprocess.Popen[str]") -> str:
     return text
 
 
-def result(process: "subprocess.Popen[str]") -> Rate:
-    found = json.loads(line(process))
-    return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6
+def spent_s(process: "subprocess.Popen[Any]") -> float:
+    """Processor seconds of a process so far, all threads together."""
+    times = psutil.Process(process.pid).cpu_times()
+    return times.user + times.system
 
 
-def direct(groups: int) -> Rate:
+def result(consumer: "subprocess.Popen[str]", **others: "subprocess.Popen[Any]") -> Speed:
+    """What the consumer reports, and what it and the others spend from now on until it does."""
+    processes = {"consumer": consumer, **others}
+    before = {name: spent_s(process) for name, process in processes.items()}
+    found = json.loads(line(consumer))
+    rows = found["groups"] * ROWS
+    cpu_us = {name: 1e6 * (spent_s(process) - before[name]) / rows for name, process in processes.items()}
+    return Speed(rows / found["seconds"], found["bytes"] / found["seconds"] / 1e6, cpu_us)
+
+
+def direct(groups: int, tokens: int) -> Speed:
     at = address()
-    with role("raw_consumer", at, str(groups), "bind") as consumer, role("raw_producer", at, str(groups)):
-        return result(consumer)
+    with (
+        role("raw_consumer", at, str(groups), "bind") as consumer,
+        role("raw_producer", at, str(groups), str(tokens)) as producer,
+    ):
+        return result(consumer, producer=producer)
 
 
-def broker(groups: int) -> Rate:
+def broker(groups: int, tokens: int) -> Speed:
     producers, consumers = address(), address()
     with (
-        role("raw_broker", producers, consumers),
+        role("raw_broker", producers, consumers) as server,
         role("raw_consumer", consumers, str(groups), "connect") as consumer,
-        role("raw_producer", producers, str(groups)),
+        role("raw_producer", producers, str(groups), str(tokens)) as producer,
     ):
-        return result(consumer)
+        return result(consumer, server=server, producer=producer)
 
 
-def redis_streams(groups: int) -> Rate:
+def redis_streams(groups: int, tokens: int) -> Speed:
     port = address().rpartition(":")[2]
     with ExitStack() as stack:
         options = ["--port", port, "--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
         server = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
         stack.callback(lambda: (server.kill(), server.wait()))
         consumer = stack.enter_context(role("redis_consumer", f"redis://127.0.0.1:{port}", str(groups)))
-        line(consumer)  # ready
-        stack.enter_context(role("redis_producer", f"redis://127.0.0.1:{port}", str(groups)))
-        return result(consumer)
+        producer = stack.enter_context(role("redis_producer", f"redis://127.0.0.1:{port}", str(groups), str(tokens)))
+        return result(consumer, server=server, producer=producer)
 
 
-def queue(journal: str, shards: int = 0, way: Way = "tcp") -> Callable[[int], Rate]:
-    def run(groups: int) -> Rate:
+def queue(journal: str, shards: int = 0, way: Way = "tcp") -> Arm:
+    def run(groups: int, tokens: int) -> Speed:
         groups = groups // BATCH * BATCH
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -133,32 +171,25 @@ def queue(journal: str, shards: int = 0, way: Way = "tcp") -> Callable[[int], Ra
             keys = "" if way == "tcp" else f"{folder}/keys"
             if keys:
                 make_keys(Path(keys))
-            stack.enter_context(role("queue_server", at, journal, folder))
+            others = {"server": stack.enter_context(role("queue_server", at, journal, folder))}
             for number in range(shards):
-                stack.enter_context(role("queue_shard", address(), at, f"shard-{number}"))
+                shard = role("queue_shard", address(), at, f"shard-{number}")
+                others[f"shard {number}"] = stack.enter_context(shard)
             consumer = stack.enter_context(role("queue_consumer", at, str(groups), keys))
-            line(consumer)  # ready
-            stack.enter_context(role("queue_producer", at, str(groups), "inf", keys))
-            return result(consumer)
+            others["producer"] = stack.enter_context(role("queue_producer", at, str(groups), "inf", keys, str(tokens)))
+            return result(consumer, **others)
 
     return run
 
 
-def cpu_s() -> float:
-    """CPU seconds of all child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def credentials(repeats: int, groups: int) -> None:
-    """Print rows/s and CPU per row, start included, of the memory arm on each way; medians of interleaved repeats."""
+    """Print rows/s and processor time per row of the memory arm on each way; medians of interleaved repeats."""
     ways: tuple[Way, ...] = ("tcp", "ipc", "curve")
     found: dict[Way, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
-            began = cpu_s()
-            rate, _ = queue("memory", way=way)(groups)
-            found[way].append((rate, 1e6 * (cpu_s() - began) / (groups * ROWS)))
+            speed = queue("memory", way=way)(groups, TOKENS)
+            found[way].append((speed.rows_per_s, sum(speed.cpu_us.values())))
             print(f"{way:6}{found[way][-1][0]:10,.0f} rows/s{found[way][-1][1]:8.1f} us/row", flush=True)
     medians = {way: tuple(map(statistics.median, zip(*found[way]))) for way in ways}
     for way in ways:
@@ -166,42 +197,73 @@ def credentials(repeats: int, groups: int) -> None:
         print(f"median {way:6}{medians[way][0]:10,.0f} rows/s ({rate:.3f}){medians[way][1]:8.1f} us/row ({cpu:.3f})")
 
 
-def transferqueue(python: str) -> Callable[[int], Rate]:
+def transferqueue(python: str) -> Arm:
     """In a folder of its own and without this one, since both hold something of the same name."""
 
-    def run(groups: int) -> Rate:
+    def run(groups: int, tokens: int) -> Speed:
         with tempfile.TemporaryDirectory() as folder:
             command = [python, "-P", str(HERE / "queue" / "peer.py"), str(groups // 10)]
             done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
-        return found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6
+        return Speed(found["groups"] * ROWS / found["seconds"], found["bytes"] / found["seconds"] / 1e6, {})
 
     return run
 
 
-def throughput(arguments: argparse.Namespace) -> dict[str, float]:
-    """Rows per second of each path; prints the table."""
-    arms: dict[str, Callable[[int], Rate]] = {
+def throughput(groups: int, tokens: int, repeats: int, arms: dict[str, Arm]) -> dict[str, Speed]:
+    """The medians of each path, whose runs take turns; prints the table."""
+    runs: dict[str, list[Speed]] = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, arm in arms.items():
+            runs[name].append(arm(groups, tokens))
+    print(f"{f'rows of {tokens} tokens':24}{'rows/s':>10}{'MB/s':>8}  processor us/row")
+    found: dict[str, Speed] = {}
+    for name, speeds in runs.items():
+        cpu_us = {who: statistics.median(speed.cpu_us[who] for speed in speeds) for who in speeds[0].cpu_us}
+        rate = statistics.median(speed.rows_per_s for speed in speeds)
+        found[name] = Speed(rate, statistics.median(speed.mb_per_s for speed in speeds), cpu_us)
+        parts = f"{sum(cpu_us.values()):8.1f}: " + ", ".join(f"{who} {us:.1f}" for who, us in cpu_us.items())
+        print(f"{name:24}{rate:10,.0f}{found[name].mb_per_s:8,.0f}{parts if cpu_us else ''}", flush=True)
+    return found
+
+
+def paths(transferqueue_python: str) -> dict[str, Arm]:
+    """All paths; those whose peer is there."""
+    arms: dict[str, Arm] = {
         "raw ZMQ, direct": direct,
-        "raw ZMQ, one broker": broker,
-        "this queue, memory": queue("memory"),
-        "this queue, sqlite": queue("sqlite"),
+        BROKER: broker,
+        MEMORY: queue("memory"),
+        SQLITE: queue("sqlite"),
         "this queue, 1 shard": queue("sharded", 1),
         "this queue, 2 shards": queue("sharded", 2),
     }
     if shutil.which("redis-server"):
-        arms["Redis streams"] = redis_streams
-    found: dict[str, list[Rate]] = {name: [] for name in arms}
-    for _ in range(arguments.repeats):
-        for name, arm in arms.items():
-            found[name].append(arm(arguments.throughput_groups))
-    if arguments.transferqueue:
-        found["TransferQueue"] = [transferqueue(arguments.transferqueue)(arguments.throughput_groups)]
-    rows = {name: statistics.median(rate for rate, _ in rates) for name, rates in found.items()}
-    print(f"{'path':24}{'rows/s':>10}{'MB/s':>8}")
-    for name, rates in found.items():
-        print(f"{name:24}{rows[name]:10,.0f}{statistics.median(mb for _, mb in rates):8,.0f}", flush=True)
-    return rows
+        arms[REDIS] = redis_streams
+    if transferqueue_python:
+        arms[PEER] = transferqueue(transferqueue_python)
+    return arms
+
+
+def speeds(arguments: argparse.Namespace) -> tuple[float, dict[str, Any]]:
+    """Rows per second of this queue in memory, and the figures of throughput."""
+    arms, groups = paths(arguments.transferqueue), arguments.throughput_groups
+    found = throughput(groups, TOKENS, arguments.repeats, arms)
+    compared = {name: arm for name, arm in arms.items() if name in (BROKER, MEMORY, REDIS)}
+    long = throughput(groups // LONG_SHARE, LONG_TOKENS, arguments.repeats, compared)
+
+    def ratio(rows: dict[str, Speed], ours: str, other: str) -> float | None:
+        return rows[ours].rows_per_s / rows[other].rows_per_s if other in rows else None
+
+    return found[MEMORY].rows_per_s, {
+        "memory_vs_raw_broker": ratio(found, MEMORY, BROKER),
+        "memory_vs_raw_broker_32k": ratio(long, MEMORY, BROKER),
+        "sqlite_vs_raw_broker": ratio(found, SQLITE, BROKER),
+        "memory_vs_redis_streams": ratio(found, MEMORY, REDIS),
+        "memory_vs_redis_streams_32k": ratio(long, MEMORY, REDIS),
+        "memory_vs_transferqueue": ratio(found, MEMORY, PEER),
+        "cpu_us_per_row": {name: speed.cpu_us for name, speed in found.items() if speed.cpu_us},
+        "cpu_us_per_row_32k": {name: speed.cpu_us for name, speed in long.items()},
+    }
 
 
 def half_load(groups_per_s: float) -> float:
@@ -223,19 +285,18 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000, help="handled in all for the cost's growth")
     parser.add_argument("--transferqueue", default="", metavar="PYTHON")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--throughput", action="store_true", help="measure only the paths, and end")
     parser.add_argument("--credentials", action="store_true", help="measure only what keys cost, and end")
     arguments = parser.parse_args()
     if arguments.credentials:
         credentials(arguments.repeats, arguments.throughput_groups)
         return
+    if arguments.throughput:
+        speeds(arguments)
+        return
     print(f"{psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}")
-    rows = throughput(arguments)
-    ours, raw = rows["this queue, memory"], rows["raw ZMQ, one broker"]
-    figures: dict[str, float | None] = {
-        "memory_vs_raw_broker": ours / raw,
-        "sqlite_vs_raw_broker": rows["this queue, sqlite"] / raw,
-        "memory_vs_redis_streams": ours / rows["Redis streams"] if "Redis streams" in rows else None,
-        "memory_vs_transferqueue": ours / rows["TransferQueue"] if "TransferQueue" in rows else None,
+    ours, compared = speeds(arguments)
+    figures: dict[str, Any] = compared | {
         "cost_1e6_vs_1e3_groups": cost_of_groups(arguments.groups),
         "cost_1000_vs_1_producers": cost_of_producers(role, address()),
         "admission_ms_median": half_load(ours / ROWS / 2),
@@ -246,7 +307,8 @@ def main() -> None:
     figures["memory_vs_payload"], figures["memory_after_retire_vs_payload"] = held
     figures |= ranks_figures(reader, ranks_server, line, address, arguments.repeats)
     for name, value in figures.items():
-        print(f"{name:28}{'-' if value is None else f'{value:.3f}':>10}")
+        if not isinstance(value, dict):  # those are in the tables above
+            print(f"{name:28}{'-' if value is None else f'{value:.3f}':>10}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 

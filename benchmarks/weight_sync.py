@@ -1,12 +1,18 @@
 """What does a verified weight update cost, against a raw gloo broadcast of the same bytes? One run, separate processes.
 
-The other process is the embedded engine with a Qwen3 of 512 MB in bfloat16, idle, behind its own HTTP server. Arms are
+The other process is the embedded engine with a Qwen3 of 512 MB in bfloat16, idle, behind its own HTTP server. Trainer
+ranks send it their shards of float32, as in a run: through shared memory (``nearest``, what a run chooses), and over
+gloo, as to another machine. The gathered arms send buckets of bfloat16 that are there already, over gloo. Arms are
 interleaved, and the table has medians, because others use the machine's cores too.
 
     gloo_vs_raw_64mb, _512mb     raw broadcast / buckets through the gloo transport (8 of them), seconds    goal >= 0.9
-    sync_vs_raw_512mb            raw broadcast / whole publication: phases over HTTP, checksums, load       goal >= 0.5
-    pause_vs_transfer_and_load   pause of the engine / (buckets through the transport + load in place)      goal <= 1.2
-    staged_pause_vs_load         the same when staged / load in place                                       goal <= 1.2
+    sync_vs_raw_512mb            raw broadcast / whole publication by one rank: requests over HTTP, copies to bfloat16,
+                                 checksums, load                                                            goal >= 0.85
+    pause_vs_transfer_and_load   pause of the engine in it / (buckets over gloo + load)                    goal <= 1.05
+    two_ranks_...                the same by two ranks, each in a process of its own
+    ..._by_gloo_...              the same over gloo
+    gathered_...                 the same from finished buckets                                     goals >= 0.5, <= 1.2
+    staged_pause_vs_load         pause when staged, from finished buckets / load                            goal <= 1.2
     delta_bytes_fraction         bytes of a delta / bytes of the weights, bfloat16, AdamW at 1e-6           goal <  0.2
 
     python -m benchmarks.weight_sync [--repeats 5] [--json FILE]
@@ -18,17 +24,19 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import torch
 import uvicorn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.engine_process import SingleEngineDirectory
+from benchmarks.processes.publishing_ranks import SYNC, TIMEOUT_S, WAYS, PublishingRanks, by, shape
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.process.role import bind
@@ -36,15 +44,17 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import Bucket, checksum, unpack
+from rl_async.weight_sync.buckets.buckets import Bucket, unpack
+from rl_async.weight_sync.buckets.checksum import checksum
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.fleet import Weights
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender, broadcast
 from tests.support.buckets import make_buckets
 
 MB = 1 << 20
-TIMEOUT_S = 120.0
+SIZE = (21, 1024)  # layers and width: 512 MB in bfloat16
 
 
 class Command(msgspec.Struct):
@@ -56,25 +66,11 @@ class Command(msgspec.Struct):
     infos: list[UpdateInfo] = []
 
 
-def shape(layers: int, hidden: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-
-
 def engine_process() -> None:
     """The embedded engine's server in a thread, and the receivers of the other arms on standard input."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3ForCausalLM(shape(21, 1024)).eval()
+    model = Qwen3ForCausalLM(shape(*SIZE)).eval()
     engine = EngineThread(EngineCore(model, max_batch=1, max_length=64), on_crash=lambda _: sys.exit(1))
     listener = bind("127.0.0.1", 0, "port")
     settings = uvicorn.Config(
@@ -153,7 +149,7 @@ class Gloo:
     """Both arms of the comparison over one gloo group."""
 
     def __init__(self, peer: Peer) -> None:
-        self._peer, self._sender = peer, GlooSender(1, "benchmark", TIMEOUT_S)
+        self._peer, self._sender = peer, GlooSender((1,), "benchmark", TIMEOUT_S)
         peer.ask("join", init=self._sender.init_info(0))
         self._sender.connect()
         peer.answer()
@@ -184,9 +180,11 @@ class Gloo:
 class Publication:
     """Whole publications with one configuration, each of other weights."""
 
-    def __init__(self, peer: Peer, sync: WeightSyncConfig, versions: list[list[Bucket]]) -> None:
+    def __init__(self, peer: Peer, name: str, sync: WeightSyncConfig, weights: Callable[[int], Weights]) -> None:
+        """``weights``: those of a step."""
+        self.name = name
         self.phases: dict[str, float] = defaultdict(float)
-        self._directory, self._versions, self._step = SingleEngineDirectory(peer.url), versions, 0
+        self._directory, self._weights, self._step = SingleEngineDirectory(peer.url), weights, 0
         self._coordinator = WeightCoordinator(
             self._directory.open,
             lambda record: Timed(record.url, self.phases),  # type: ignore[arg-type,return-value]
@@ -197,25 +195,25 @@ class Publication:
         """Seconds of the whole, and of the engine's pause."""
         self.phases.clear()
         self._step += 1
-        report = self._coordinator.publish(Version(0, self._step), self._versions[self._step % 2])
+        report = self._coordinator.publish(Version(0, self._step), self._weights(self._step))
         return report.seconds, report.pause_seconds
 
     def close(self) -> None:
         self._coordinator.close()
 
 
-IN_PLACE = WeightSyncConfig(transport="gloo", timeout_s=TIMEOUT_S)
-KINDS = {
-    "in place": IN_PLACE,
-    "staged": msgspec.structs.replace(IN_PLACE, staged=True),
-    "delta": msgspec.structs.replace(IN_PLACE, delta=True),
+RANKS = {1: "one rank", 2: "two ranks"}
+GATHERED = {
+    "gathered": SYNC,
+    "gathered, staged": msgspec.structs.replace(SYNC, staged=True),
+    "gathered, delta": msgspec.structs.replace(SYNC, delta=True),
 }
 
 
 def two_versions() -> list[list[Bucket]]:
     """The engine's weights, and the same with one in a hundred elements changed."""
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(shape(21, 1024))
+        model = Qwen3ForCausalLM(shape(*SIZE))
     named = [(n, torch.empty(p.shape, dtype=torch.bfloat16).normal_(std=0.02)) for n, p in model.named_parameters()]
     one = list(make_buckets(named, 64 * MB))
     for _, tensor in named:
@@ -257,6 +255,16 @@ def gloo_arms(gloo: Gloo, raw: torch.Tensor, buckets: list[Bucket], repeats: int
     return dict(zip(("raw broadcast", "gloo transport"), map(statistics.median, zip(*pairs)), strict=True))
 
 
+def publications(peer: Peer, versions: list[list[Bucket]], ranks: Sequence[PublishingRanks]) -> Iterator[Publication]:
+    """One of each kind, to be closed before the next."""
+    for of in ranks:
+        for way in WAYS:
+            name = RANKS[of.count] + (", gloo" if way == "gloo" else "")
+            yield Publication(peer, name, by(way), lambda _, of=of, way=way: of.weights(way))  # type: ignore[misc]
+    for name, sync in GATHERED.items():
+        yield Publication(peer, name, sync, lambda step: versions[step % 2])
+
+
 def measure(repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Median seconds by arm, and of each phase by kind of publication."""
     versions = two_versions()
@@ -264,8 +272,9 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]
     cut = {size: list(make_buckets([("w", raw[: size * MB])], size * MB // 8)) for size in (64, 512)}
     samples: dict[str, list[float]] = defaultdict(list)
     phases: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    peer = Peer()
-    try:
+    with ExitStack() as stack:
+        peer = stack.enter_context(closing(Peer()))
+        ranks = [stack.enter_context(PublishingRanks(count, *SIZE)) for count in RANKS]
         gloo = Gloo(peer)
         for number in range(repeats + 1):  # the first warms up
             found = {}
@@ -276,17 +285,14 @@ def measure(repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]
             for local in ("load", "checksum"):
                 peer.ask(local)
                 found[f"{local} in the engine"] = peer.answer()
-            for name, sync in KINDS.items():
-                publication = Publication(peer, sync, versions)
-                publication()  # makes the group, and what deltas start from
-                found[f"publication, {name}"], found[f"pause, {name}"] = publication()
-                publication.close()
+            for publication in publications(peer, versions, ranks):
+                with closing(publication):
+                    publication()  # makes the group, and what deltas start from
+                    found[f"publication, {publication.name}"], found[f"pause, {publication.name}"] = publication()
                 for phase, seconds in publication.phases.items():
-                    phases[name][phase].append(seconds)
+                    phases[publication.name][phase].append(seconds)
             for name, seconds in found.items():
                 samples[name] += [seconds] if number else []
-    finally:
-        peer.close()
     return (
         {name: statistics.median(seconds) for name, seconds in samples.items()},
         {kind: {name: statistics.median(s[1:]) for name, s in rows.items()} for kind, rows in phases.items()},
@@ -302,21 +308,28 @@ def main() -> None:
     fractions = delta_fractions()
     seconds, phases = measure(arguments.repeats)
     raw, load = seconds["raw broadcast, 512 MB"], seconds["load in the engine"]
+    apart = seconds["gloo transport, the weights"] + load
     result = {
         "gloo_vs_raw_64mb": seconds["raw broadcast, 64 MB"] / seconds["gloo transport, 64 MB"],
         "gloo_vs_raw_512mb": raw / seconds["gloo transport, 512 MB"],
-        "sync_vs_raw_512mb": raw / seconds["publication, in place"],
-        "pause_vs_transfer_and_load": seconds["pause, in place"] / (seconds["gloo transport, the weights"] + load),
-        "staged_pause_vs_load": seconds["pause, staged"] / load,
+        "sync_vs_raw_512mb": raw / seconds["publication, one rank"],
+        "pause_vs_transfer_and_load": seconds["pause, one rank"] / apart,
+        "sync_by_gloo_vs_raw_512mb": raw / seconds["publication, one rank, gloo"],
+        "pause_by_gloo_vs_transfer_and_load": seconds["pause, one rank, gloo"] / apart,
+        "two_ranks_sync_vs_raw_512mb": raw / seconds["publication, two ranks"],
+        "two_ranks_sync_by_gloo_vs_raw_512mb": raw / seconds["publication, two ranks, gloo"],
+        "gathered_sync_vs_raw_512mb": raw / seconds["publication, gathered"],
+        "gathered_pause_vs_transfer_and_load": seconds["pause, gathered"] / apart,
+        "staged_pause_vs_load": seconds["pause, gathered, staged"] / load,
         "delta_bytes_fraction": fractions[1],
     }
     for name, value in seconds.items():
-        print(f"{name:<32}{1000 * value:>9.0f} ms")
+        print(f"{name:<38}{1000 * value:>9.0f} ms")
     for kind, rows in phases.items():
         print(f"requests, {kind}: " + ", ".join(f"{name} {1000 * value:.0f}" for name, value in rows.items()) + " ms")
     print("delta bytes by step: " + ", ".join(f"{step}: {value:.3f}" for step, value in fractions.items()))
     for name, value in result.items():
-        print(f"{name:<32}{value:>9.3f}")
+        print(f"{name:<38}{value:>9.3f}")
     save(result, arguments.json)
 
 

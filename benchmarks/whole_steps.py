@@ -8,6 +8,8 @@ ours have one each: an engine and a trainer rank side by side (disaggregated, on
 two ranks in turns (colocated). One optimizer step on the whole batch, the clipped loss, no reference model;
 log-probabilities are not computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
 
+``telemetry_overhead`` compares runs of ours, disaggregated, with and without telemetry.
+
 The model's turns end with a token that it hardly ever says (a chance of about 1e-5 where it could), so practically
 every rollout has all of its tokens; ``MISSING`` bounds how many may be missing of one.
 """
@@ -15,45 +17,78 @@ every rollout has all of its tokens; ``MISSING`` bounds how many may be missing 
 import json
 import os
 import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as parquet
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.processes.telemetry_peers import discarding_collector, scraped
 from benchmarks.processes.whole_run import DIGITS, RL_ASYNC, Arm, make_endless, our_steps, run_trl
 from rl_async.configs.load.loader import load_config
 
 GROUPS, GROUP_SIZE, TOKENS, TRL_THREADS = 32, 8, 32, 2
-STEPS, ROUNDS = 20, 2
-COUNTED = range(5, STEPS)  # the first steps are a warm-up
+ROUNDS = 2
+COUNTED = range(5, 20)  # the first steps are a warm-up
 DEADLINE_S = 300
 MODES = {
     "disaggregated": ["queue.max_staleness=1"],
     "colocated": ["queue.max_staleness=0", "rollout.engines=2", "trainer.ranks=2"],
 }
 TRL = "TRL"
+TELEMETRY = ["tracking.prometheus=true", "tracking.backends=[tensorboard]"]
+TELEMETRY_ROUNDS = 2
 
 
-def ratios(trl: Path, rounds: int = ROUNDS) -> dict[str, float]:
-    """The goals' keys; prints what they are made of. ``trl`` is a Python that has TRL 1.16."""
+def ratios(
+    trl: Path, modes: Sequence[str] = tuple(MODES), rounds: int = ROUNDS, counted: range = COUNTED
+) -> dict[str, float]:
+    """Seconds of a step of ours / of TRL's, by mode; prints what they are made of.
+
+    ``trl`` is a Python that has TRL 1.16. Runs end after the ``counted`` steps.
+    """
     print(f"load average at the start: {os.getloadavg()[0]:.1f}")
-    arms = {name: Arm() for name in (*MODES, TRL)}
+    arms = {name: Arm() for name in (*modes, TRL)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
         for turn in range(rounds):
-            for mode in MODES:
-                arms[mode].add(*ours(folder, mode, f"{mode}-{turn}"))
-                arms[TRL].add(*theirs(folder, trl))
+            for mode in modes:
+                arms[mode].add(*ours(folder, mode, f"{mode}-{turn}", counted))
+                arms[TRL].add(*theirs(folder, trl, counted))
     for name, arm in arms.items():
         print("\n".join(arm.lines(name)))
-    return {
-        "step_vs_trl": arms["disaggregated"].median / arms[TRL].median,
-        "step_vs_trl_colocated": arms["colocated"].median / arms[TRL].median,
-    }
+    return {mode: arms[mode].median / arms[TRL].median for mode in modes}
+
+
+def telemetry_overhead(rounds: int = TELEMETRY_ROUNDS) -> float:
+    """How much longer the median step is with all telemetry than without, as a share; prints both.
+
+    On: TensorBoard, a collector that takes the spans of all episodes and throws them away, and scrapes of every process
+    SCRAPE_EVERY_S apart. Runs with and without take turns, each first in half of the rounds. Exits if a process never
+    answered a scrape, or the collector was sent nothing.
+    """
+    arms = {"off": Arm(), "on": Arm()}
+    with tempfile.TemporaryDirectory() as name, discarding_collector() as collector:
+        folder = Path(name)
+        make_inputs(folder)
+        for turn in range(rounds):
+            for arm in sorted(arms, reverse=turn % 2 == 1):
+                more = [*TELEMETRY, f"tracking.otlp_endpoint={collector.endpoint}"] if arm == "on" else []
+                with scraped(folder / f"{arm}-{turn}") if more else nullcontext(Counter()) as answers:
+                    arms[arm].add(*ours(folder, "disaggregated", f"{arm}-{turn}", more=more))
+                if more and not collector.bodies:
+                    sys.exit(f"{arm}-{turn}: the collector was sent no spans: there is nothing to compare")
+                print(f"  {arm}: scrapes answered: {dict(answers)}; requests with spans: {len(collector.bodies)}")
+                collector.bodies.clear()
+    for name, arm in arms.items():
+        print("\n".join(arm.lines(name)))
+    return arms["on"].median / arms["off"].median - 1
 
 
 def make_inputs(folder: Path) -> None:
@@ -70,8 +105,10 @@ def make_inputs(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def ours(folder: Path, mode: str, name: str) -> tuple[Sequence[float], dict[str, float]]:
-    """Seconds of the steps of one run, and the parts of a step."""
+def ours(
+    folder: Path, mode: str, name: str, counted: range = COUNTED, more: Sequence[str] = ()
+) -> tuple[Sequence[float], dict[str, float]]:
+    """Seconds of the steps of one run, and the parts of a step. ``more``: further overrides."""
     overrides = [
         f"model.path={folder / 'model'}",
         "warm_start=null",
@@ -89,16 +126,23 @@ def ours(folder: Path, mode: str, name: str) -> tuple[Sequence[float], dict[str,
         "trainer.minibatches=1",
         "trainer.learning_rate=1e-6",
         "trainer.checkpoint_every=0",
-        f"trainer.steps={STEPS}",
+        f"trainer.steps={counted.stop}",
         "eval.every=0",
         "launcher.threads=1",
+        *more,
     ]
-    seconds, parts, _ = our_steps("calculator", mode, overrides, folder / name, COUNTED, TOKENS, DEADLINE_S)
+    seconds, parts, _ = our_steps("calculator", mode, overrides, folder / name, counted, TOKENS, DEADLINE_S)
     return seconds, parts
 
 
-def theirs(folder: Path, trl: Path) -> tuple[list[float], dict[str, float]]:
+def theirs(folder: Path, trl: Path, counted: range = COUNTED) -> tuple[list[float], dict[str, float]]:
     """Seconds of TRL's steps, and their parts."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
-    sizes = {"steps": STEPS, "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS, "pass_tokens": 1 << 20}
-    return run_trl(trl, model, prompts, TRL_THREADS, DEADLINE_S, **sizes).steps(COUNTED, TOKENS)
+    sizes = {
+        "steps": counted.stop,
+        "groups": GROUPS,
+        "group_size": GROUP_SIZE,
+        "tokens": TOKENS,
+        "pass_tokens": 1 << 20,
+    }
+    return run_trl(trl, model, prompts, TRL_THREADS, DEADLINE_S, **sizes).steps(counted, TOKENS)

@@ -1,4 +1,4 @@
-"""An agent program with the plain openai client, trained through the gateway. See docs/gateway.md.
+"""An agent program with the plain openai client, trained through the gateway. See docs/how-to/gateway.md.
 
 pip install openai
 rl-async launch --mode disaggregated --config calculator agent.gateway={}     # prints URL and token file

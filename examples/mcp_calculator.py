@@ -1,4 +1,4 @@
-"""An MCP server with one tool, as a user would write it; docs/mcp.md trains a model to call it.
+"""An MCP server with one tool, as a user would write it; docs/how-to/mcp.md trains a model to call it.
 
 pip install 'rl-async[mcp]'
 rl-async launch --mode disaggregated --config calculator agent.tools='[]' \\

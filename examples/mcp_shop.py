@@ -1,4 +1,4 @@
-"""An MCP task with two servers from PyPI: look up a price in a database, calculate with it, answer. docs/mcp.md.
+"""An MCP task with two servers from PyPI: look up a price in a database, calculate with it, answer. docs/how-to/mcp.md.
 
     pip install 'rl-async[mcp]'
     scripts/install_mcp_servers                      # mcp-server-sqlite and mcp-server-calculator, in .venv-mcp

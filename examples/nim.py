@@ -1,5 +1,5 @@
 """Nim of TextArena for two players, both played by one tiny model: its tasks, and games of random moves as
-demonstrations. docs/environments.md#environments-of-other-projects.
+demonstrations. docs/how-to/environments.md#environments-of-other-projects.
 
     scripts/install_environments                     # TextArena, on top of .venv
     .venv-environments/bin/python examples/nim.py

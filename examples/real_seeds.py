@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct trained over several seeds: plain sums and tools, both modes, the embedded engine and vLLM.
 
     python examples/real_seeds.py                                    # sums, three seeds, the embedded engine
-    python examples/real_seeds.py --tasks sums tools --vllm .venv-vllm/bin/python --out docs/real_model.png
+    python examples/real_seeds.py --tasks sums tools --vllm .venv-vllm/bin/python --out docs/images/real_model.png
 
 Runs one after another by ``rl-async launch``, audits each, prints a row per run and plots the reward over steps. A run
 that was interrupted is continued, and one that has ended is not run again: delete its folder to repeat it.

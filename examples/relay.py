@@ -1,4 +1,4 @@
-"""A game of two roles that learn to understand one another, and its data. docs/environments.md#several-roles.
+"""A game of two roles that learn to understand one another, and its data. docs/how-to/environments.md#several-roles.
 
 python examples/relay.py
 rl-async launch --mode disaggregated --config examples/relay.yaml

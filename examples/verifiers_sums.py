@@ -1,4 +1,6 @@
-"""An environment of verifiers' own, its adapter of reasoning-gym, and the tasks of a run on it. docs/environments.md.
+"""An environment of verifiers' own, its adapter of reasoning-gym, and the tasks of a run on it.
+
+See docs/how-to/environments.md.
 
     scripts/install_environments                     # verifiers, on top of .venv
     export PYTHONPATH=examples                       # where verifiers finds environments by name

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from rl_async.configs.schema.user import ServedModelConfig
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 
@@ -126,6 +127,19 @@ class Poster:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def poster_of(config: ServedModelConfig, url: str, section: str, api_key: str) -> Poster:
+    """Return the poster of chat requests to the model behind the base URL ``url``."""
+    return Poster(
+        f"{url.rstrip('/')}/chat/completions",
+        section=section,
+        timeout_s=config.timeout_s,
+        attempts=config.attempts,
+        backoff_s=config.backoff_s,
+        max_concurrent=config.max_concurrent,
+        api_key=api_key,
+    )
 
 
 def _seconds(retry_after: str) -> float:

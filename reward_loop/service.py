@@ -14,7 +14,7 @@ from rl_async.configs.derived.sandbox import CODE_SCORER
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.extraction import Extraction, extract
-from rl_async.messages import Task, Trajectory
+from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
@@ -72,7 +72,7 @@ class RewardService:
         the trajectory is not ``scored``: its reward is 0 and no estimator learns from it. ``others`` are the rows of
         its episode without the last answer, which get the same score; their turns' rewards have the limit, too.
         """
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         conversation = as_conversation(task, trajectory)
         outcomes = await asyncio.gather(*(self._extracted(spec, t.extract, conversation) for spec, t in self._terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
@@ -88,7 +88,8 @@ class RewardService:
         trajectory.reward = 0.0 if errors else reward
         trajectory.scored = not errors
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
-        trajectory.timings["reward"] = time.monotonic() - began
+        seconds = trajectory.timings["reward"] = time.monotonic() - began
+        trajectory.activities.append(Activity("reward", "", at, seconds))
         for row in others:
             row.reward, row.scored, row.error = trajectory.reward, trajectory.scored, trajectory.error
             row.reward_parts = dict(trajectory.reward_parts)

@@ -22,6 +22,7 @@ RlAsyncError
 ├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
+├── OutOfMemory          a device has no memory left; names the stage of a step, what was planned for it and the key
 ├── RewardsMissing       no episode of a batch could be scored; names the step and the scorer's message
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
@@ -130,15 +131,19 @@ class RowsLost(RlAsyncError):
 
 
 class RowsChanged(RlAsyncError):
-    """Rows came with other tokens than their producer announced. ``tokens_sha256`` has what came, by row key."""
+    """Rows came with other bytes than their producer announced. ``tokens_hash`` has what came, by row key."""
 
-    def __init__(self, message: str, tokens_sha256: Mapping[tuple[int, int, int], str]) -> None:
+    def __init__(self, message: str, tokens_hash: Mapping[tuple[int, int, int], str]) -> None:
         super().__init__(message)
-        self.tokens_sha256 = tokens_sha256
+        self.tokens_hash = tokens_hash
 
 
 class CheckpointFailed(RlAsyncError):
     """A checkpoint could not be written; names the step and the cause."""
+
+
+class OutOfMemory(RlAsyncError):
+    """A device has no memory left; names the stage of a step, what was planned for it, and the key to change."""
 
 
 class RewardsMissing(RlAsyncError):

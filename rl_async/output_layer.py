@@ -21,7 +21,7 @@ def widened(weight: Tensor) -> Tensor:
 
     Of a weight that is read many times before it changes, such as by an engine's steps, keep this.
     """
-    return weight if weight.is_cuda else weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return weight if weight.device.type != "cpu" else weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def output_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def output_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         return linear(hidden, weight, bias)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-    if hidden.is_cuda:
+    if hidden.device.type != "cpu":
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         with bfloat16_products(hidden.dtype):

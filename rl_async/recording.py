@@ -4,6 +4,7 @@ The trainer writes them. Viewers read them, and so do runs that train them again
 """
 
 import gzip
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -28,7 +29,8 @@ class TrainedRow(msgspec.Struct, frozen=True):
     group: int
     sample: int
     segment: int
-    tokens_sha256: str
+    tokens_hash: str = ""
+    tokens_sha256: str | msgspec.UnsetType = msgspec.UNSET  # in files of older versions, in its place
 
 
 def write_trajectories(
@@ -42,7 +44,7 @@ def write_trajectories(
     make_durable_folder(path.parent)
     with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
         for number, row in enumerate(rows):
-            line = msgspec.structs.asdict(row)
+            line = msgspec.structs.asdict(row) | {"routed_experts": None}  # hundreds of numbers per token
             if explanations is not None:
                 line["correction"] = explanations[number]
             file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
@@ -57,6 +59,18 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         row.loss_mask = row.loss_mask.astype(bool)
         row.logprobs = row.logprobs.astype(np.float32)
     return rows
+
+
+def trained_file(run: Path, step: int, lineage: int, rank: int) -> Path:
+    """Return where a rank writes what it trained in a step."""
+    return run / "trajectories" / f"step-{step:06d}-lineage{lineage}-rank{rank}.jsonl.gz"
+
+
+def forget_trained(run: Path, until: int) -> None:
+    """Delete what was recorded of the training of steps before ``until``, by any rank in any lineage."""
+    for path in (run / "trajectories").glob("step-*.jsonl.gz"):
+        if _step(path) < until:
+            path.unlink(missing_ok=True)  # another rank may delete it, too
 
 
 def files_of_step(folder: Path, step: int) -> list[Path]:
@@ -127,7 +141,8 @@ class Recording:
         if self._cached[0] != step:
             self._cached = step, self._read(step, trained.lineage)
         found = self._cached[1].get(group, {})
-        tokens = {(row.sample, row.segment): row.tokens_sha256() for rows in found.values() for row in rows}
+        keyed = {(row.sample, row.segment): row for rows in found.values() for row in rows}
+        tokens = {key: _hash(row, trained.tokens.get(key, "")) for key, row in keyed.items()}
         if tokens != trained.tokens:
             differs = sorted(
                 key for key in tokens.keys() | trained.tokens if tokens.get(key) != trained.tokens.get(key)
@@ -141,7 +156,13 @@ class Recording:
 
     def _read(self, step: int, lineage: int) -> dict[int, dict[int, list[Trajectory]]]:
         groups: dict[int, dict[int, list[Trajectory]]] = {}
-        for path in sorted((self.folder / "trajectories").glob(f"step-{step:06d}-lineage{lineage}-*.jsonl.gz")):
+        paths = sorted((self.folder / "trajectories").glob(f"step-{step:06d}-lineage{lineage}-*.jsonl.gz"))
+        if not paths:
+            raise ConfigError(
+                f"{KEY}={self.folder}: it has no trajectories of step {step}; a run with trainer.keep_trajectories "
+                "deletes the oldest"
+            )
+        for path in paths:
             for row in self._rows_of(path):
                 if row.media:
                     raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
@@ -156,6 +177,12 @@ class Recording:
             return read_trajectories(path)
         except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
             raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
+
+
+def _hash(row: Trajectory, recorded: str) -> str:
+    """Return the hash of a row's tokens, of the kind that was recorded: older versions recorded SHA-256."""
+    older = len(recorded) == 2 * hashlib.sha256().digest_size
+    return hashlib.sha256(row.token_ids.tobytes()).hexdigest() if older else row.tokens_hash()
 
 
 def task_of(group: RecordedGroup) -> Task:
@@ -176,7 +203,7 @@ def _grouped(step: int, rows: Iterable[TrainedRow]) -> list[RecordedGroup]:
     lineage = 0
     for row in rows:
         lineage = row.lineage
-        tokens.setdefault(row.group, {})[row.sample, row.segment] = row.tokens_sha256
+        tokens.setdefault(row.group, {})[row.sample, row.segment] = row.tokens_sha256 or row.tokens_hash
     return [RecordedGroup(step, group, lineage, tokens[group]) for group in sorted(tokens)]
 
 
@@ -187,6 +214,11 @@ def _trained_rows(path: Path) -> Iterator[TrainedRow]:
             yield msgspec.json.decode(line, type=TrainedRow)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{KEY}: {path}:{number}: {error}") from error
+
+
+def _step(path: Path) -> int:
+    """Parse the step of ``step-000012-lineage0-rank0.jsonl.gz``."""
+    return int(path.name.split("-")[1])
 
 
 def _lineage(path: Path) -> int:

@@ -2,11 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+
+class Closeable(Protocol):
+    """What must be closed by whoever opened it."""
+
+    def close(self) -> None: ...
+
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Closeable)
 
 MOST_OVERDUE = 64  # threads of one kind that go on past their deadline, which nothing can end
 
@@ -29,6 +37,37 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def opened_in_thread(opening: Callable[[], C], name: str) -> C:
+    """Await what ``opening`` returns, called in a daemon thread. A caller that is cancelled meanwhile does not get it;
+    then it is closed once it is open.
+    """
+    future = in_daemon_thread(opening, name)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(_close_opened)
+        raise
+
+
+def _close_opened(future: "Future[C]") -> None:
+    if future.exception() is None:
+        future.result().close()
+
+
+def together(works: Sequence[Callable[[], T]], name: str) -> list[T]:
+    """Do all at the same time, the first in this thread, and return what they return.
+
+    If some fail, the error of the first of them is raised once all have ended.
+    """
+    others = [in_daemon_thread(work, name) for work in works[1:]]
+    try:
+        mine = [work() for work in works[:1]]
+    finally:
+        for other in others:
+            other.exception()
+    return mine + [other.result() for other in others]
 
 
 class DaemonCalls:

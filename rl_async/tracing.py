@@ -17,6 +17,7 @@ from typing import Any
 from rl_async.errors import ConfigError
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+SHARE = "OTEL_TRACES_SAMPLER_ARG"  # of OpenTelemetry's TraceIdRatioBased sampler
 INSTALL = "python -m pip install 'rl-async[otel]'"
 EPISODE, AGENT = "episode", "invoke_agent"  # spans that have others within them
 FLUSH_MS = 10_000
@@ -30,7 +31,8 @@ log = logging.getLogger("rl_async.tracing")
 class Spans:
     """Sends spans of one process to a collector, in the background; what the collector does not take is dropped.
 
-    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart.
+    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the traces,
+    whole ones, those are sent that OpenTelemetry's variable OTEL_TRACES_SAMPLER_ARG asks for: a share, by default 1.
     """
 
     def __init__(self, endpoint: str, run: str, role: str) -> None:
@@ -38,7 +40,7 @@ class Spans:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self._run = run
+        self._run, self._sampled_below = run, _sampled_share() * 2**64
         self._resource = Resource.create({"service.name": "rl-async", "rl_async.role": role})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
         self._out = BatchSpanProcessor(exporter, max_queue_size=WAITING, max_export_batch_size=AT_ONCE)
@@ -53,7 +55,10 @@ class Spans:
         error: str,
         about: Mapping[str, Value],
     ) -> None:
-        """Add a span; ``key`` names it within the trace, empty: nobody refers to it."""
+        """Add a span, if its trace is sampled; ``key`` names it within the trace, empty: nobody refers to it."""
+        trace = hashlib.sha256(f"{self._run} {episode}".encode()).digest()[:16]
+        if int.from_bytes(trace[8:]) >= self._sampled_below:  # as TraceIdRatioBased: all processes choose the same
+            return
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import Status, StatusCode
@@ -61,8 +66,8 @@ class Spans:
         self._out.on_end(
             ReadableSpan(
                 name=name,
-                context=self._context(episode, key),
-                parent=self._context(episode, parent) if parent else None,
+                context=_context(trace, key),
+                parent=_context(trace, parent) if parent else None,
                 resource=self._resource,
                 instrumentation_scope=InstrumentationScope("rl_async"),
                 attributes=dict(about),
@@ -72,18 +77,30 @@ class Spans:
             )
         )
 
-    def _context(self, episode: str, key: str) -> Any:
-        from opentelemetry.trace import SpanContext, TraceFlags
-
-        trace = hashlib.sha256(f"{self._run} {episode}".encode()).digest()
-        span = hashlib.sha256(trace + key.encode()).digest() if key else os.urandom(8)
-        ids = int.from_bytes(trace[:16]), int.from_bytes(span[:8])
-        return SpanContext(*ids, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
     def close(self) -> None:
         """Send what is left, within FLUSH_MS."""
         self._out.force_flush(FLUSH_MS)
         self._out.shutdown()
+
+
+def _context(trace: bytes, key: str) -> Any:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    span = hashlib.sha256(trace + key.encode()).digest() if key else os.urandom(8)
+    ids = int.from_bytes(trace), int.from_bytes(span[:8])
+    return SpanContext(*ids, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _sampled_share() -> float:
+    """Return the share of traces to send. Raises ConfigError if the variable holds no number from 0 to 1."""
+    text = os.environ.get(SHARE) or "1"
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{SHARE}={text}: give the share of traces to send, a number from 0 to 1")
+    return share
 
 
 _spans: Spans | None = None

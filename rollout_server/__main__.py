@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from rl_async.process.memory import importing
 from rl_async.process.role import add_run, role_parser, run_role
 
 
@@ -13,14 +14,18 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--cache-bytes", type=int, help="memory for keys and values (default: rollout.cache_bytes; on a CPU 1 GiB)"
+    )
     arguments = parser.parse_args()
     return run_role(f"engine-{arguments.index}", lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from rl_async.rollout_server.embedded.process import serve
+    with importing():
+        from rl_async.rollout_server.embedded.process import serve
 
-    serve(arguments.run, arguments.index, arguments.host, arguments.port)
+    serve(arguments.run, arguments.index, arguments.host, arguments.port, arguments.cache_bytes)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Version, VersionRun
-from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult, Routes
 
 ReadVersion = Callable[[str], Version]  # raises ValueError for a name that is not ours
 
@@ -32,6 +33,7 @@ class IncomingAnswer:
 
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
         self._url, self._oldest, self._read_version = url, request.min_version, read_version
+        self._prompt, self._routed_from = len(request.token_ids), request.routed_from
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._returned = 0  # tokens that earlier parts held
@@ -43,11 +45,16 @@ class IncomingAnswer:
         self._tokens += tokens
         self._logprobs += logprobs
 
-    def part(self, spans: Sequence[Span], finish_reason: FinishReason) -> GenerateResult:
+    def part(
+        self, spans: Sequence[Span], finish_reason: FinishReason, experts: np.ndarray | None = None
+    ) -> GenerateResult:
         """Return the tokens held back, given ``spans`` over all tokens so far; reason ``abort`` if more will follow.
 
-        Raises EngineRejected unless each token has exactly one version. Raises EngineLost for versions that this run
-        did not send, and for versions older than the request's ``min_version``: vLLM and SGLang do not enforce it.
+        ``experts`` [tokens, layers, k] are those of prompt and answer from the request's ``routed_from`` on.
+
+        Raises EngineRejected unless each token has exactly one version, and for experts of other tokens. Raises
+        EngineLost for versions that this run did not send, and for versions older than the request's ``min_version``:
+        vLLM and SGLang do not enforce it.
         """
         runs = [
             VersionRun(parse_version(self._url, span.version, self._read_version), span.start, span.end)
@@ -63,7 +70,17 @@ class IncomingAnswer:
             logprobs=self._logprobs[start:],
             versions=[VersionRun(r.version, max(r.start, start) - start, r.end - start) for r in runs if r.end > start],
             finish_reason=finish_reason,
+            routes=None if experts is None else self._routes(experts),
         )
+
+    def _routes(self, experts: np.ndarray) -> Routes:
+        most = max(0, self._prompt + len(self._tokens) - 1 - self._routed_from)
+        if experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16) or len(experts) > most:
+            raise EngineRejected(
+                f"{self._url} answered with experts {experts.dtype}{list(experts.shape)}, not uint8 or uint16 [at most "
+                f"{most} tokens, layers, experts per token]"
+            )
+        return Routes(self._routed_from, experts)
 
 
 def parse_version(url: str, name: str, read_version: ReadVersion = Version.parse) -> Version:
@@ -88,6 +105,7 @@ def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         logprobs=first.logprobs + second.logprobs,
         versions=runs,
         finish_reason=second.finish_reason,
+        routes=second.routes or first.routes,  # the last part's are of all tokens
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from rl_async.messages import Sampling, Version, VersionRun
 
@@ -32,27 +33,58 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     min_version: Version = Version()
     json_schema: str = ""  # empty: any text
+    routed_from: int = 0  # the first token whose experts are wanted, of those that the engine records
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """The experts of a mixture that the tokens from ``start`` on went through, counted from the prompt's first one.
+
+    ``experts`` is uint8 or uint16 [tokens, layers, k]. The last sampled token was not fed to the model and has none.
+    """
+
+    start: int
+    experts: np.ndarray
 
 
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens: ``token_ids`` and ``logprobs`` have one entry per sampled token, the stop token included.
 
     ``versions`` covers ``[0, len(token_ids))`` in order. ``finish_reason`` is ``abort`` for a request that was given
-    up, whose result is what had been sampled by then, and for every part of a stream but the last.
+    up, whose result is what had been sampled by then, and for every part of a stream but the last, which alone may have
+    ``routes``, of prompt and answer.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionRun]
     finish_reason: FinishReason
+    engine: str = ""  # id of the one that sampled last; a pool names it
+    routes: Routes | None = None  # None: the engine records none
+
+
+class EngineTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens since the engine's start."""
+
+    prompt: int
+    sampled: int
+    looked_up: int  # tokens of prompts, by those engines that look for them in the cache
+    found: int  # of these, in the cache
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy an engine reports to be, over all its clients."""
 
-    requests: int  # running and waiting
+    running: int  # requests that are decoded
+    waiting: int
     cache_usage: float  # share of the KV cache in use, 0 to 1
-    preemptions: int  # requests preempted since the start, those preempted by a pause included
+    preemptions: int | None = None  # since the start, those by a pause included; of an engine that counts them
+    preempted: int | None = None  # requests that wait now after a preemption; of an engine that tells
+    tokens: EngineTokens | None = None  # of an engine that counts them
+
+    @property
+    def requests(self) -> int:
+        """Requests that are decoded or wait."""
+        return self.running + self.waiting
 
 
 class Generator(Protocol):

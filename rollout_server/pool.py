@@ -6,6 +6,7 @@ once: taking the first to finish would favour short answers. ``routing.py`` choo
 """
 
 import asyncio
+import heapq
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -18,10 +19,11 @@ from rl_async.errors import EngineLost, EngineRejected, QueueLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
-from rl_async.rollout_server.routing import PoolMember, Router
+from rl_async.rollout_server.routing import OpenMembers, PoolMember, Router, expire
 
 BACKOFF_S = 1.0  # in which an engine that failed a request gets no other
 PROBE_EVERY_S = 2.0
+PROBES_AT_ONCE = 128  # of more engines, those that failed lately and then those whose last probe is longest ago
 PROBE_S = 5.0
 MAX_MISSED_PROBES = 2  # after so many in a row the engine's requests go elsewhere
 WATCH_S = 10.0
@@ -50,6 +52,7 @@ class _Progress:
     def __init__(self, request: GenerateRequest, session: str, timeout_s: float, heard: Heard | None) -> None:
         self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
+        self.engine = ""  # that was asked last
         self.extend_deadline()
 
     @property
@@ -66,9 +69,9 @@ class _Progress:
     @property
     def result(self) -> GenerateResult:
         """The joined parts, with the finish reason that the tokens imply if no engine reported one."""
-        if self.done.finish_reason != "abort":
-            return self.done
-        return msgspec.structs.replace(self.done, finish_reason="stop" if self._stopped else "length")
+        implied = "stop" if self._stopped else "length"
+        reason = implied if self.done.finish_reason == "abort" else self.done.finish_reason
+        return msgspec.structs.replace(self.done, finish_reason=reason, engine=self.engine)
 
     @property
     def _full(self) -> bool:
@@ -119,6 +122,7 @@ class EnginePool:
     def __init__(self, connect: Callable[[EngineRecord], StreamingClient], timeout_s: float, max_batch: int) -> None:
         self._connect, self._timeout_s, self._max_batch = connect, timeout_s, max_batch
         self._members: dict[str, PoolMember[StreamingClient]] = {}
+        self._open: OpenMembers[StreamingClient] = OpenMembers()
         self._router: Router[StreamingClient] = Router()
         self._waiters: dict[_Waiter, None] = {}  # an ordered set, first come first served
         self._closing: set[asyncio.Task[None]] = set()
@@ -130,14 +134,16 @@ class EnginePool:
         for engine_id in self._members.keys() - current.keys():
             member = self._members.pop(engine_id)
             member.mark_gone()
+            self._open.remove(member)
             task = asyncio.ensure_future(member.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for engine_id, record in current.items():
             if engine_id in self._members:
-                self._members[engine_id].record = record
+                self._members[engine_id].adopt(record)
             else:
                 self._members[engine_id] = PoolMember(record, self._connect(record), self._max_batch)
+                self._open.refresh(self._members[engine_id])
         self._wake_waiters()
 
     async def watch(self, registry: RegistryReader) -> None:
@@ -159,11 +165,14 @@ class EnginePool:
         progress = _Progress(request, session, self._timeout_s, heard)
         while progress.unfinished:
             member = await self._route(progress)
+            progress.engine = member.engine_id
             try:
                 with member.in_flight(progress.rest):
+                    self._refresh(member)
                     await self._read_answer(member, progress)
             except (EngineLost, TimeoutError) as error:
-                log.warning(
+                log.log(
+                    logging.DEBUG if member.is_withdrawn else logging.WARNING,
                     "request %s: %s was lost after %d tokens: %s",
                     request.request_id,
                     member.engine_id,
@@ -178,6 +187,7 @@ class EnginePool:
                 member.backoff_until = time.monotonic() + BACKOFF_S
                 self.replayed += 1
             finally:
+                self._refresh(member)
                 self._wake_waiters()
         return progress.result
 
@@ -190,13 +200,19 @@ class EnginePool:
     def _wake_waiters(self) -> None:
         """Wake as many waiters, in their order, as there is room for. Waking all of them for every request that ends
         would cost the square of their number."""
+        if not self._waiters:
+            return
         now = time.monotonic()
-        room = {member: member.room for member in self._members.values() if member.room}
+        room = {member: member.room for member in self._open.members}
+        unserved: set[Version] = set()
         for waiter in self._waiters:
             if not room:
                 break
+            if waiter.version in unserved:
+                continue
             member = next((member for member in room if member.serves(waiter.version, now)), None)
             if member is None:
+                unserved.add(waiter.version)
                 continue
             waiter.called.set()
             room[member] -= 1
@@ -217,16 +233,28 @@ class EnginePool:
                 self.update(engines)
 
     async def _probe_all(self) -> None:
-        """Probe every member each PROBE_EVERY_S seconds; see ``watch``."""
+        """Probe members each PROBE_EVERY_S seconds, at most PROBES_AT_ONCE; see ``watch``.
+
+        The pool of every worker does so: without a bound, workers times engines would be probed.
+        """
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
-            await asyncio.gather(*(self._probe(member) for member in list(self._members.values())))
+            now = time.monotonic()
+
+            def urgency(member: PoolMember[StreamingClient], now: float = now) -> tuple[bool, float]:
+                failed = member.backoff_until > now - PROBE_EVERY_S or 0 < member.missed_probes < MAX_MISSED_PROBES
+                return not failed, member.probed_at
+
+            due = heapq.nsmallest(PROBES_AT_ONCE, self._members.values(), key=urgency)
+            await asyncio.gather(*map(self._probe, due))
 
     async def _probe(self, member: PoolMember[StreamingClient]) -> None:
         """Read the engine's load. After MAX_MISSED_PROBES its requests go elsewhere until it answers again."""
+        member.probed_at = time.monotonic()
         try:
             async with asyncio.timeout(PROBE_S):
                 member.observe(await member.client.load())
+            self._refresh(member)
         except (EngineLost, EngineRejected, TimeoutError) as error:
             member.missed_probes += 1
             if member.missed_probes == MAX_MISSED_PROBES and not member.gone.is_set():
@@ -240,29 +268,33 @@ class EnginePool:
             member.gone = asyncio.Event()
             self._wake_waiters()
 
+    def _refresh(self, member: PoolMember[StreamingClient]) -> None:
+        """Note whether the engine has room, unless it has left."""
+        if self._members.get(member.engine_id) is member:
+            self._open.refresh(member)
+
     async def _read_answer(self, member: PoolMember[StreamingClient], progress: _Progress) -> None:
         """Read the engine's answer. While the engine sleeps (the trainer has its device) the deadline is extended; a
         hung engine does not report that it sleeps.
 
         Raises EngineLost, EngineRejected, or TimeoutError after the deadline.
         """
-        read = asyncio.ensure_future(_read(member.client, progress))
-        member.pending.add(read)
+        gone = member.gone
         try:
-            while True:
-                await asyncio.wait((read,), timeout=progress.remaining_s)
-                if read.cancelled():
-                    raise EngineLost("the engine left the registry or does not answer probes")
-                if read.done():
-                    return read.result()
-                if not progress.expired:
-                    continue  # a part arrived meanwhile
-                if not await _sleeps(member.client):
-                    raise TimeoutError(f"no token in {self._timeout_s:g} s")
-                progress.extend_deadline()
-        finally:
-            member.pending.discard(read)
-            read.cancel()
+            async with asyncio.timeout(None) as read:
+                deadline = _Deadline(read, member.client, progress)
+                member.reads.add(read)
+                try:
+                    await _read(member.client, progress)
+                finally:
+                    member.reads.discard(read)
+                    deadline.cancel()
+        except TimeoutError:
+            if not read.expired():
+                raise
+            if gone.is_set():
+                raise EngineLost("the engine left the registry, was withdrawn or does not answer probes") from None
+            raise TimeoutError(f"no token in {self._timeout_s:g} s") from None
 
     async def _route(self, progress: _Progress) -> PoolMember[StreamingClient]:
         waiter = _Waiter(progress.request.min_version)
@@ -277,7 +309,7 @@ class EnginePool:
         version = waiter.version
         while True:
             members, now = self._members.values(), time.monotonic()
-            member = self._router.choose(members, progress.rest, progress.session, now)
+            member = self._router.choose(self._open.members, progress.rest, progress.session, now)
             if member is not None:
                 return member
             self._waiters[waiter] = None
@@ -295,6 +327,38 @@ class EnginePool:
             except TimeoutError:
                 continue  # the back-off of an engine may be over
             waiter.called.clear()
+
+
+class _Deadline:
+    """Expires a ``read`` that has got no token until its deadline, unless the engine sleeps. Not a task for each read:
+    answers are short, and every task in the way of one is a turn of the event loop in which other requests go first."""
+
+    def __init__(self, read: asyncio.Timeout, client: StreamingClient, progress: _Progress) -> None:
+        self._read, self._client, self._progress = read, client, progress
+        self._asking: asyncio.Task[None] | None = None
+        self._wait()
+
+    def cancel(self) -> None:
+        """Let the read be: it is over."""
+        self._timer.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._progress.remaining_s, self._check)
+
+    def _check(self) -> None:
+        if self._progress.expired:
+            self._asking = asyncio.ensure_future(self._ask())
+        else:
+            self._wait()  # a part arrived meanwhile
+
+    async def _ask(self) -> None:
+        if await _sleeps(self._client):
+            self._progress.extend_deadline()
+            self._wait()
+        else:
+            expire(self._read)
 
 
 async def _read(client: StreamingClient, progress: _Progress) -> None:

@@ -5,11 +5,16 @@
 
 A conversation therefore stays where its prefix is cached while that saves more than waiting behind others costs, and
 leaves an engine whose cache is nearly full and which would soon preempt.
+
+Of more than CANDIDATES engines it is the cheapest of that many, drawn at random, and of the conversation's last one:
+the cost of a choice does not grow with the number of engines, and the pools of many workers, who all know the same
+loads of a moment ago, do not all choose the same engine.
 """
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -20,6 +25,7 @@ FULL = 0.9  # cache usage from which preemptions are put down to a full cache; a
 SHRINK, GROW = 0.75, 1.05  # factors of the limit
 MIN_LIMIT = 4
 SESSIONS_REMEMBERED = 100_000
+CANDIDATES = 32
 
 C = TypeVar("C")
 
@@ -38,14 +44,30 @@ class PoolMember(Generic[C]):
         self.limit = self._max_limit = float(max(MIN_LIMIT, math.ceil(1.25 * max_batch)))
         self.backoff_until = 0.0
         self.missed_probes = 0  # in a row
+        self.probed_at = 0.0  # when the last probe began
         self.gone = asyncio.Event()  # it left the registry, or does not answer probes
-        self.pending: set[asyncio.Task[None]] = set()  # reads of its answers
+        self.reads: set[asyncio.Timeout] = set()  # of its answers; to expire at once when it is gone
         self._load: EngineLoad | None = None
         self._pressed = False  # the last load showed preemptions with a full cache
 
     @property
     def engine_id(self) -> str:
         return self.record.engine_id
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether it may not be used, though it is there."""
+        return self.record.version is None
+
+    def adopt(self, record: EngineRecord) -> None:
+        """Take in what the registry says now. The requests of an engine that was withdrawn move elsewhere."""
+        withdrawn = self.record.version is not None and record.version is None
+        returned = self.record.version is None and record.version is not None
+        self.record = record
+        if withdrawn:
+            self.mark_gone()
+        elif returned:
+            self.gone, self.backoff_until, self.missed_probes = asyncio.Event(), 0.0, 0
 
     def serves(self, version: Version, now: float) -> bool:
         """Return whether the engine is up, not backing off, and has confirmed at least this version."""
@@ -58,10 +80,10 @@ class PoolMember(Generic[C]):
         return max(0, math.ceil(self.limit - self.requests))
 
     def mark_gone(self) -> None:
-        """Stop routing to the engine, and cancel the reads of its answers so that their requests move elsewhere."""
+        """Stop routing to the engine, and end the reads of its answers so that their requests move elsewhere."""
         self.gone.set()
-        for read in self.pending:
-            read.cancel()
+        for read in self.reads:
+            expire(read)
 
     def backlog(self, request: GenerateRequest) -> float:
         """Return the tokens ahead of a new request, other clients' included, divided by the free share of the cache.
@@ -79,7 +101,7 @@ class PoolMember(Generic[C]):
         """Take in a probe's result and adapt the limit, which shrinks when two probes in a row show preemptions with a
         full cache."""
         before, self._load = self._load, load
-        pressed = before is not None and load.preemptions > before.preemptions and load.cache_usage >= FULL
+        pressed = before is not None and load.cache_usage >= FULL and _more_preempted(before, load)
         twice, self._pressed = pressed and self._pressed, pressed
         if twice:
             self.limit = max(float(MIN_LIMIT), self.limit * SHRINK)
@@ -97,31 +119,76 @@ class PoolMember(Generic[C]):
             self.requests, self.tokens = self.requests - 1, self.tokens - tokens
 
 
+class OpenMembers(Generic[C]):
+    """The engines that have room, kept as requests begin and end so that none is looked for among all engines."""
+
+    def __init__(self) -> None:
+        self.members: list[PoolMember[C]] = []  # in no order
+        self._at: dict[PoolMember[C], int] = {}
+
+    def refresh(self, member: PoolMember[C]) -> None:
+        """Add the engine if it has room now, else remove it."""
+        if not member.room:
+            self.remove(member)
+        elif member not in self._at:
+            self._at[member] = len(self.members)
+            self.members.append(member)
+
+    def remove(self, member: PoolMember[C]) -> None:
+        """Remove the engine, if it is here."""
+        at = self._at.pop(member, None)
+        if at is None:
+            return
+        last = self.members.pop()
+        if last is not member:
+            self.members[at], self._at[last] = last, at
+
+
 class Router(Generic[C]):
     """Chooses engines, and remembers which one served each conversation last."""
 
     def __init__(self) -> None:
-        self._last_engine: dict[str, str] = {}  # engine id by session, oldest first
+        self._last: dict[str, PoolMember[C]] = {}  # by session, oldest first
+        self._random = random.Random()
 
     def choose(
-        self, members: Iterable[PoolMember[C]], request: GenerateRequest, session: str, now: float
+        self, members: Sequence[PoolMember[C]], request: GenerateRequest, session: str, now: float
     ) -> PoolMember[C] | None:
-        """Return the cheapest engine that serves the request's version and has room, or None."""
-        fit = [member for member in members if member.room and member.serves(request.min_version, now)]
-        if not fit:
-            return None
-        last = self._last_engine.get(session)
+        """Return the cheapest candidate among ``members`` that serves the request's version and has room, or None if
+        there is no such engine."""
+        last = self._last.get(session)
+
+        def fit(some: Sequence[PoolMember[C]]) -> list[PoolMember[C]]:
+            return [member for member in some if member.room and member.serves(request.min_version, now)]
 
         def cost(member: PoolMember[C]) -> tuple[float, int]:
-            prompt = 0 if member.engine_id == last else len(request.token_ids)
+            prompt = 0 if member is last else len(request.token_ids)
             return member.backlog(request) + prompt, member.requests
 
-        best = min(fit, key=cost)
-        self._last_engine.pop(session, None)  # reinserted at the end: the least recently used are forgotten first
-        self._last_engine[session] = best.engine_id
-        if len(self._last_engine) > SESSIONS_REMEMBERED:
-            del self._last_engine[next(iter(self._last_engine))]
+        found: list[PoolMember[C]] = []
+        if len(members) > CANDIDATES:
+            found = fit(self._random.sample(members, CANDIDATES)) + fit([] if last is None else [last])
+        found = found or fit(members)
+        if not found:
+            return None
+        best = min(found, key=cost)
+        self._last.pop(session, None)  # reinserted at the end: the least recently used are forgotten first
+        self._last[session] = best
+        if len(self._last) > SESSIONS_REMEMBERED:
+            del self._last[next(iter(self._last))]
         return best
+
+
+def expire(read: asyncio.Timeout) -> None:
+    """Have the block of a timeout end with TimeoutError now, unless it is ending so already."""
+    if not read.expired():
+        read.reschedule(0.0)
+
+
+def _more_preempted(before: EngineLoad, now: EngineLoad) -> bool:
+    """Whether the engine preempted in between, or has more requests that wait for it: it reports one of the two."""
+    numbers = (before.preemptions, now.preemptions), (before.preempted, now.preempted)
+    return any(old is not None and new is not None and new > old for old, new in numbers)
 
 
 def _max_tokens(request: GenerateRequest) -> int:

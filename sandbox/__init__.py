@@ -2,5 +2,6 @@
 
 A `Sandbox` (`api.py`) opens workspaces; the tools `python` and `bash` have one per episode, the scorer `code` one per
 answer. `registry.make_sandbox` makes the kind that the config names. To add one, write a class with the interface in
-a file here and a line in `registry.py`; users give their own as `path.py:class`. docs/sandbox.md says what holds.
+a file here and a line in `registry.py`; users give their own as `path.py:class`. What holds
+in which: docs/reference/sandbox.md.
 """

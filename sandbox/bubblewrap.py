@@ -69,8 +69,8 @@ class Bubblewrap:
             if not left or 0 < code < FIRST_SIGNAL:
                 raise ConfigError(
                     f"sandbox.kind: bubblewrap cannot make a sandbox here: exit code {code}, {said!r}; it needs "
-                    "unprivileged user namespaces, or root with CAP_SYS_ADMIN (docs/sandbox.md), and nothing runs "
-                    "without"
+                    "unprivileged user namespaces, or root with CAP_SYS_ADMIN (docs/reference/sandbox.md), and nothing "
+                    "runs without"
                 )
 
     def _trial(self) -> tuple[int, str]:

@@ -76,6 +76,11 @@ def make_model(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Write a word-level tokenizer of VOCAB words into a model's folder."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0").save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from rl_async.errors import EXIT_FAILED, EXIT_RESTART, RanksLost, RlAsyncError
+from rl_async.process.memory import importing
 from rl_async.process.role import add_run, end_with, role_parser, run_role
 
 
@@ -36,7 +37,8 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from rl_async.trainer.process import run_rank
+    with importing():
+        from rl_async.trainer.process import run_rank
 
     run_rank(arguments.run, arguments.queue, arguments.replay, host=arguments.host, resume=arguments.resume)
 

@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,21 +14,28 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl_async import tracing
-from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.derived.transport import resolve_transport, sends_shards
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.files import drop_torn_lines
 from rl_async.process.heartbeat import beat
 from rl_async.process.http_auth import run_token
+from rl_async.process.memory_budget import read_budget
+from rl_async.process.timeline import enter
 from rl_async.rollout_server.connect import connect
+from rl_async.telemetry.exposition import exposed
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches import sources
 from rl_async.trainer.checkpoints.folder import drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.monitoring.engine_loads import EngineLoads
 from rl_async.trainer.monitoring.evaluation import Evaluator
+from rl_async.trainer.monitoring.exposition import RankCollector
 from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.memory import MemoryWatch
+from rl_async.trainer.monitoring.profiling import StepProfiler
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from rl_async.trainer.monitoring.records import next_lineage, require_newest
@@ -35,6 +44,7 @@ from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.publishing.weights import GatheredWeights, ShardedByRank, WeightSource
 from rl_async.trainer.step.models import Models, build_models
 from rl_async.trainer.step.recorder import Recorder
 from rl_async.trainer.step.run import Run
@@ -43,11 +53,17 @@ from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.phases import IdleCoordinator, build_phase
+from rl_async.weight_sync.phases import IdleCoordinator, build_phase, shares_devices
+from rl_async.weight_sync.ranks import meeting
+from rl_async.weight_sync.ranks.outlet import Outlet
 from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint, Wire
+from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.transports.interface import bucket_device
 
 log = logging.getLogger("rl_async.trainer")
+
+# How much of the deadline of an engine's update another rank has for an answer. A transfer gives up after half of it.
+RANKS_SHARE = 0.75
 
 
 def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str, resume: bool) -> None:
@@ -62,14 +78,17 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
     beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
     role = f"trainer-{os.environ.get('RANK', '0')}"
     with ranks_joined(config, folder) as (device, store), tracing.traced(config.tracking.otlp_endpoint, folder, role):
-        models, kl = build_models(config, device), KlController(config.algorithm.kl)
-        start = _restore(folder, models, kl, resume)
-        run = _base_run(config, folder, replay or folder, models, kl, start, stop)
-        if queue is None:
-            done = train(run)
-        else:
-            wire = PointToPoint(dist.PrefixStore("gathering", store), device=device)
-            done = _train_from_queue(run, queue, host, start.snapshot if resume else None, wire)
+        memory = MemoryWatch(device, read_budget(folder).of(role))
+        with memory.explained():
+            models, kl = build_models(config, device), KlController(config.algorithm.kl)
+            start = _restore(folder, models, kl, resume)
+            run = _base_run(config, folder, replay or folder, models, kl, start, stop, memory)
+            collector = RankCollector(folder, run.rank, lambda: run.tracking.latest if run.tracking else {})
+            with exposed(config.tracking.prometheus, folder, "trainer", role, collector):
+                if queue is None:
+                    done = train(run)
+                else:
+                    done = _train_from_queue(run, queue, host, start.snapshot if resume else None, store)
     if not done:
         sys.exit(stop.code)
 
@@ -83,7 +102,14 @@ class _Start(NamedTuple):
 
 
 def _base_run(
-    config: RunConfig, folder: Path, recorded: Path, models: Models, kl: KlController, start: _Start, stop: StopRequest
+    config: RunConfig,
+    folder: Path,
+    recorded: Path,
+    models: Models,
+    kl: KlController,
+    start: _Start,
+    stop: StopRequest,
+    memory: MemoryWatch,
 ) -> Run:
     trainer, rank = config.trainer, dist.get_rank()
     source = sources.RecordedSource(recorded / "trajectories")
@@ -106,7 +132,15 @@ def _base_run(
             lambda: require_newest(folder, start.lineage),
         ),
         stop=stop,
-        recorder=Recorder(folder, start.lineage, rank, is_recorder=models.data_parallel.is_recorder),
+        recorder=Recorder(
+            folder,
+            start.lineage,
+            rank,
+            is_recorder=models.data_parallel.is_recorder,
+            keep=trainer.keep_trajectories,
+        ),
+        profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),
+        memory=memory,
         tracking=Tracking(config, folder) if rank == 0 else None,
     )
 
@@ -133,10 +167,10 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
     return _Start(lineage, state.step, snapshot)
 
 
-def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, wire: Wire) -> bool:
+def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, store: dist.Store) -> bool:
     """Train on the batches of the queue at ``address``; False if it was asked to stop.
 
-    A resumed run first rolls the queue back to ``snapshot``.
+    A resumed run first rolls the queue back to ``snapshot``. ``store`` is that of all ranks.
     """
     config = run.config
     keys = client_keys(config, run.folder, "trainer")
@@ -145,8 +179,9 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         if run.rank != 0 and config.rollout.replay:
             return train(run)
         if run.rank != 0:
-            run.publisher = _watched(run, _publisher(run, IdleCoordinator(), wire), None)
-            return train(run)
+            with _weight_source(run, host, store) as source:
+                run.publisher = _watched(run, _publisher(run, IdleCoordinator(), source), None)
+                return train(run)
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
@@ -155,17 +190,26 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             run.publisher = NoEngines(lambda version: queue.publish(version, []))
             return _finish(train(run), queue)
         token = run_token(run.folder, "engines")
+        run.engines = EngineLoads(queue.engines, lambda record: connect(record.kind, record.url, token=token))
         if config.data.eval_path:
             run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
-        with WeightCoordinator(
-            lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
-            lambda record: connect(record.kind, record.url, lineage=run.lineage, token=token),
-            _resolved_sync(run),
-            config.rollout.start_timeout_s,
-            host,
-        ) as coordinator:
-            run.publisher = _watched(run, _publisher(run, coordinator, wire), queue)
-            return _finish(train(run), queue)
+        with (
+            _weight_source(run, host, store) as source,
+            WeightCoordinator(
+                lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
+                lambda record: connect(record.kind, record.url, lineage=run.lineage, token=token),
+                _resolved_sync(run),
+                config.rollout.start_timeout_s,
+                host,
+                lambda engine, version, stage: enter(run.folder, "weights", engine, stage, version=version),
+                shares_devices(config.mode),
+            ) as coordinator,
+        ):
+            run.publisher = _watched(run, _publisher(run, coordinator, source), queue)
+            done = _finish(train(run), queue)
+            if done:  # a run that is asked to stop waits for no engine
+                coordinator.finish()
+            return done
 
 
 def _finish(done: bool, queue: SyncQueueClient) -> bool:
@@ -182,12 +226,49 @@ def _resolved_sync(run: Run) -> WeightSyncConfig:
     return msgspec.structs.replace(sync, transport=resolve_transport(run.config), folder=str(folder))
 
 
-def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, wire: Wire) -> EnginePublisher:
+def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source: WeightSource) -> EnginePublisher:
+    def offload() -> None:
+        source.keep()
+        run.models.sleep()
+
     phase = build_phase(
-        run.config.mode, publisher, barrier=dist.barrier, onload=run.models.wake, offload=run.models.sleep
+        run.config.mode,
+        publisher,
+        lends=run.config.trainer.lend_devices,
+        agree=_as_rank_0,
+        barrier=dist.barrier,
+        onload=run.models.wake,
+        offload=offload,
     )
-    gathering = Gathering(wire, run.rank, run.config.weight_sync.bucket_bytes, run.config.trainer.collective_timeout_s)
-    return EnginePublisher(phase, gathering, run.config.trainer.lora if run.config.weight_sync.adapters else None)
+    return EnginePublisher(phase, source)
+
+
+@contextmanager
+def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSource]:
+    """Where publications take the weights from, on this rank; ``store`` is that of all ranks."""
+    config, sync = run.config, _resolved_sync(run)
+    timeout_s = config.trainer.collective_timeout_s
+    place = bucket_device(resolve_transport(config), run.models.policy.device)
+    if not sends_shards(config):
+        wire = PointToPoint(dist.PrefixStore("gathering", store), device=run.models.policy.device)
+        gathering = Gathering(wire, run.rank, sync.bucket_bytes, timeout_s, place)
+        yield GatheredWeights(gathering, config.trainer.lora if sync.adapters else None)
+        return
+    outlet, token = Outlet(run.rank, sync, host, timeout_s, place), run_token(run.folder, "ranks")
+    if run.rank != 0:
+        with meeting.followed(outlet, run.rank, host, token, store, timeout_s):
+            yield ShardedByRank(outlet, None)
+        return
+    answer_s = RANKS_SHARE * min(sync.timeout_s, sync.sync_timeout_s)
+    with meeting.led(outlet, token, store, dist.get_world_size(), answer_s, timeout_s) as shards:
+        yield ShardedByRank(outlet, shards)
+
+
+def _as_rank_0(decision: bool) -> bool:
+    """Return rank 0's decision on every rank. A collective."""
+    decided = torch.tensor([decision])
+    dist.broadcast(decided, 0)
+    return bool(decided.item())
 
 
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:

@@ -28,11 +28,7 @@ def train(run: Run) -> bool:
     """Train from ``run.start_step`` to ``trainer.steps``. False if it was asked to stop, saved and left early."""
     config, models = run.config, run.models
     schedule = CheckpointSchedule(config)
-    published = Version(run.lineage, run.start_step)
-    run.at(run.start_step, "starting")
-    run.publisher.publish(published, models.policy)
-    run.started(published)
-    run.stop.wait_for_step(True)
+    published = begin(run)
     for step in range(run.start_step, config.trainer.steps):
         began = time.perf_counter()
         run.at(step, "waiting for a batch")
@@ -71,6 +67,7 @@ def train(run: Run) -> bool:
         run.retire()
         run.at(step, "reporting")
         metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(models.data_parallel, batch)
+        metrics |= run.memory.metrics()
         metrics |= {
             "time/wait_batch_s": have_batch - began,
             "time/train_s": trained - have_batch,
@@ -86,6 +83,16 @@ def train(run: Run) -> bool:
         run.watch(step, metrics)
     run.finish(published)
     return True
+
+
+def begin(run: Run) -> Version:
+    """Publish the weights that the run starts from; their version."""
+    version = Version(run.lineage, run.start_step)
+    run.at(run.start_step, "starting")
+    run.publisher.publish(version, run.models.policy)
+    run.started(version)
+    run.stop.wait_for_step(True)
+    return version
 
 
 def publishes_after(config: RunConfig, steps: int) -> bool:

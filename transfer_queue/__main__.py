@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import zmq
@@ -14,9 +15,10 @@ from rl_async import tracing
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Task
-from rl_async.process.http_auth import run_token
+from rl_async.process.memory import collect_rarely, reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.recording import Recording, task_of
+from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
 from rl_async.transfer_queue.auth.sockets import is_file
@@ -25,7 +27,7 @@ from rl_async.transfer_queue.journal.opener import open_journal
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.reports.metrics import serve_metrics
+from rl_async.transfer_queue.reports.metrics import QueueCollector
 from rl_async.transfer_queue.reports.traces import QueueTraces
 from rl_async.transfer_queue.server.loop import bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
@@ -65,14 +67,21 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         limits, auth = config.queue.limits, None
         if not is_file(address):
             auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
-        port = config.queue.metrics_port
-        token, reader = (run_token(run, "metrics"), client_keys(config, run, "reader")) if port else ("", None)
-        metrics = serve_metrics(port, address, token, reader)
-        with bind(context, address, keys=keys, limits=limits) as socket, metrics:
+        with bind(context, address, keys=keys, limits=limits) as socket, _metrics(config, run, address):
             log.info("listening on %s, closed to clients without a key", address)
             server = QueueServer(store, journal, feed, limits=limits, allowed=keys.allowed)
+            collect_rarely()
             serve(socket, server, recorder.flush, stopped.is_set, auth=auth)
     log.info("ended")
+
+
+def _metrics(config: RunConfig, run: Path, address: str) -> AbstractContextManager[None]:
+    """Answer Prometheus on ``queue.metrics_port``, and on any port with ``tracking.prometheus``."""
+    port = config.queue.metrics_port
+    if not (port or config.tracking.prometheus):
+        return contextlib.nullcontext()
+    queue = QueueCollector(address, client_keys(config, run, "reader"))
+    return exposed(True, run, "queue", "queue", queue, port=port)
 
 
 def tasks_of(config: RunConfig) -> tuple[TaskSource, list[Task]]:
@@ -94,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         help="all other processes of the run are new, too: forget leases and engines of those that the journal knows",
     )
     arguments = parser.parse_args(argv)
+    reuse_freed_memory()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())

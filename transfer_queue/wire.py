@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import zmq
 
 from rl_async.errors import AccessDenied, ProtocolError
 from rl_async.messages import Malformed, Refused, Reply, ReplyType, Request, RequestType
 from rl_async.messages.codec import Frame
+from rl_async.process.memory import no_collection
 
 ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes
-HEARTBEAT_MS = 5000  # a peer whose host is gone is noticed after a few of these
+HEARTBEAT_MS = 5000  # a client notices after two of these that the queue's host is gone
 JOINED_BYTES = 1 << 20
+ALONE_BYTES = 1 << 16  # of a row that is a frame of its own
 
 # Codes of refusals that clients act upon.
 HELLO = "hello"  # the queue does not know this connection: it was restarted, or has forgotten a silent client
@@ -29,14 +32,14 @@ MEDIA = "media"  # the sample refers to media that are not here: put it again wi
 REPLACED = "replaced"  # the request of a trainer that another has replaced
 ROWS_LOST = "rows_lost"  # what was asked for went with a shard
 
-_COPY_BELOW = 1 << 16  # a small frame's view would hold on to the whole receive buffer
+_COPY_BELOW = 1 << 16  # bytes of a frame; a smaller one's view would hold on to the whole receive buffer
 
 # Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
-_encode = msgspec.msgpack.Encoder().encode
+encode_message = msgspec.msgpack.Encoder().encode
 
 
 class RequestMessage(NamedTuple):
@@ -69,20 +72,25 @@ class RequestIds:
 
 def encode(request_id: bytes, message: Request[Any] | Reply, payload: Sequence[Frame] = ()) -> list[Frame]:
     """The frames of one message, in the order of the envelope."""
-    return [request_id, _encode(message), *payload]
+    return [request_id, encode_message(message), *payload]
 
 
-def join(rows: Sequence[Frame]) -> list[bytes]:
-    """The rows in as few frames as are not much larger than JOINED_BYTES: each frame costs both sides a call."""
-    frames: list[bytes] = []
+def join(rows: Sequence[Frame]) -> list[Frame]:
+    """The rows in few frames, since each costs both sides a call: a large row is one of its own, without a copy, and
+    small ones are copied into frames of not much more than JOINED_BYTES."""
+    frames: list[Frame] = []
     some: list[Frame] = []
     size = 0
     for row in rows:
-        some.append(row)
-        size += memoryview(row).nbytes
-        if size >= JOINED_BYTES:
+        alone = len(row) >= ALONE_BYTES
+        if some and (alone or size >= JOINED_BYTES):
             frames.append(b"".join(some))
             some, size = [], 0
+        if alone:
+            frames.append(row)
+        else:
+            some.append(row)
+            size += len(row)
     return [*frames, b"".join(some)] if some else frames
 
 
@@ -90,15 +98,16 @@ def split(frames: Sequence[Frame], lengths: Sequence[int]) -> list[memoryview]:
     """The rows that ``join`` put into ``frames``, without a copy. Raises ProtocolError if they do not fit."""
     rows: list[memoryview] = []
     left = iter(frames)
-    frame = memoryview(b"")
+    frame, start = memoryview(b""), 0
     for length in lengths:
-        if not frame.nbytes:
-            frame = memoryview(next(left, b""))
-        if not 0 < length <= frame.nbytes:
-            raise ProtocolError(f"a row of {length} bytes is not in a frame of which {frame.nbytes} bytes are left")
-        rows.append(frame[:length])
-        frame = frame[length:]
-    if frame.nbytes or next(left, None) is not None:
+        if start == len(frame):
+            frame, start = memoryview(next(left, b"")), 0
+        end = start + length
+        if not start < end <= len(frame):
+            raise ProtocolError(f"a row of {length} bytes is not in a frame of which {len(frame) - start} are left")
+        rows.append(frame[start:end])
+        start = end
+    if start != len(frame) or next(left, None) is not None:
         raise ProtocolError("there are more bytes than rows")
     return rows
 
@@ -119,10 +128,22 @@ def decode_reply(parts: Sequence[Any]) -> ReplyMessage:
     if len(parts) < 2:
         raise ProtocolError("a reply has at least two frames")
     try:
-        reply = _replies.decode(body(parts[1]))
+        with no_collection():
+            reply = _replies.decode(body(parts[1]))
     except _UNREADABLE as error:
         raise ProtocolError(f"malformed reply of the transfer queue: {error}") from error
     return ReplyMessage(bytes(parts[0]), reply, [body(part) for part in parts[2:]])
+
+
+def send(socket: Any, frames: Sequence[Frame]) -> None:
+    """Send a message without waiting: large frames as they are, small ones copied, which costs less than sharing them.
+
+    Raises zmq.ZMQError, always for the first frame, if that is not possible.
+    """
+    *first, last = frames
+    for frame in first:
+        socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=len(frame) < _COPY_BELOW)
+    socket.send(last, zmq.NOBLOCK, copy=len(last) < _COPY_BELOW)
 
 
 def body(part: Any) -> Frame:

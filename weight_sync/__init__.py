@@ -1,9 +1,10 @@
 """Moves weights from the trainer into running engines, and commits a version on all of them.
 
-In: the buckets of a new version, on rank 0 of the trainer. Out: engines that serve that version, confirmed to the
-registry in the transfer queue, and a ``SyncReport``. The trainer calls ``phases`` (when engines and trainer use their
-devices), which calls ``coordinator`` (a thread with an event loop) -> ``fleet`` (which engines, in which groups) ->
-``wave`` (one group, two phases) -> a transport. On the engine's side the server hands each request to ``receiver``.
+In: the trainer ranks' shards of a new version, or its buckets on rank 0. Out: engines that serve that version,
+confirmed to the registry in the transfer queue, and a ``SyncReport``. The trainer calls ``phases`` (when engines and
+trainer use their devices), which calls ``coordinator`` (a thread with an event loop) -> ``fleet`` (which engines, in
+which groups) -> ``wave`` (one group, two phases) -> ``ranks`` (who sends what) -> a transport. On the engine's side the
+server hands each request to ``receiver``.
 
 ``buckets/`` packs tensors into byte buffers, ``reshard/`` brings weights from one layout over ranks into another,
 ``transports/`` moves bytes. To add a transport, write its two sides and a line in ``transports/interface.py``.

@@ -3,21 +3,21 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.fleet import Fleet, NoteStage, Weights
 from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, SyncReport
 
 T = TypeVar("T")
 
 START_S = 60.0
 CLOSE_S = 2.0
+FINISH_S = 20.0  # for the update of a late engine that is under way when the run is over
 
 log = logging.getLogger("rl_async.weight_sync")
 
@@ -26,8 +26,8 @@ class WeightCoordinator:
     """Publishes weights from rank 0 of the trainer, and keeps late engines caught up in the background.
 
     ``open_directory`` and ``connect`` are called on the coordinator's own event loop, because sockets belong to the
-    loop on which they are created. ``sync``, ``engine_wait_s`` and ``host`` are as for ``Fleet``. The constructor
-    blocks until the directory is open and raises what opening it raised.
+    loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note`` and ``shares`` are as for ``Fleet``.
+    The constructor blocks until the directory is open and raises what opening it raised.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class WeightCoordinator:
         sync: WeightSyncConfig,
         engine_wait_s: float = 180.0,
         host: str = "127.0.0.1",
+        note: NoteStage = lambda engine, version, stage: None,
+        shares: Callable[[EngineRecord], bool] = lambda record: True,
     ) -> None:
         self._exits = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
@@ -45,7 +47,7 @@ class WeightCoordinator:
 
         async def start() -> tuple[Fleet, asyncio.Task[None]]:
             directory = await self._exits.enter_async_context(open_directory())
-            fleet = Fleet(directory, connect, sync, engine_wait_s, host)
+            fleet = Fleet(directory, connect, sync, engine_wait_s, host, note, shares)
             return fleet, asyncio.create_task(fleet.keep_caught_up(), name="catch-up")
 
         try:
@@ -54,22 +56,45 @@ class WeightCoordinator:
             self._stop_loop()
             raise
 
-    def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Bring all engines to ``version`` and record it in the directory; keep the buckets for late engines.
+    def publish(self, version: Version, weights: Weights) -> SyncReport:
+        """Bring all engines to ``version`` and record it in the directory; keep the weights for late engines.
 
         Engines that fail are cut off and named in the report. Raises WeightSyncError when none is left and none
-        registers in time, QueueLost when the directory is gone. Each request to an engine has its own deadline.
+        registers in time, QueueLost when the directory is gone, RanksLost when a rank that sends is. Each request to an
+        engine has its own deadline.
         """
         self._check_catch_up()
-        return self._wait(self._fleet.publish(version, buckets))
+        return self._wait(self._fleet.publish(version, weights))
+
+    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
+        """Publish as ``publish`` does, but suspended engines sleep on."""
+        self._check_catch_up()
+        return self._wait(self._fleet.publish_beside(version, weights))
 
     def suspend(self) -> None:
-        """Pause all engines and release their device memory until the next publication."""
+        """Pause the engines on the trainer's devices and release their memory until the next ``publish``."""
         self._check_catch_up()
         self._wait(self._fleet.suspend())
 
+    def defer_late(self) -> None:
+        """Let late engines wait for the next publication, and one that is being updated end before this returns."""
+        self._check_catch_up()
+        self._wait(self._fleet.defer_late())
+
+    def finish(self) -> None:
+        """Stop catching up, once the engine under way is up to date or after FINISH_S: the run is over."""
+
+        async def stop() -> None:
+            await self._fleet.idle(FINISH_S)
+            self._catching_up.cancel()
+
+        self._wait(stop())
+
     def close(self) -> None:
-        """Stop catching up and close the connections. The engines keep serving."""
+        """Stop catching up at once, and close the connections.
+
+        The engines keep serving, but for one that was cut short: it holds mixed weights, and stays paused.
+        """
 
         async def stop() -> None:
             self._catching_up.cancel()

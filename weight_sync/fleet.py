@@ -8,23 +8,31 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.threads import in_daemon_thread
+from rl_async.threads import in_daemon_thread, opened_in_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, Hold, SyncReport
+from rl_async.weight_sync.ranks.shipment import RankShards, RankShipment
 from rl_async.weight_sync.transports import disk
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup, Transport
-from rl_async.weight_sync.wave import EngineFailed, FleetMember, WaveOutcome
+from rl_async.weight_sync.wave import BucketShipment, EngineFailed, FleetMember, WaveOutcome
 
 log = logging.getLogger("rl_async.weight_sync")
+
+T = TypeVar("T")
+
+Weights = Sequence[Bucket] | RankShards  # gathered here, or where they are
+NoteStage = Callable[[str, str, str], None]  # engine, version, stage
 
 POLL_S = 5.0  # longest delay before a change of the registry is noticed if its notification is missed
 RETRY_S = 1.0
@@ -36,7 +44,9 @@ class Fleet:
     ``sync`` names its transport (not auto) and, for disk, the folder, in which each group of engines gets a folder of
     its own. ``sync.timeout_s`` is the deadline of each request to an engine; transfers get half of it, so an engine
     that only waits for a dead peer still answers in time. ``engine_wait_s`` is how long a publication waits for a first
-    engine, ``host`` the address of this process as engines reach it.
+    engine, ``host`` the address of this process as engines reach it. ``note`` is told each stage that an update of an
+    engine enters, with its id and the version; empty: the update is over. ``shares`` says which engines are on the
+    trainer's devices.
     """
 
     def __init__(
@@ -46,6 +56,8 @@ class Fleet:
         sync: WeightSyncConfig,
         engine_wait_s: float,
         host: str = "127.0.0.1",
+        note: NoteStage = lambda engine, version, stage: None,
+        shares: Callable[[EngineRecord], bool] = lambda record: True,
     ) -> None:
         assert sync.transport != "auto", "the caller resolves the transport"
         self._sync, self._timeout_s, self._host = sync, sync.timeout_s, host
@@ -54,6 +66,7 @@ class Fleet:
         if sync.transport == "disk":
             disk.clear(Path(sync.folder))
         self._directory, self._connect, self._engine_wait_s = directory, connect, engine_wait_s
+        self._note, self._shares = note, shares
         self._lock = asyncio.Lock()
         self._members: dict[str, FleetMember] = {}
         self._revision = -1
@@ -61,43 +74,67 @@ class Fleet:
         self._buckets: Sequence[Bucket] = ()
         self._base: Version | None = None  # while publishing: engines that hold this version need only ``_deltas``
         self._deltas: Sequence[Bucket] = ()  # deltas against ``_base``, or adapters without their base
+        self._shards: RankShards | None = None  # what is sent instead of ``_buckets``, if the ranks send by themselves
         self._sent = 0  # bytes of the latest successful transfer
-        self._suspended = False
-        self._groups: dict[tuple[str, ...], Sender] = {}  # by engine ids in order; reused while these stay the same
+        self._suspended = self._deferred = False
+        # By engine ids in order; reused while these stay the same.
+        self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}
         self._generations = itertools.count()
 
-    async def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Bring all registered engines to ``version``; those that fail are cut off.
+    async def publish(self, version: Version, weights: Weights) -> SyncReport:
+        """Bring all registered engines to ``version``; suspended ones wake up. Those that fail are cut off.
 
-        Raises WeightSyncError when no engine took the weights within ``engine_wait_s``, TrainerReplaced when an engine
-        or the directory serves a newer trainer; no engine is cut off then.
+        Raises WeightSyncError when no engine took the weights within ``engine_wait_s``. Raises TrainerReplaced when an
+        engine or the directory serves a newer trainer, and RanksLost when a rank that sends is gone; no engine is cut
+        off then.
         """
-        began = time.monotonic()
         async with self._lock:
-            await self._take(version, buckets)
             self._suspended = False
-            done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
-            self._base, self._deltas = None, ()
-            engines = [member.engine_id for member in done]
-            await self._directory.publish(version, engines)
+            return await self._publish(version, weights)
+
+    async def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
+        """Bring the engines that are not suspended to ``version``; otherwise as ``publish``."""
+        async with self._lock:
+            return await self._publish(version, weights)
+
+    async def _publish(self, version: Version, weights: Weights) -> SyncReport:
+        began = time.monotonic()
+        self._deferred = False
+        await self._take(version, weights)
+        done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
+        self._base, self._deltas = None, ()
+        if self._shards is not None:
+            await _in_thread(self._shards.seal)
+        engines = [member.engine_id for member in done]
+        await self._directory.publish(version, engines)
+        alone = [member for member in done if not self._shares(member.record)]  # the others paused for a whole step
         return SyncReport(
             version=version,
             seconds=time.monotonic() - began,
             waiting_seconds=waited,
-            pause_seconds=max(member.pause_seconds for member in done),
+            pause_seconds=max(member.pause_seconds for member in alone or done),
             nbytes=self._sent,
             engines=engines,
             failures=[str(failure) for failure in failures],
         )
 
     async def suspend(self) -> None:
-        """Pause all engines, keeping their requests, and release their device memory until the next publication."""
+        """Pause the engines on the trainer's devices, and release their memory until the next ``publish``.
+
+        Their requests move to the other engines; without any they are kept.
+        """
         async with self._lock:
             self._suspended = True
             await self._refresh()
-            members = list(self._members.values())
-            _, failures = await wave.each(members, lambda member: wave.suspend(member, self._timeout_s))
-            await self._cut_off(failures)
+            await self._put_to_sleep()
+
+    async def defer_late(self) -> None:
+        """Bring no late engine up to date before the next publication; one that is under way is brought to its end.
+
+        What they would be served from may change then.
+        """
+        async with self._lock:
+            self._deferred = True
 
     async def keep_caught_up(self) -> None:
         """Bring engines that register late to the last published weights.
@@ -117,6 +154,12 @@ class Fleet:
                 log.error("bringing late engines up to date: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(RETRY_S)
 
+    async def idle(self, timeout_s: float) -> None:
+        """Wait until no engine is being updated, at most ``timeout_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._lock:
+                pass
+
     async def close(self) -> None:
         """Close the connections to the engines; the engines keep serving."""
         self._close_groups()
@@ -124,20 +167,38 @@ class Fleet:
             await member.control.close()
         self._members.clear()
 
-    async def _take(self, version: Version, buckets: Sequence[Bucket]) -> None:
+    async def _put_to_sleep(self) -> None:
+        """Suspend the engines on the trainer's devices that are awake.
+
+        If there are others, requests are given up, with their tokens; those that still come move with the registry.
+        """
+        here = [member for member in self._members.values() if self._shares(member.record)]
+        if len(here) < len(self._members):
+            here, failures = await wave.each(here, lambda member: wave.drain(member, self._timeout_s))
+            await self._cut_off(failures)
+            await self._directory.withdraw([member.engine_id for member in here])
+        _, failures = await wave.each(here, lambda member: wave.suspend(member, self._timeout_s))
+        await self._cut_off(failures)
+
+    def _awake(self) -> list[FleetMember]:
+        return [member for member in self._members.values() if not (self._suspended and self._shares(member.record))]
+
+    async def _take(self, version: Version, weights: Weights) -> None:
         """Make these the weights to send, and prepare the smaller form for engines that hold the previous version."""
-        addressed = numbered(buckets, version, self._hold)
         self._base, self._deltas = None, ()
+        if isinstance(weights, RankShards):
+            self._version, self._buckets, self._shards = version, (), weights
+            await _in_thread(lambda: weights.begin(version, self._hold))
+            return
+        addressed = numbered(weights, version, self._hold)
         if self._version not in (None, version):
             base, old = self._version, self._buckets
             if added := adapters.adapter_buckets(addressed):
                 self._base, self._deltas = base, added
             elif self._sync.delta:
-                self._deltas = await asyncio.wrap_future(
-                    in_daemon_thread(lambda: list(deltas(addressed, old, str(base))), "weight-deltas")
-                )
+                self._deltas = await _in_thread(lambda: list(deltas(addressed, old, str(base))))
                 self._base = base
-        self._version, self._buckets = version, addressed
+        self._version, self._buckets, self._shards = version, addressed, None
 
     async def _bring_up_all(self, deadline: float) -> tuple[list[FleetMember], list[EngineFailed], float]:
         """Update all registered engines, wave after wave; if none is left, those that register before ``deadline``.
@@ -148,8 +209,8 @@ class Fleet:
         waited = 0.0
         await self._refresh()
         while True:
-            if self._members:
-                done = await self._bring_up_in_time(list(self._members.values()), failures)
+            if members := self._awake():
+                done = await self._bring_up_in_time(members, failures)
                 if done:
                     return done, failures, waited
             idle_since = time.monotonic()
@@ -179,10 +240,14 @@ class Fleet:
 
     async def _catch_up(self) -> None:
         async with self._lock:
-            if self._version is None or self._suspended:
+            if self._version is None:
                 return  # the next publication includes every engine
             await self._refresh()
-            late = [member for member in self._members.values() if member.record.version != self._version]
+            if self._suspended:
+                await self._put_to_sleep()  # one that came meanwhile would take the trainer's memory
+            if self._deferred:
+                return
+            late = [member for member in self._awake() if member.record.version != self._version]
             for member in late:
                 done: list[FleetMember] = []
                 await self._bring_up([member], done, [], keep_group=False)
@@ -195,16 +260,20 @@ class Fleet:
     ) -> None:
         """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
 
-        The first attempt takes all members together, those that hold the base of the deltas apart from the others. If
+        The first attempt takes all members together that get the same bytes: those that hold the base of the deltas
+        apart from the others, and those whose workers need slices apart from those that take whole tensors. If
         it lost some members, the rest try once more together, in a new group. After that, or if the attempt failed
         without a clear culprit, each member is updated alone, so that a failure is its own. Deltas are tried once.
         """
         pending, silent = await wave.probe(members, self._timeout_s)
+        if self._shards is not None:
+            pending, mute = await wave.ask_needs(pending, self._shards.shapes, self._timeout_s)
+            silent += mute
         await self._cut_off(silent)
         failures += silent
         together, rounds = True, 0
         while pending:
-            waves = _by_base(pending, self._base) if together else [[member] for member in pending]
+            waves = self._alike(pending) if together else [[member] for member in pending]
             outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
@@ -219,41 +288,52 @@ class Fleet:
     async def _one_wave(self, members: Sequence[FleetMember], keep_group: bool) -> WaveOutcome:
         """Update one group: connect if it is new, then transfer. A group that failed in any way is not reused."""
         ids = tuple(member.engine_id for member in members)
-        sender = self._groups.pop(ids, None) if keep_group else None
-        new = sender is None
-        if sender is None:
-            name = f"weights-{next(self._generations)}"
-            sender = self._transport.sender(
-                SenderSetup(len(members), name, self._timeout_s / 2, self._host, Path(self._sync.folder))
-            )
+        group = self._groups.pop(ids, None) if keep_group else None
+        if isinstance(group, RankShipment) and group.needs != members[0].places:
+            group.close()
+            group = None
+        new = group is None
+        if group is None:
+            group = await self._new_group(members)
         outcome = WaveOutcome(sender_error=WeightSyncError("interrupted"))
         try:
-            outcome = await self._through(sender, members, new)
+            outcome = await self._through(group, members, new)
         finally:
             if keep_group and outcome.clean:
-                self._groups[ids] = sender
+                self._groups[ids] = group
             else:
-                sender.close()
+                group.close()
         for problem in (*outcome.failures, outcome.sender_error):
             if problem is not None:
                 log.warning("version %s to %s: %s", self._version, ", ".join(ids), problem)
         return outcome
 
-    async def _through(self, sender: Sender, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
+    async def _new_group(self, members: Sequence[FleetMember]) -> Sender | RankShipment:
+        """Prepare to send to members that are alike: from every rank, or what was gathered here."""
+        if self._shards is not None:
+            shards, places = self._shards, members[0].places
+            return await opened_in_thread(lambda: shards.shipment(len(members), places), "weights")
+        workers, name = tuple(member.workers for member in members), f"weights-{next(self._generations)}"
+        folder, nbytes = Path(self._sync.folder), self._sync.bucket_bytes
+        setup = SenderSetup(workers, name, self._timeout_s / 2, self._host, folder, nbytes)
+        return self._transport.sender(setup)
+
+    async def _through(self, group: Sender | RankShipment, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
         """Run one transfer; send deltas or adapters without their base if all members hold the base."""
         assert self._version is not None
-        if new:
-            met = await wave.connect(members, sender, self._timeout_s)
-            if not met.clean:
-                return met
         delta = self._base is not None and all(member.held == self._base for member in members)
         buckets = self._deltas if delta else self._buckets
-        outcome = await wave.transfer(
-            members, sender, buckets, self._version, self._timeout_s, staged=self._sync.staged
-        )
+        if new:
+            met = await wave.connect(members, group, self._timeout_s)
+            if not met.clean:
+                return met
+        shipment = group if isinstance(group, RankShipment) else BucketShipment(group, buckets)
+        outcome = await wave.transfer(members, shipment, self._version, self._timeout_s, staged=self._sync.staged)
         outcome.delta = delta
-        if outcome.done:
-            self._sent = sum(bucket.nbytes for bucket in buckets)
+        if outcome.done and isinstance(group, RankShipment):
+            self._sent = group.nbytes
+        elif outcome.done:
+            self._sent = max(member.workers for member in members) * sum(bucket.nbytes for bucket in buckets)
         return outcome
 
     async def _culprits(self, members: Sequence[FleetMember], outcome: WaveOutcome) -> list[EngineFailed]:
@@ -283,7 +363,10 @@ class Fleet:
             if engine_id in self._members:
                 self._members[engine_id].record = record
             else:
-                self._members[engine_id] = FleetMember(record, self._connect(record))
+                self._members[engine_id] = FleetMember(record, self._connect(record), note=self._noting(engine_id))
+
+    def _noting(self, engine_id: str) -> Callable[[str], None]:
+        return lambda stage: self._note(engine_id, str(self._version), stage)
 
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
         """Remove failed engines from the registry, so that no request reaches them; the launcher replaces them."""
@@ -291,6 +374,7 @@ class Fleet:
             if failure.engine_id not in self._members:
                 continue  # the deadline of the whole update passed while it was being cut off
             log.error("cut off: %s", failure)
+            self._members[failure.engine_id].note("")
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 
@@ -300,16 +384,26 @@ class Fleet:
         for ids in self._groups.keys() - kept:
             self._groups.pop(ids).close()
 
+    def _alike(self, members: Sequence[FleetMember]) -> list[list[FleetMember]]:
+        """Separate members that hold the base of the deltas from the others, and those whose workers differ in what
+        the ranks send them.
+        """
+        groups: list[list[FleetMember]] = []
+        for member in members:
+            for group in groups:
+                both_hold = self._base is None or (member.held == self._base) == (group[0].held == self._base)
+                if both_hold and (self._shards is None or member.places == group[0].places):
+                    group.append(member)
+                    break
+            else:
+                groups.append([member])
+        return groups
+
 
 def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:
     """Deal ``members`` to at most ``waves`` non-empty groups of nearly equal size."""
     return [group for i in range(waves) if (group := list(members[i::waves]))]
 
 
-def _by_base(members: Sequence[FleetMember], base: Version | None) -> list[list[FleetMember]]:
-    """Separate members that hold ``base`` from those that do not; without a base, keep all in one group."""
-    if base is None:
-        return [list(members)]
-    holders = [member for member in members if member.held == base]
-    others = [member for member in members if member.held != base]
-    return [group for group in (holders, others) if group]
+async def _in_thread(work: Callable[[], T]) -> T:
+    return await asyncio.wrap_future(in_daemon_thread(work, "weights"))

@@ -1,39 +1,59 @@
-"""How training and generation share devices: side by side, or in turns. The trainer calls a phase and never asks which.
+"""How training and generation share devices: side by side; in turns; or both, with further engines on devices that the
+trainer lends. The trainer calls a phase and never asks which.
 
-before_train ──> train ──> export to buckets ──> after_train        on every rank, in this order, every step
+before_train ──> train ──> export the weights ──> after_train        on every rank, in this order, every step
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from typing import Literal, Protocol
 
-from rl_async.messages import Version
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.messages import EngineRecord, Version
+from rl_async.weight_sync.fleet import Weights
 from rl_async.weight_sync.protocol import SyncReport
+from rl_async.weight_sync.ranks.shipment import RankShards
+
+Mode = Literal["colocated", "disaggregated"]
 
 
 class EngineUpdater(Protocol):
     """What a phase needs of the coordinator."""
 
-    def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
+    def publish(self, version: Version, weights: Weights) -> SyncReport:
         """Bring all engines to ``version``; suspended ones wake up and continue their requests."""
         ...
 
+    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
+        """Bring the engines to ``version`` that are not suspended."""
+        ...
+
     def suspend(self) -> None:
-        """Pause all engines, keeping their requests, and take their device memory."""
+        """Pause the engines on the trainer's devices, and take their device memory. Their requests move to others."""
+        ...
+
+    def defer_late(self) -> None:
+        """Serve no late engine until the next publication; return when none is being served."""
         ...
 
 
 class IdleCoordinator:
     """Stands in for the coordinator on every rank but 0, which has no engines to talk to."""
 
-    def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
+    def publish(self, version: Version, weights: Weights) -> SyncReport:
         """Return an empty report; rank 0 publishes."""
         return SyncReport(
             version=version, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
         )
 
+    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
+        """Return an empty report; rank 0 publishes."""
+        return self.publish(version, weights)
+
     def suspend(self) -> None:
         """Do nothing; rank 0 suspends the engines."""
+
+    def defer_late(self) -> None:
+        """Do nothing; rank 0 serves late engines."""
 
 
 class Phase(Protocol):
@@ -43,7 +63,7 @@ class Phase(Protocol):
         """Return when this rank may use its device for training. Idempotent."""
         ...
 
-    def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
+    def after_train(self, version: Version, weights: Weights) -> SyncReport:
         """Publish the weights, including the initial ones before any training.
 
         Raises what WeightCoordinator.publish raises.
@@ -60,9 +80,9 @@ class Overlapped:
     def before_train(self) -> None:
         """Do nothing: the trainer's devices are always its own."""
 
-    def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
+    def after_train(self, version: Version, weights: Weights) -> SyncReport:
         """Publish while the trainer's models stay on their devices."""
-        return self._updater.publish(version, buckets)
+        return self._updater.publish(version, weights)
 
 
 class TakeTurns:
@@ -91,22 +111,79 @@ class TakeTurns:
         self._barrier()
         self._onload()
 
-    def after_train(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        """Move the trainer's models off all devices; then the engines wake and take the weights."""
+    def after_train(self, version: Version, weights: Weights) -> SyncReport:
+        """Move the trainer's models and the weights off all devices; then the engines wake and take the weights."""
         self._offload()
+        moved = weights if isinstance(weights, RankShards) else [bucket.offloaded() for bucket in weights]
         self._barrier()
-        return self._updater.publish(version, buckets)
+        return self._updater.publish(version, moved)
+
+
+class Lending:
+    """Engines have devices of their own; further ones run on the trainer's devices while it waits for a batch.
+
+        withdraw, pause, sleep the lent engines ──> onload ──> train ──> worth it?
+            yes: serve no late engine ──> offload ──> publish to all; lent engines wake and join the pool
+            no:  publish to the others; the trainer's models stay, and the lent engines sleep on
+
+    It is worth it if the trainer's devices last idled for longer than the switch takes there and back. The way back is
+    taken to be as long as the way there, which is measured. Rank 0 decides (``agree``).
+    """
+
+    def __init__(
+        self,
+        updater: EngineUpdater,
+        turns: TakeTurns,
+        agree: Callable[[bool], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._updater, self._turns, self._agree, self._clock = updater, turns, agree, clock
+        self._lent = False
+        self._switch_s = self._idle_s = 0.0
+        self._published_at = clock()
+
+    def before_train(self) -> None:
+        """Take the devices back, if they are lent."""
+        began = self._clock()
+        self._idle_s = began - self._published_at
+        if self._lent:
+            self._turns.before_train()
+            self._switch_s, self._lent = self._clock() - began, False
+
+    def after_train(self, version: Version, weights: Weights) -> SyncReport:
+        """Publish, and lend the devices if that is worth it.
+
+        An engine of the trainer's own that came late may still be sent the weights before these, from copies on all
+        ranks that offloading overwrites. No rank goes on before rank 0 has agreed.
+        """
+        worth_it = self._idle_s >= 2 * self._switch_s
+        if worth_it:
+            self._updater.defer_late()
+        self._lent = self._agree(worth_it)
+        publish = self._turns.after_train if self._lent else self._updater.publish_beside
+        report = publish(version, weights)
+        self._published_at = self._clock()
+        return report
+
+
+def shares_devices(mode: Mode) -> Callable[[EngineRecord], bool]:
+    """Return which engines are on the trainer's devices: colocated all of them, else those that run on lent ones."""
+    return (lambda record: True) if mode == "colocated" else (lambda record: record.is_lent)
 
 
 def build_phase(
-    mode: Literal["colocated", "disaggregated"],
+    mode: Mode,
     updater: EngineUpdater,
     *,
+    lends: bool,
+    agree: Callable[[bool], bool],
     barrier: Callable[[], None],
     onload: Callable[[], None],
     offload: Callable[[], None],
 ) -> Phase:
-    """Return the phase of a mode. ``onload`` and ``offload`` move this rank's models; both must be idempotent."""
-    if mode == "disaggregated":
-        return Overlapped(updater)
-    return TakeTurns(updater, barrier, onload, offload)
+    """Return the phase of a mode, in which the trainer ``lends`` its devices or not. ``onload`` and ``offload`` move
+    this rank's models; both must be idempotent. ``agree`` returns what rank 0 gives it, on all ranks."""
+    turns = TakeTurns(updater, barrier, onload, offload)
+    if mode == "colocated":
+        return turns
+    return Lending(updater, turns, agree) if lends else Overlapped(updater)

@@ -4,36 +4,54 @@ The routes are vLLM's; the embedded engine serves the same ones. Nothing here im
 this module anywhere.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineList, Version
 
-TransportName = Literal["gloo", "ipc", "disk", "nccl"]
+TransportName = Literal["nearest", "gloo", "ipc", "disk", "nccl"]
 Hold = Literal["no", "keep", "stage"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
+Box = list[tuple[Count, Count]]  # first element and end, per dimension
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an engine joins a transfer. Coordinator -> engine.
 
-    ``ipc`` needs only the backend, ``disk`` only the folder. For ``gloo`` and ``nccl`` the sender is rank 0 of a group
-    of ``world_size`` and serves the group's store at ``master_address:master_port``.
+    ``ipc`` needs only the backend, ``disk`` only the folder. For the others the sender is rank 0 of a group of
+    ``world_size`` and serves the group's store at ``master_address:master_port``.
     """
 
     backend: TransportName
     master_address: str = ""
     master_port: Port = 0
-    rank_offset: Count = 0  # rank of this engine (of its first worker)
+    rank_offset: Count = 0  # rank of this engine's first worker; the others have the following ones
     world_size: Count = 0
     timeout_s: Seconds = 0.0  # of the rendezvous and of each transfer
     group_name: str = ""
     folder: str = ""  # disk: where the files are
+    shm_name: str = ""  # nearest: shared memory to try; empty: there was no room for it
+    sources: list["InitInfo"] = []  # of each trainer rank that sends, if there are several; then nothing else counts
+    workers: list["InitInfo"] = []  # of each worker of the engine, if there are several; then nothing else counts
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where bytes are in the memory of an accelerator, for processes on the same machine (``device_memory.py``)."""
+
+    device: str  # UUID
+    handle: bytes  # of the allocation
+    nbytes: Count
+    offset: Count  # in the allocation
+    counter: bytes  # name of the shared memory in which users of the allocation are counted
+    counter_offset: Count
+    event: bytes  # until which a reader waits
+    wait: bool  # whether it must
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,15 +60,22 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     A ``delta`` travels as ``payload_bytes`` bytes and turns the bucket of version ``base``, which the engine holds,
     into this one; an engine that holds another version refuses it. An ``adapter`` bucket holds what ``finish`` adds to
     the weights ``base``; an engine without a copy of those refuses it.
+
+    A piece is a run of a parameter's elements, or a list of boxes of it, one after another. With ``sources`` several
+    trainer ranks send pieces of the same parameters at the same time.
     """
 
     names: list[str]
     dtype_names: list[str]  # as in torch: float32, bfloat16, ...
     shapes: list[list[Count]]  # of whole parameters
-    starts: list[Count] = []  # first element of each piece of a parameter; empty if all parameters are whole
+    # First element of each piece of a parameter, or of its boxes: how many elements come before them, from anyone.
+    starts: list[Count] = []  # empty if all parameters are whole
     numels: list[Count] = []  # number of elements of each piece; empty as ``starts``
-    checksum: str  # xxh3_128 of the bucket's bytes, in hex
+    boxes: list[list[Box]] = []  # of each piece; empty: a run of elements. Empty as a whole: all are runs
+    totals: list[Count] = []  # with ``boxes``: number of elements that travel of each parameter, from anyone
+    checksum: str  # of the bucket's bytes (buckets/checksum.py)
     shm_name: str = ""  # ipc: the shared memory that holds the bytes
+    device_memory: DeviceMemory | None = None  # ipc: the same, if it is on an accelerator
     file: str = ""  # disk: the file that holds the bytes
     hold: Hold = "no"  # keep: load, and keep a copy for later deltas; stage: keep only, ``finish`` loads
     # Unless ``hold`` is no: the version, the bucket's position and the number of buckets.
@@ -62,6 +87,20 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scale: float = 0.0  # adapter: factor on the product of its matrices
     payload_bytes: Count = 0  # delta: bytes that travel
     next_bytes: Count = 0  # bytes that travel for the next bucket, which may arrive early; 0: none, or not known
+    sources: list["UpdateInfo"] = []  # of each trainer rank that sends, if there are several; then nothing else counts
+    workers: list["UpdateInfo"] = []  # of each worker of the engine, if they get slices; then nothing else counts
+
+
+Info = TypeVar("Info", InitInfo, UpdateInfo)
+
+
+def of_worker(info: Info, rank: int) -> Info:
+    """Return what concerns this worker of an engine. Raises WeightSyncError if there is nothing for it."""
+    if not info.workers:
+        return info
+    if rank >= len(info.workers):
+        raise WeightSyncError(f"weights were cut for {len(info.workers)} workers, and this is number {rank}")
+    return info.workers[rank]
 
 
 class InitTransferBody(msgspec.Struct, frozen=True):
@@ -96,8 +135,19 @@ class EngineControl(Protocol):
         """Continue decoding, requests in flight first."""
         ...
 
+    async def workers(self) -> int:
+        """Return how many processes of the engine hold parts of the weights; each joins transfer groups by itself."""
+        ...
+
+    async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
+        """Return, by worker, the boxes that it needs of each tensor, whose shapes are given; None: it takes all whole.
+
+        The engine must not be in the middle of an update.
+        """
+        ...
+
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a transfer group, leaving any earlier one; return when the whole group has formed."""
+        """Join a transfer group with all workers, leaving any earlier one; return when the whole group has formed."""
         ...
 
     async def start_update(self, staged: bool = False) -> None:
@@ -148,6 +198,10 @@ class EngineDirectory(Protocol):
         """Record that a late engine has caught up with ``version``."""
         ...
 
+    async def withdraw(self, engine_ids: list[str]) -> object:
+        """Take engines out of traffic until they are published or confirmed again; their requests move to others."""
+        ...
+
     async def remove_engine(self, engine_id: str, reason: str) -> object:
         """Remove an engine, so that no request is routed to it any more."""
         ...
@@ -160,6 +214,6 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # the whole publication
     waiting_seconds: float  # part of ``seconds`` during which no engine was registered
     pause_seconds: float  # longest pause of an engine, from its answer to pause to its answer to resume
-    nbytes: int  # bytes of buckets that one engine received: of deltas, if any group could use them
+    nbytes: int  # bytes that the workers of one engine received: of deltas, if any group could use them
     engines: list[str]  # that confirmed the version
     failures: list[str]  # engines cut off: which, in which phase and bucket, why

@@ -13,23 +13,79 @@ wave succeeds. From ``finish`` on, the failure of one engine does not affect the
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
+from rl_async.errors import RanksLost, RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.protocol import EngineControl, UpdateInfo
+from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
+from rl_async.weight_sync.ranks.rounds import Needs
 from rl_async.weight_sync.transports.interface import Sender
 
 T = TypeVar("T")
 
 TAGS = ("weights", "kv_cache")
+BUCKET_NOTE_S = 1.0  # at least, between two buckets of an engine that are told
+
+
+class Group(Protocol):
+    """Everyone who sends, and the engines that receive. Methods block and raise WeightSyncError."""
+
+    def init_info(self, member: int) -> InitInfo:
+        """Describe how the engine with this number (from 0) joins."""
+        ...
+
+    def connect(self) -> None:
+        """Form the group with all engines, which join at the same time."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group, without waiting for anyone; may be called twice."""
+        ...
+
+
+class Shipment(Protocol):
+    """The buckets of one publication on their way to one group, by number from 0. Methods are those of a ``Sender``."""
+
+    count: int
+
+    def stage(self, number: int) -> UpdateInfo:
+        """Prepare a bucket, or start sending it; return the manifest to give to the engines."""
+        ...
+
+    def send(self, number: int) -> None:
+        """Transfer a staged bucket while the engines receive it."""
+        ...
+
+    def unstage(self) -> None:
+        """Release the oldest staged bucket: every engine has received it, or never will."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; may be called twice."""
+        ...
+
+
+class BucketShipment:
+    """Buckets that one sender sends, all of them to everyone."""
+
+    def __init__(self, sender: Sender, buckets: Sequence[Bucket]) -> None:
+        self._sender, self._buckets, self.count = sender, buckets, len(buckets)
+        self.unstage, self.close = sender.unstage, sender.close
+
+    def stage(self, number: int) -> UpdateInfo:
+        """Stage a bucket; its manifest tells the size of the next."""
+        later = self._buckets[number + 1].nbytes if number + 1 < self.count else 0
+        return msgspec.structs.replace(self._sender.stage(self._buckets[number]), next_bytes=later)
+
+    def send(self, number: int) -> None:
+        """Transfer a staged bucket."""
+        self._sender.send(self._buckets[number])
 
 
 class EngineFailed(WeightSyncError):
@@ -50,12 +106,29 @@ class FleetMember:
     asleep: set[str] | None = None  # tags to wake: weights, kv_cache; None: unknown, as an earlier trainer left it
     pause_seconds: float = 0.0  # length of its latest pause
     held: Version | None = None  # version that it acknowledged completely, from which a delta can start
+    workers: int = 1  # as it answered to the first probe since it holds nothing
+    needs: tuple[Needs, ...] = ()  # of each of several workers, likewise; empty: they take whole tensors
     phase: str = "probe"  # of the latest request to it
+    note: Callable[[str], None] = lambda stage: None  # what is told each stage that it enters; empty: it is done
+    _noted: float = 0.0
 
     @property
     def engine_id(self) -> str:
         """Name of the engine in the registry."""
         return self.record.engine_id
+
+    @property
+    def places(self) -> tuple[Needs | None, ...]:
+        """What each of its workers needs; None: everything."""
+        return self.needs or (None,) * self.workers
+
+    def enter(self, phase: str) -> None:
+        """Begin a request, and tell it unless another bucket was told less than BUCKET_NOTE_S ago."""
+        now, both = time.monotonic(), "bucket" in self.phase and "bucket" in phase
+        self.phase = phase
+        if not both or now - self._noted > BUCKET_NOTE_S:
+            self._noted = now
+            self.note(phase)
 
 
 @dataclass
@@ -75,7 +148,7 @@ class WaveOutcome:
 
 async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
     """Await one request to one engine. Raises EngineFailed, naming the phase, and TrainerReplaced as it is."""
-    member.phase = phase
+    member.enter(phase)
     try:
         async with asyncio.timeout(timeout_s):
             return await request
@@ -112,16 +185,35 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     async def ask(member: FleetMember) -> None:
         if await call(member, "probe", member.control.version(), timeout_s) != member.held:
             member.held = None
+        if member.held is None:
+            member.workers = await call(member, "probe", member.control.workers(), timeout_s)
+            member.needs = ()
 
     return await each(members, ask)
 
 
-async def connect(members: Sequence[FleetMember], sender: Sender, timeout_s: float) -> WaveOutcome:
-    """Form the sender's group with all members; every engine joins while the sender connects."""
-    connecting = asyncio.create_task(_sending(sender, sender.connect))
+async def ask_needs(
+    members: Sequence[FleetMember], shapes: Mapping[str, list[int]], timeout_s: float
+) -> tuple[list[FleetMember], list[EngineFailed]]:
+    """Find out which parts of tensors with these shapes the workers of each member need, unless that is known."""
+
+    async def ask(member: FleetMember) -> None:
+        if member.workers > 1 and not member.needs:
+            found = await call(member, "probe", member.control.boxes(shapes), timeout_s)
+            member.needs = tuple(
+                {name: tuple(map(tuple, boxes)) for name, boxes in zip(shapes, of_worker, strict=True)}
+                for of_worker in found or ()
+            )
+
+    return await each(members, ask)
+
+
+async def connect(members: Sequence[FleetMember], group: Group, timeout_s: float) -> WaveOutcome:
+    """Form the group with all members; every engine joins while the senders connect."""
+    connecting = asyncio.create_task(_sending(group, group.connect))
 
     async def join(member: FleetMember) -> None:
-        info = sender.init_info(members.index(member))
+        info = group.init_info(members.index(member))
         await call(member, "init", member.control.init_transfer(info), timeout_s)
 
     _, failures = await each(members, join)
@@ -130,8 +222,7 @@ async def connect(members: Sequence[FleetMember], sender: Sender, timeout_s: flo
 
 async def transfer(
     members: Sequence[FleetMember],
-    sender: Sender,
-    buckets: Sequence[Bucket],
+    shipment: Shipment,
     version: Version,
     timeout_s: float,
     *,
@@ -139,26 +230,41 @@ async def transfer(
 ) -> WaveOutcome:
     """Update connected members, whatever state they are in, to ``version``. Each request has ``timeout_s``.
 
-    Raises WeightSyncError only for a fault of this process, when a bucket cannot be staged.
+    Raises WeightSyncError only for a fault of the trainer: a bucket cannot be staged, or a rank that sends is lost.
     """
     for member in members:
         member.held = None  # until it has acknowledged this version completely
+    # The first bucket is staged before anyone waits for it: the pause is shorter by that.
+    first = await _stage(shipment, 0)
+    if isinstance(first, WeightSyncError):
+        raise first
     _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
     if failures:
         return WaveOutcome(failures=failures)
-    outcome = await _all_buckets(members, sender, buckets, timeout_s)
+    outcome = await _all_buckets(members, shipment, first, timeout_s)
     if not outcome.clean:
         return outcome
     done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
     return WaveOutcome(done=done, failures=failures)
 
 
+async def drain(member: FleetMember, timeout_s: float) -> None:
+    """Pause a member, which answers its requests with what it has sampled, for others to go on. Raises EngineFailed."""
+    if not member.asleep:  # a wave that failed may have paused it, with its requests
+        await call(member, "pause", member.control.pause("abort"), timeout_s)
+        member.paused_at = member.paused_at or time.monotonic()
+
+
 async def suspend(member: FleetMember, timeout_s: float) -> None:
-    """Pause a member, keeping its requests, and make it release its device memory. Raises EngineFailed."""
+    """Pause a member, keeping its requests, and make it release its device memory. Raises EngineFailed.
+
+    A wave that failed may have woken a member's weights alone, which it then releases again.
+    """
     await _pause(member, timeout_s)
-    if not await _asleep(member, timeout_s):
+    if await _asleep(member, timeout_s) != set(TAGS):
         await call(member, "sleep", member.control.sleep(2), timeout_s)
         member.asleep = set(TAGS)
+    member.note("asleep")
 
 
 async def _prepare(member: FleetMember, timeout_s: float, staged: bool) -> None:
@@ -196,43 +302,46 @@ async def _wake(member: FleetMember, tag: str, timeout_s: float) -> None:
 
 
 async def _all_buckets(
-    members: Sequence[FleetMember], sender: Sender, buckets: Sequence[Bucket], timeout_s: float
+    members: Sequence[FleetMember],
+    shipment: Shipment,
+    staged: UpdateInfo | WeightSyncError | None,
+    timeout_s: float,
 ) -> WaveOutcome:
-    """Send the buckets in order. While engines receive and load one, the next is staged and may already arrive."""
-    staged = await _stage(sender, next(iter(buckets), None))
-    for index, (bucket, ahead) in enumerate(zip_longest(buckets, buckets[1:])):
+    """Send the buckets in order, of which the first is ``staged``. While engines receive and load one, the next is
+    staged and may already arrive.
+    """
+    for number in range(shipment.count):
         if isinstance(staged, WeightSyncError):
             raise staged
         assert staged is not None  # a bucket was staged
-        info = msgspec.structs.replace(staged, next_bytes=ahead.nbytes if ahead is not None else 0)
-        phase = f"update, bucket {index + 1}/{len(buckets)}"
         outcome, staged = await asyncio.gather(
-            _one_bucket(members, sender, bucket, info, phase, timeout_s), _stage(sender, ahead)
+            _one_bucket(members, shipment, number, staged, timeout_s), _stage(shipment, number + 1)
         )
         if not outcome.clean:
             return outcome
     return WaveOutcome()
 
 
-async def _stage(sender: Sender, bucket: Bucket | None) -> UpdateInfo | WeightSyncError | None:
+async def _stage(shipment: Shipment, number: int) -> UpdateInfo | WeightSyncError | None:
     """An error is returned, not raised: if the bucket before failed too, that one counts."""
-    if bucket is None:
+    if number == shipment.count:
         return None
     try:
-        return await asyncio.wrap_future(in_daemon_thread(lambda: sender.stage(bucket), "weight-transfer"))
+        return await asyncio.wrap_future(in_daemon_thread(lambda: shipment.stage(number), "weight-transfer"))
     except WeightSyncError as error:
         return error
 
 
 async def _one_bucket(
-    members: Sequence[FleetMember], sender: Sender, bucket: Bucket, info: UpdateInfo, phase: str, timeout_s: float
+    members: Sequence[FleetMember], shipment: Shipment, number: int, info: UpdateInfo, timeout_s: float
 ) -> WaveOutcome:
+    phase = f"update, bucket {number + 1}/{shipment.count}"
     try:
-        sending = asyncio.create_task(_sending(sender, lambda: sender.send(bucket)))
+        sending = asyncio.create_task(_sending(shipment, lambda: shipment.send(number)))
         _, failures = await each(members, lambda member: call(member, phase, member.control.update(info), timeout_s))
         return WaveOutcome(failures=failures, sender_error=await sending)
     finally:
-        sender.unstage()
+        shipment.unstage()
 
 
 async def _commit(member: FleetMember, version: Version, timeout_s: float) -> None:
@@ -247,12 +356,18 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
     if member.paused_at is not None:
         member.pause_seconds = time.monotonic() - member.paused_at
         member.paused_at = None
+    member.note("")
 
 
-async def _sending(sender: Sender, block: Callable[[], None]) -> WeightSyncError | None:
-    """Run the sender's side in a thread. Return its error: only the engines' answers tell whose fault it is."""
+async def _sending(sender: Group | Shipment, block: Callable[[], None]) -> WeightSyncError | None:
+    """Run the senders' side in a thread. Return its error: only the engines' answers tell whose fault it is.
+
+    Raises RanksLost, which is no engine's fault.
+    """
     try:
         await asyncio.wrap_future(in_daemon_thread(block, "weight-transfer"))
+    except RanksLost:
+        raise
     except WeightSyncError as error:
         sender.close()  # so that peers stop waiting for it
         return error

@@ -13,7 +13,7 @@ from rl_async.messages import Sampling
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.completion import read_completion
-from rl_async.reward_loop.post import Poster
+from rl_async.reward_loop.post import poster_of
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
 
@@ -46,15 +46,8 @@ class ServedSpeaker:
 
     def __init__(self, config: SpeakerConfig, section: str) -> None:
         self._config, self._section = config, section
-        self._poster = Poster(
-            f"{config.url.rstrip('/')}/chat/completions",
-            section=section,
-            timeout_s=config.timeout_s,
-            attempts=config.attempts,
-            backoff_s=config.backoff_s,
-            max_concurrent=config.max_concurrent,
-            api_key=read_api_key(config.api_key_env, f"{section}.api_key_env"),
-        )
+        key = read_api_key(config.api_key_env, f"{section}.api_key_env")
+        self._poster = poster_of(config, config.url, section, key)
 
     async def say(self, messages: Sequence[Message]) -> Said:
         config = self._config

@@ -23,7 +23,7 @@ from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.messages import LeasedGroup, Sampling, ToolCall, Trajectory, Turn
+from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
 from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
 
@@ -72,6 +72,7 @@ class Episode:
         self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._seconds = {"generate": 0.0, "tools": 0.0}
+        self._activities: list[Activity] = []
         self._began = time.monotonic()
         try:
             token_ids = chat.prompt(self.messages, self.schemas, limit=self._limit)
@@ -122,12 +123,14 @@ class Episode:
             max_tokens=room,
             stop_token_ids=self._chat.stop_token_ids,
             min_version=self._group.min_version,
+            routed_from=self._row.routed,
         )
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         with spans.of_chat(self._id, self.config.model.path, request) as sampled:
             result = await self._generator.generate(request, session=self._session)
             sampled(result)
         seconds = time.monotonic() - began
+        self._activities.append(Activity("generate", result.engine, at, seconds))
         self._seconds["generate"] += seconds
         start = len(self._row)
         self._row.add_sampled(result)
@@ -196,9 +199,11 @@ class Episode:
         if self._environment is None:
             self.done = True
             return []
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         step, messages = await self._environment.step(self._read().text)
-        self._seconds["environment"] = self._seconds.get("environment", 0.0) + time.monotonic() - began
+        seconds = time.monotonic() - began
+        self._seconds["environment"] = self._seconds.get("environment", 0.0) + seconds
+        self._activities.append(Activity("environment", "", at, seconds))
         self._reward_turn(step.reward, step.reason)
         self.done = not messages
         return messages
@@ -217,7 +222,8 @@ class Episode:
         """
         began = time.monotonic()
         agent = self.config.agent
-        done = await asyncio.gather(*(self._call_one(call, i) for i, call in enumerate(calls)))
+        running = [self._call_one(call, i) for i, call in enumerate(calls)]
+        done = [await running[0]] if len(running) == 1 else await asyncio.gather(*running)  # no task for a single call
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):
@@ -248,11 +254,13 @@ class Episode:
         tool = self.tools.get(call.name)
         if tool is None:
             return ToolResult("error: unknown tool", "unknown tool"), 0.0
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         with spans.of_tool(self._id, call.name, call.id) as about:
             result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
             about |= {"error.type": "tool_error"} if result.error else {}
-        return result, time.monotonic() - began
+        seconds = time.monotonic() - began
+        self._activities.append(Activity("tool", call.name, at, seconds))
+        return result, seconds
 
     def drift(self) -> int | None:
         """Return the position in the last row of the first token that differs from the chat template of the whole
@@ -263,7 +271,7 @@ class Episode:
         """Return the rows to train on, which are not scored yet; the last one ends with the last answer."""
         rows = self._with_turn_rewards([row for row in self._rows if row.tokens.sampled] or self._rows[:1])
         rows[-1].finish_reason = finish_reason
-        return trajectories(
+        made = trajectories(
             rows,
             self._group,
             self._sample,
@@ -273,6 +281,8 @@ class Episode:
             role=self._role,
             baseline=self._baseline,
         )
+        made[-1].activities = self._activities
+        return made
 
     def _with_turn_rewards(self, rows: Sequence[Segment]) -> list[Segment]:
         """Return the rows with each turn's reward in the first row that has the turn: there it was sampled."""

@@ -20,6 +20,8 @@ class RowTokens:
         self._versions: list[VersionRun] = []
         self._constrained: list[tuple[int, int]] = []
         self._sampled = 0
+        self._experts: list[np.ndarray] = []
+        self._routed = 0
         self.add(token_ids)
 
     def __len__(self) -> int:
@@ -29,6 +31,11 @@ class RowTokens:
     def sampled(self) -> int:
         """How many of the tokens the policy sampled."""
         return self._sampled
+
+    @property
+    def routed(self) -> int:
+        """How many of the row's first tokens have a record of the experts that they went through."""
+        return self._routed
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample; they are masked out of the loss."""
@@ -52,15 +59,21 @@ class RowTokens:
         if constrained and result.token_ids:
             self._constrained.append((self._sampled, self._sampled + len(result.token_ids)))
         self._sampled += len(result.token_ids)
+        if result.routes is not None and result.routes.start <= self._routed:
+            new = result.routes.experts[self._routed - result.routes.start :]  # the first record of a token stays
+            self._experts.append(new)
+            self._routed += len(new)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields token_ids, loss_mask, logprobs, versions and constrained of a Trajectory."""
+        """Return the fields of a Trajectory that this is a row of: token_ids, loss_mask, logprobs, versions,
+        constrained and routed_experts."""
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),
             "logprobs": np.array(self._logprobs, np.float32),
             "versions": list(self._versions),
             "constrained": list(self._constrained),
+            "routed_experts": np.concatenate(self._experts) if self._experts else None,
         }
 
 
@@ -85,6 +98,7 @@ def trajectories(
     baseline: bool = False,
 ) -> list[Trajectory]:
     """Return the rows of a conversation to train on, which have no reward yet."""
+    trains = group.partition == "train" and not baseline
     return [
         Trajectory(
             task_id=group.task.task_id,
@@ -95,7 +109,7 @@ def trajectories(
             segment=segment,
             role=role,
             partition=group.partition,
-            **row.tokens.arrays(),
+            **row.tokens.arrays() | ({} if trains else {"routed_experts": None}),
             sampling=sampling,
             reward=0.0,
             baseline=baseline,

@@ -29,7 +29,7 @@ from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, SchemaRejected
-from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
@@ -87,6 +87,7 @@ class GatewayEpisode:
         self._requests = self._answers = self._in_flight = 0
         self._heard = self.began
         self._generate_s = 0.0
+        self._activities: list[Activity] = []
 
     @property
     def name(self) -> str:
@@ -149,7 +150,7 @@ class GatewayEpisode:
         self._check_number()
         generate = self._generate(request, prompt, asked.number)
         self._in_flight += 1
-        began = time.monotonic()
+        began, at = time.monotonic(), time.time()
         try:
             with spans.of_chat(self._name, self._model, generate) as told:
                 heard = {} if release is None else {"heard": release.hear}
@@ -165,7 +166,7 @@ class GatewayEpisode:
         seconds = time.monotonic() - began
         if self.closed:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
-        sampled = len(result.token_ids)
+        sampled, engine = len(result.token_ids), result.engine
         result = cut_at_stop(result, request.stops, self._chat)
         answer = self._reader(asked).parse(
             [*prompt.forced, *result.token_ids],
@@ -182,6 +183,7 @@ class GatewayEpisode:
             self._recorder.record(prompt, result, said, seconds, malformed, constrained=constrained)
         self._answers += 1
         self._generate_s += seconds
+        self._activities.append(Activity("generate", engine, at, seconds))
         return Completion(
             asked.number,
             said if request.reasoning else msgspec.structs.replace(said, reasoning=""),
@@ -262,7 +264,7 @@ class GatewayEpisode:
         if request.tools and self._refuses_tools:
             raise RequestRefused(
                 "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
-                "messages, or see agent.unprinted_tools and agent.chat_format (docs/chat_formats.md)",
+                "messages, or see agent.unprinted_tools and agent.chat_format (docs/reference/chat_formats.md)",
                 code="unsupported_value",
                 param="tools",
             )
@@ -313,6 +315,8 @@ class GatewayEpisode:
             sampling=self._sampling,
             timings=timings,
         )
+        if rows:
+            rows[self._recorder.last].activities = self._activities
         return rows, self._recorder.last
 
 

@@ -134,6 +134,11 @@ class OpenEpisodes:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
             await self._queue.renew(self._held())
 
+    @property
+    def held(self) -> int:
+        """Samples that are leased and have not ended."""
+        return len(self._samples) + len(self._open)
+
     def _held(self) -> list[SampleKey]:
         playing = [(episode.group, episode.sample) for episode in self._open.values()]
         return [(group.group_id, sample, group.attempt) for group, sample in [*self._samples, *playing]]
@@ -265,7 +270,7 @@ class OpenEpisodes:
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
-        spans.played(episode.name, episode.group, episode.traced_from)
+        spans.played(episode.name, episode.group, episode.traced_from, time.monotonic() - episode.began)
         with _closing(episode):
             with spans.of_reward(episode.name, rows[last]):
                 if ending.reward is None:
@@ -278,7 +283,7 @@ class OpenEpisodes:
 
     async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
         log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
-        spans.played(episode.name, episode.group, episode.traced_from, error)
+        spans.played(episode.name, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1

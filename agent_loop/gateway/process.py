@@ -24,6 +24,7 @@ from rl_async.process.role import bind, run_role
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
+from rl_async.telemetry.targets import Target, listed
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
@@ -69,13 +70,14 @@ def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> Non
     if problem := gateway_problem(config):
         raise ConfigError(problem)
     host = host or (config.agent.gateway or GatewayConfig()).host
-    access = Access(run_token(run, "gateway"), (host, *config.launcher.http_hosts))
+    access = Access.of_run(run, "gateway", (host, *config.launcher.http_hosts))
     listener = bind(host, port, "agent.gateway")
     listener.listen()
     address, number = listener.getsockname()[:2]
     print(f"gateway: http://{address}:{number} (token: {token_file(run, 'gateway')})", flush=True)
     traced = tracing.traced(config.tracking.otlp_endpoint, run, "gateway")
-    with traced, contextlib.suppress(asyncio.CancelledError):
+    target = Target(f"{address}:{number}", "gateway", f"gateway-{number}")  # others may be attached to the run
+    with traced, listed(config.tracking.prometheus, run, target), contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run_gateway(config, listener, access, queue, folder=run, reward_model=reward_model))
 
 

@@ -43,7 +43,7 @@ _HINTS = tuple(
         (r"^/episodes/[^/]+/", f"served are {_CHAT}; POST /episodes/ID/reward ends the episode"),
     )
 )
-_OTHER = "POST /episodes begins an episode, and returns its base URLs (docs/gateway.md)"
+_OTHER = "POST /episodes begins an episode, and returns its base URLs (docs/how-to/gateway.md)"
 
 
 def instead(path: str) -> str:

@@ -22,11 +22,13 @@ from rl_async.agent_loop.gateway.episode import Asked, GatewayEpisode, task_view
 from rl_async.agent_loop.gateway.event_stream import PING_S, AnswerStream, EventStream
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.gateway.refusals import FAILURES, instead, refusal
+from rl_async.agent_loop.metrics import SamplesCollector
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
+from rl_async.telemetry.exposition import metrics_text, text_response
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
@@ -55,6 +57,7 @@ class GatewayServer:
         self._config, self._episodes, self._ping_s = config, episodes, ping_s
         self._options = config.agent.gateway or GatewayConfig()
         self.fields = UnobeyedFields(self._options.unsupported)
+        self._metrics_text = metrics_text(SamplesCollector(episodes, lambda: episodes.held))
         routes: dict[str, _Route] = {
             "POST /episodes": (self.begin, openai.error_body),
             "GET /episodes": (self.listing, openai.error_body),
@@ -62,6 +65,7 @@ class GatewayServer:
             "POST /episodes/{id}/heartbeat": (self.heartbeat, openai.error_body),
             "POST /episodes/{id}/reward": (self.end, openai.error_body),
             "GET /health": (self.health, openai.error_body),
+            "GET /metrics": (self.metrics, openai.error_body),
         }
         for base in ("/episodes/{id}/v1", "/episodes/{id}/v1/v1"):  # some clients append /v1 to a URL that has it
             routes |= {
@@ -112,6 +116,10 @@ class GatewayServer:
         """Fail an episode that is named as the listing does, for ``rl-async gateway end``."""
         named = await self._body(request, GiveBack)
         return _json((await self._episodes.give_back(named.episode, named.error))._asdict())
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer Prometheus."""
+        return text_response(self._metrics_text())
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat completion request in OpenAI's dialect, streamed or not."""

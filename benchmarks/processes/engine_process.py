@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.planning import plan
 from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.launcher.plan.spec import environment
 from rl_async.messages import EngineList, EngineRecord, Version
@@ -35,7 +35,7 @@ def serving(kind: str, config: RunConfig, folder: Path, python: str) -> Iterator
     """
     rollout = msgspec.structs.replace(config.rollout, engine=kind, python=python)
     config = msgspec.structs.replace(config, rollout=rollout)
-    spec = engine_spec(config, folder, 0, None, None)
+    spec = plan(config, folder).engines[0]
     ports = assign_ports((PortWish(spec.name),))
     url = f"http://127.0.0.1:{ports[spec.name]}"
     with _started(config, folder, spec.command(ports), spec.environment(ports), url) as (token, _):

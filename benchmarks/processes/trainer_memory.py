@@ -62,7 +62,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        measure(*arguments.worker, arguments.rows, arguments.set)
+        name, folder = arguments.worker
+        measure(name, folder, arguments.rows, arguments.set)
         return
     for name in arguments.config:
         with tempfile.TemporaryDirectory() as folder:

@@ -112,7 +112,7 @@ def _watched(command: Sequence[str], run: Path, counted: range, deadline_s: floa
     try:
         while process.poll() is None and time.monotonic() < deadline:
             done = _lines(run / "metrics.jsonl")
-            listed = _processes(run)
+            listed = processes_of(run)
             if counted.start <= done <= counted.stop and done not in ticks:
                 stats = [(role, read_stat(pid).cpu_ticks) for role, pid in listed]
                 if all(count for _, count in stats):  # after the last step they end
@@ -135,7 +135,7 @@ def _watched(command: Sequence[str], run: Path, counted: range, deadline_s: floa
     )
 
 
-def _processes(run: Path) -> list[tuple[str, int]]:
+def processes_of(run: Path) -> list[tuple[str, int]]:
     """Return role and pid of each process of a run, none before there are any."""
     file = run / "processes.json"
     return [(entry["role"], entry["pid"]) for entry in json.loads(file.read_text())] if file.exists() else []

@@ -1,10 +1,12 @@
 """The paths that ``transfer_queue.py`` compares, each in a process: ``python -m benchmarks.queue.arms ROLE ARGUMENTS``.
 
-Producers send the same groups: 8 rows of 1,024 to 2,048 tokens with ids (int32), log-probabilities (float32), mask
-(bool) and reward. A consumer prints one JSON line with the seconds from the first group's arrival to the last one's.
+Producers send the same groups: 8 rows of about TOKENS tokens each, or as many as they are told, with ids (int32),
+log-probabilities (float32), mask (bool) and reward. Every process prints ``ready`` before its part of the work begins.
+A consumer prints one JSON line with the seconds from the first group's arrival to the last one's.
 """
 
 import asyncio
+import gc
 import json
 import math
 import statistics
@@ -20,6 +22,7 @@ import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
+from rl_async.process.memory import collect_rarely, reuse_freed_memory
 from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import ClientKeys, ServerKeys, read_client_keys
@@ -44,14 +47,22 @@ ROWS = 8  # of a group
 WINDOW = 64  # messages that a raw socket buffers at most
 BATCH = 32  # groups per step of the queue
 LEASED = 32  # groups that the queue's producer works on at once
+TOKENS = 1536  # of a row, on the average
+LONG_TOKENS = 32_768  # of a long row
+DIFFERENT = 64  # groups whose rows have lengths of their own; then these lengths come again
+
+_MOST = LONG_TOKENS * 4 // 3
+_IDS, _MASK, _LOGPROBS = np.full(_MOST, 7, np.int32), np.ones(_MOST, bool), np.full(_MOST, -1.0, np.float32)
 
 
-_IDS, _MASK, _LOGPROBS = np.full(2048, 7, np.int32), np.ones(2048, bool), np.full(2048, -1.0, np.float32)
+def lengths(groups: int = DIFFERENT, tokens: int = TOKENS) -> np.ndarray:
+    """Tokens of each row, from 2/3 to 4/3 of ``tokens``, int64[groups, ROWS]: the same numbers for every path."""
+    return np.random.default_rng(0).integers(tokens * 2 // 3, tokens * 4 // 3 + 1, (groups, ROWS))
 
 
-def lengths(groups: int) -> np.ndarray:
-    """Tokens of each row, int64[groups, ROWS]: the same numbers for every path."""
-    return np.random.default_rng(0).integers(1024, 2049, (groups, ROWS))
+def ready() -> None:
+    """Tell whoever started this process that its work begins now."""
+    print("ready", flush=True)
 
 
 def row(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
@@ -71,14 +82,14 @@ def row(group: LeasedGroup, sample: int, tokens: int) -> Trajectory:
     )
 
 
-def encoded(count: int) -> list[list[bytes]]:
-    """Frames of ``DIFFERENT`` groups, one frame per row."""
+def encoded(tokens: int) -> list[list[bytes]]:
+    """Frames of the groups that differ, one frame per row."""
     task = Task(task_id="t", data_source="", prompt=[], ground_truth="")
     groups = [
         LeasedGroup(group_id=i, partition="train", attempt=0, samples=[], task=task, min_version=Version())
-        for i in range(count)
+        for i in range(DIFFERENT)
     ]
-    sizes = lengths(count)
+    sizes = lengths(tokens=tokens)
     return [[codec.encode(row(g, s, int(n))) for s, n in enumerate(sizes[g.group_id])] for g in groups]
 
 
@@ -89,11 +100,12 @@ def report(began: float, groups: int, nbytes: int) -> None:
 # --- raw sockets ----------------------------------------------------------------------------------------------------
 
 
-def raw_producer(address: str, groups: str) -> None:
-    frames = encoded(64)
+def raw_producer(address: str, groups: str, tokens: str) -> None:
+    frames = encoded(int(tokens))
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.set(zmq.SNDHWM, WINDOW)
         socket.connect(address)
+        ready()
         for number in range(int(groups)):
             socket.send_multipart(frames[number % len(frames)], copy=False)
         socket.close(linger=60_000)
@@ -103,6 +115,7 @@ def raw_consumer(address: str, groups: str, how: str) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.set(zmq.RCVHWM, WINDOW)
         socket.bind(address) if how == "bind" else socket.connect(address)
+        ready()
         socket.recv_multipart(copy=False)
         began, nbytes = time.perf_counter(), 0
         for _ in range(int(groups) - 1):
@@ -116,16 +129,18 @@ def raw_broker(producers: str, consumers: str) -> None:
         push.set(zmq.SNDHWM, WINDOW)
         pull.bind(producers)
         push.bind(consumers)
+        ready()
         zmq.proxy(pull, push)
 
 
 # --- Redis streams --------------------------------------------------------------------------------------------------
 
 
-def redis_producer(url: str, groups: str) -> None:
+def redis_producer(url: str, groups: str, tokens: str) -> None:
     import redis
 
-    client, frames = redis.Redis.from_url(url), encoded(64)
+    client, frames = redis.Redis.from_url(url), encoded(int(tokens))
+    ready()
     for number in range(int(groups)):
         while client.xlen("groups") > WINDOW:
             time.sleep(0.001)
@@ -138,7 +153,7 @@ def redis_consumer(url: str, groups: str) -> None:
 
     client = redis.Redis.from_url(url)
     client.xgroup_create("groups", "trainer", id="0", mkstream=True)
-    print("ready", flush=True)
+    ready()
     began, seen, nbytes = 0.0, 0, 0
     while seen < int(groups):
         for _, entries in client.xreadgroup("trainer", "rank0", {"groups": ">"}, count=8, block=60_000):
@@ -200,25 +215,31 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
         socket = stack.enter_context(bind(context, address, keys=keys))
         limits = QueueLimits(requests_per_s=1e6)  # one client plays many
         server = QueueServer(store, journal, feed, limits=limits, allowed=None if keys is None else keys.allowed)
+        collect_rarely()  # as the queue of a run does
+        ready()
         serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False, auth=auth)
 
 
 def queue_shard(address: str, queue: str, name: str) -> None:
     """Serve one payload shard of the queue until killed."""
+    ready()
     run_shard(address, queue, name)
 
 
-def queue_producer(address: str, groups: str, groups_per_s: str = "inf", keys: str = "") -> None:
-    uvloop.run(_produce(address, int(groups), float(groups_per_s), keys_of(keys, "worker")))  # as a worker
+def queue_producer(
+    address: str, groups: str, groups_per_s: str = "inf", keys: str = "", tokens: str = str(TOKENS)
+) -> None:
+    sizes = lengths(tokens=int(tokens))
+    uvloop.run(_produce(address, int(groups), float(groups_per_s), keys_of(keys, "worker"), sizes))  # as a worker
 
 
-async def _produce(address: str, groups: int, rate: float, keys: ClientKeys | None) -> None:
+async def _produce(address: str, groups: int, rate: float, keys: ClientKeys | None, sizes: np.ndarray) -> None:
     """A worker: lease, make rows, hand over; several groups at once, and ``rate`` per second at most.
 
     Prints the median milliseconds of a lease that got groups; below the full rate, those that need not wait for any.
     """
     wait_s = 10.0 if math.isinf(rate) else 0.0
-    sizes, left, began, waits = lengths(64), groups, time.perf_counter(), list[float]()
+    left, began, waits = groups, time.perf_counter(), list[float]()
     working: set[asyncio.Task[None]] = set()
 
     async def play(client: QueueClient, group: LeasedGroup) -> None:
@@ -226,6 +247,7 @@ async def _produce(address: str, groups: int, rate: float, keys: ClientKeys | No
         await asyncio.gather(*(client.put(row(group, s, int(n[s]))) for s in group.samples))
 
     async with QueueClient(address, role="agent", name="producer", keys=keys) as client:
+        ready()
         while left:
             await asyncio.sleep((groups - left) / rate - (time.perf_counter() - began))
             asked = time.perf_counter()
@@ -247,7 +269,7 @@ def queue_consumer(address: str, groups: str, keys: str = "") -> None:
     """Act as the trainer: reserve, fetch, commit, publish and retire each step."""
     with SyncQueueClient(address, role="trainer", name="consumer", keys=keys_of(keys, "trainer")) as client:
         client.publish(Version(), [])
-        print("ready", flush=True)
+        ready()
         began, nbytes, seen = 0.0, 0, 0
         for step in range(int(groups) // BATCH):
             reserved = client.reserve(step, wait_s=60)
@@ -277,4 +299,7 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
+    # As roles of a run do; in every arm, so that the ratios compare queues, and not allocators or collections.
+    reuse_freed_memory()
+    gc.freeze()
     ROLES[sys.argv[1]](*sys.argv[2:])

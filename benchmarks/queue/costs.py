@@ -29,10 +29,12 @@ TOKENS = 80  # of a row of about 1 KB
 MEASURED = 1024  # groups
 
 
-def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[bytes]]:
+def put(groups: Sequence[m.LeasedGroup], tokens: int) -> tuple[m.Put, list[codec.Frame]]:
     """One request that hands over these groups whole."""
     rows = [row(group, sample, tokens) for group in groups for sample in group.samples]
-    return m.Put(worker="w", samples=[[r.header()] for r in rows]), [codec.encode(r) for r in rows]
+    encoded = list(map(codec.encode, rows))
+    request = m.Put(worker="w", samples=[[r.header()] for r in rows], lengths=list(map(len, encoded)))
+    return request, wire.join(encoded)
 
 
 class Driven:
@@ -172,7 +174,7 @@ def memory_of_payload(address: str, server: psutil.Process, groups: int) -> tupl
 
     The server's batch is ``groups``.
     """
-    sizes = lengths(64)
+    sizes = lengths()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(address)
         ids = wire.RequestIds()

@@ -80,7 +80,7 @@ def fill(client: SyncQueueClient) -> None:
     for number in range(GROUPS):
         groups = client.lease(1, wait_s=10.0).groups
         request, payload = put(groups, int(sizes[number, 0]))
-        client.exchange(m.Put(worker=client.worker, samples=request.samples), payload)
+        client.exchange(m.Put(worker=client.worker, samples=request.samples, lengths=request.lengths), payload)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def header(group: m.LeasedGroup) -> m.TrajectoryHeader:
         partition="train",
         finish_reason="stop",
         versions=[m.VersionRun(group.min_version, 0, 1)],
-        tokens_sha256="",
+        tokens_hash="",
         **values,
     )
 

@@ -2,6 +2,8 @@
 
 from rl_async.configs.checks.algorithm import Rule
 from rl_async.configs.derived.engines import engine_kinds, engine_traits
+from rl_async.configs.engines import ENGINES
+from rl_async.configs.engines.traits import PARALLEL
 from rl_async.configs.schema.run import RunConfig
 
 
@@ -50,4 +52,62 @@ def _abilities(c: RunConfig) -> str | None:
     return None
 
 
-ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities)
+def _lending(c: RunConfig) -> str | None:
+    """Devices can be lent to engines that sleep, and that have no trainer rank in their group on the same device."""
+    if not c.trainer.lend_devices:
+        return None
+    kind = engine_kinds(c)[0]
+    if c.mode == "colocated":
+        return "trainer.lend_devices has no effect with --mode colocated, where engines have those devices anyway"
+    if not ENGINES[kind].reports_sleep:
+        return f"trainer.lend_devices needs engines that report whether they sleep; rollout.engine={kind} does not"
+    if c.weight_sync.transport == "nccl":
+        return "trainer.lend_devices does not go with weight_sync.transport=nccl, which refuses two ranks on one GPU"
+    if c.trainer.ranks < c.rollout.ranks:
+        return (
+            f"trainer.lend_devices: the devices of trainer.ranks={c.trainer.ranks} do not suffice for an engine of "
+            f"{c.rollout.ranks} ranks (rollout.tensor_parallel * rollout.pipeline_parallel)"
+        )
+    return None
+
+
+def _ranks(c: RunConfig) -> str | None:
+    """Every kind can divide a model among ranks as configured, and experts go to the ranks that there are."""
+    rollout = c.rollout
+    for key in PARALLEL:
+        number = getattr(rollout, key.removeprefix("rollout."))
+        for kind, traits in engine_traits(c).items():
+            if number > 1 and key not in traits.divides:
+                able = " or ".join(name for name, them in ENGINES.items() if key in them.divides)
+                return f"{key}={number} does not go with rollout.engine={kind}; use rollout.engine={able}"
+            if key == "rollout.expert_parallel" and traits.expert_flags and number not in (1, rollout.tensor_parallel):
+                return (
+                    f"{key}={number}: {traits.title} divides experts among all ranks of a stage or none; use 1 or "
+                    f"rollout.tensor_parallel={rollout.tensor_parallel}"
+                )
+    if rollout.tensor_parallel % rollout.expert_parallel:
+        return (
+            f"rollout.expert_parallel={rollout.expert_parallel} must divide rollout.tensor_parallel="
+            f"{rollout.tensor_parallel}"
+        )
+    return None
+
+
+def _quantization(c: RunConfig) -> str | None:
+    wanted = c.rollout.quantization
+    if wanted == "none":
+        return None
+    if c.rollout.ranks > 1:
+        return f"rollout.quantization={wanted} was never tried with engines of {c.rollout.ranks} ranks; use one rank"
+    for kind, traits in engine_traits(c).items():
+        key = f"rollout.quantization={wanted}"
+        if wanted not in traits.quantization:
+            able = " or ".join(name for name, them in ENGINES.items() if wanted in them.quantization)
+            return f"{key} does not go with rollout.engine={kind}; use rollout.engine={able}"
+        if c.model.dtype not in traits.quantized_dtypes:
+            dtypes = " or ".join(traits.quantized_dtypes)
+            return f"{key} with rollout.engine={kind} needs model.dtype={dtypes}, not {c.model.dtype}"
+    return None
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities, _lending, _ranks, _quantization)

@@ -9,7 +9,6 @@ FSDP2_ONLY = (  # keys of trainer
     "replicas",
     "compile",
     "lora",
-    "sequence_parallel",
     "attention",
     "kernels",
 )
@@ -28,10 +27,10 @@ def fsdp2(c: RunConfig) -> str | None:
             f"trainer.ranks={t.ranks} must be a multiple of trainer.sequence_parallel={t.sequence_parallel}, the ranks "
             "that share each row"
         )
-    if t.cpu_offload and c.model.device != "cuda":
+    if t.cpu_offload and c.model.device != "gpu":
         return (
             f"trainer.cpu_offload has no effect with model.device={c.model.device}: without a GPU, weights and "
-            "optimizer are in host memory anyway; set model.device=cuda, or leave it out"
+            "optimizer are in host memory anyway; set model.device=gpu, or leave it out"
         )
     return None
 

@@ -13,7 +13,7 @@ MEGATRON_ONLY = (  # sizes in trainer
 def data_parallel(c: RunConfig) -> int:
     """Return the number of data-parallel ranks: each gets a different part of a mini-batch's rows.
 
-    Ranks of Megatron that hold one copy of the model together count once, as do FSDP ranks that share rows.
+    Ranks of Megatron that hold one copy of the model together count once, as do ranks that share rows.
     """
     t = c.trainer
     return max(t.ranks // (t.tensor_parallel * t.pipeline_parallel * t.sequence_parallel), 1)
@@ -30,16 +30,18 @@ def sharing(c: RunConfig) -> str | None:
                 "trainer.ranks by itself"
             )
         return None
-    model_ranks = t.tensor_parallel * t.pipeline_parallel
+    model_ranks = t.tensor_parallel * t.pipeline_parallel * t.sequence_parallel
     if t.ranks % model_ranks:
         return (
-            f"trainer.ranks={t.ranks} must be a multiple of {model_ranks}, the ranks of one copy of the model: "
-            f"trainer.tensor_parallel={t.tensor_parallel} times trainer.pipeline_parallel={t.pipeline_parallel}"
+            f"trainer.ranks={t.ranks} must be a multiple of {model_ranks}, the ranks that train the same rows: "
+            f"trainer.tensor_parallel={t.tensor_parallel} times trainer.pipeline_parallel={t.pipeline_parallel} times "
+            f"trainer.sequence_parallel={t.sequence_parallel}"
         )
-    if data_parallel(c) % t.expert_parallel:
+    stage = t.ranks // t.pipeline_parallel
+    if stage % t.expert_parallel:
         return (
-            f"trainer.expert_parallel={t.expert_parallel} must divide the {data_parallel(c)} data-parallel ranks that "
-            f"trainer.ranks={t.ranks} leaves"
+            f"trainer.expert_parallel={t.expert_parallel} must divide the {stage} ranks of a pipeline stage, "
+            f"trainer.ranks={t.ranks} over trainer.pipeline_parallel={t.pipeline_parallel}"
         )
     if t.virtual_pipeline > 1 and t.pipeline_parallel < 3:
         return (
@@ -53,10 +55,6 @@ def megatron(c: RunConfig) -> str | None:
     """Refuse what this backend does not support."""
     if c.trainer.backend != "megatron":
         return None
-    if c.model.dtype != "float32":
-        return f"trainer.backend=megatron supports only float32, and model.dtype={c.model.dtype}; use fsdp2"
-    if c.critic is not None:
-        return "trainer.backend=megatron has no value head, which critic needs; use fsdp2"
     if c.algorithm.kl.coef > 0 and c.algorithm.kl.estimator == "full":
         return (
             "algorithm.kl.estimator=full needs full distributions, and with trainer.backend=megatron no rank holds "

@@ -32,7 +32,8 @@ def servers(c: RunConfig) -> str | None:
             return (
                 f"{section}.url and {section}.model name a server and its model; leave both out for the policy itself"
             )
-    sections = (("reward.model", model), ("reward.judge", judge), ("agent.user", user), *opponents)
+    of_users = (("agent.user", user), *opponents, ("eval.endpoint", c.eval.endpoint))
+    sections = (("reward.model", model), ("reward.judge", judge), *of_users)
     urls = {f"{name}.url": section.url for name, section in sections if section is not None}
     for key, url in urls.items():
         if url and not re.fullmatch(r"https?://[^\s@?#]+", url):

@@ -6,7 +6,7 @@ from rl_async.configs.schema.run import RunConfig
 
 def transport(c: RunConfig) -> str | None:
     transport = c.weight_sync.transport
-    if transport in ("gloo", "nccl") and c.mode == "colocated":
+    if transport in ("nearest", "gloo", "nccl") and c.mode == "colocated":
         return f"weight_sync.transport={transport} does not work with --mode colocated; use auto, ipc or disk"
     if transport == "nccl" and c.model.device == "cpu":
         return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"

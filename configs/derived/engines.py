@@ -14,6 +14,12 @@ def engine_kinds(config: RunConfig) -> tuple[EngineKind, ...]:
     return (kinds,) * config.rollout.engines if isinstance(kinds, str) else kinds
 
 
+def lent_engines(config: RunConfig) -> int:
+    """Return how many engines run on devices that the trainer lends: as many as its devices suffice for."""
+    lends = config.trainer.lend_devices and not config.rollout.replay
+    return config.trainer.ranks // config.rollout.ranks if lends else 0
+
+
 def engine_traits(config: RunConfig) -> Mapping[str, EngineTraits]:
     """Return the traits of the kinds that the run starts, by kind."""
     return {kind: traits for kind, traits in ENGINES.items() if kind in engine_kinds(config)}

@@ -2,4 +2,10 @@
 
 from rl_async.configs.engines.traits import EngineTraits
 
-EMBEDDED = EngineTraits(title="the embedded engine", module="rollout_server", json_package="llguidance")
+EMBEDDED = EngineTraits(
+    title="the embedded engine",
+    module="rollout_server",
+    memory_flags={"--cache-bytes": "cache_bytes"},
+    json_package="llguidance",
+    quantization={"int8": (), "fp8": ()},
+)

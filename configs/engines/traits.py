@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Experts = Literal["stacked", "single"]  # all experts of a layer in one tensor, or a tensor per expert
+PARALLEL = ("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.expert_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +25,35 @@ class EngineTraits:
     fixed_flags: Mapping[str, str] = field(default_factory=dict)  # flag -> value, or "", without which it cannot train
     refused_flags: tuple[str, ...] = ()  # further ones that would break training
     sleep_flags: tuple[str, ...] = ()  # added on a GPU that the trainer uses too
+    memory_flags: Mapping[str, str] = field(default_factory=dict)  # flag -> attribute of the plan's EngineMemory
+    expert_flags: tuple[str, ...] = ()  # added if rollout.expert_parallel is more than 1
     variables: Mapping[str, str] = field(default_factory=dict)  # of its environment
-    cpu_variables: Mapping[str, str] = field(default_factory=dict)  # on a CPU; ``{rollout.KEY}`` is filled in
+    cpu_variables: Mapping[str, str] = field(default_factory=dict)  # on a CPU
+
+    # Weights in 8 bits: its flags for each value of rollout.quantization but none that it knows, and the types of
+    # ``model.dtype`` that go with them.
+    quantization: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    quantized_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    cpu_quantized_experts: bool = True  # also for mixtures of experts on a CPU
 
     # What it can do.
-    transports: tuple[str, ...] = ("gloo", "nccl", "ipc", "disk")  # of weights
+    transports: tuple[str, ...] = ("nearest", "gloo", "nccl", "ipc", "disk")  # of weights
     holds_weights: bool = True  # can keep a host copy of weights: weight_sync.delta, .staged and .adapters need one
+    takes_slices: bool = True  # and those from several trainer ranks at once; else it takes whole tensors from one
     reports_sleep: bool = True  # --mode colocated needs it: the deadlines of requests move on while an engine sleeps
     reports_pause: bool = True  # has the route ``GET /is_paused``
     json_schemas: bool = True  # can keep answers to a JSON schema, by masks of tokens
     json_package: str = ""  # module that it needs for that, in the Python of rl-async
-    experts: tuple[Experts, ...] = ("stacked",)  # names under which it loads the experts of a model
+    cpu_sleeps: bool = True  # on a CPU, too, sleep frees its memory
+    cpu_divided_experts: bool = True  # on a CPU, too, several ranks can divide a mixture of experts
+    records_routes: bool = True  # can say which experts of a mixture each token went through
+    route_flags: tuple[str, ...] = ()  # added for that on a GPU without pipeline stages; then it needs both
+
+    @property
+    def divides(self) -> frozenset[str]:
+        """Those of ``PARALLEL`` by which it can divide a model among ranks."""
+        by_expert_flag = {"rollout.expert_parallel"} if self.expert_flags else set()
+        return frozenset(PARALLEL) & ({*self.flags.values()} | by_expert_flag)
 
     @property
     def fixed_arguments(self) -> tuple[str, ...]:
@@ -46,6 +63,10 @@ class EngineTraits:
     def refusal(self, argument: str) -> str:
         """Return why ``rollout.engine_args`` may not contain this word; empty if it may."""
         flag = argument.partition("=")[0].replace("_", "-")
-        if key := self.flags.get(flag):
+        if key := "rollout.expert_parallel" if flag in self.expert_flags else self.flags.get(flag):
             return f"use {key}"
+        if flag in self.memory_flags:
+            return "use rollout.cache_bytes"
+        if any(flag in flags for flags in self.quantization.values()):
+            return "use rollout.quantization"
         return "it would break training" if flag in {"--host", *self.fixed_flags, *self.refused_flags} else ""

@@ -26,9 +26,9 @@ KEYS = (
     Key("adam-beta1", "trainer.beta1", 0.9),
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
-    Key("max-tokens-per-gpu", "trainer.max_tokens_per_microbatch"),
     Key("tensor-model-parallel-size", "trainer.tensor_parallel"),
     Key("pipeline-model-parallel-size", "trainer.pipeline_parallel"),
+    Key("context-parallel-size", "trainer.sequence_parallel"),
     Key("expert-model-parallel-size", "trainer.expert_parallel"),
     Key("save-interval", "trainer.checkpoint_every"),
     Key("eval-interval", "eval.every"),
@@ -57,7 +57,7 @@ NO_COUNTERPART = {
     **dict.fromkeys(("recompute-granularity", "recompute-method", "recompute-num-layers"), _MEGATRON),
     **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
-    **dict.fromkeys(("context-parallel-size", "expert-tensor-parallel-size", "optimizer"), _MEGATRON),
+    **dict.fromkeys(("expert-tensor-parallel-size", "optimizer"), _MEGATRON),
     "dynamic-sampling-filter-path": "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal",
     **dict.fromkeys(("use-opsm", "opsm-delta", "use-unbiased-kl", "use-routing-replay"), "not here"),
     **dict.fromkeys(("eval-max-response-len", "eval-top-p"), "evaluation has the run's lengths, and eval.temperature"),
@@ -91,6 +91,9 @@ def write(file: Path, more: list[str]) -> str:
 def _batch(t: Translation) -> None:
     tasks, rows = t.number("rollout-batch-size", 0), t.number("global-batch-size", 0)
     group = t.number("n-samples-per-prompt", 1)
+    if per_gpu := t.number("max-tokens-per-gpu", 0):  # ranks that share a row count their parts there, it whole here
+        tokens = per_gpu * t.number("context-parallel-size", 1)
+        t.put("trainer.max_tokens_per_microbatch", tokens, "max-tokens-per-gpu")
     if tasks and rows:
         t.put("trainer.minibatches", max(tasks * group // rows, 1), "global-batch-size", "rollout-batch-size")
     elif steps := t.take("num-steps-per-rollout"):

@@ -35,7 +35,6 @@ KEYS = (
     Key(f"{ACTOR}.optim.lr_warmup_steps", "trainer.warmup_steps", -1, _or_off),
     Key(f"{ACTOR}.grad_clip", "trainer.grad_clip", 1.0),
     Key(f"{ACTOR}.ppo_epochs", "trainer.epochs", 1),
-    Key(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.max_tokens_per_microbatch", 16384),
     Key(f"{ACTOR}.strategy", "trainer.backend", "fsdp", lambda name: {"fsdp": "fsdp2"}.get(name, name)),
     Key(f"{ACTOR}.ulysses_sequence_parallel_size", "trainer.sequence_parallel", 1),
     Key(f"{ACTOR}.fsdp_config.offload_policy", "trainer.cpu_offload"),
@@ -84,7 +83,7 @@ NO_COUNTERPART = {
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     f"{ACTOR}.use_dynamic_bsz": "micro-batches are always packed by tokens",
     f"{ACTOR}.fsdp_config": "FSDP2 has trainer.cpu_offload, trainer.replicas and model.dtype",
-    f"{ACTOR}.megatron": "Megatron has trainer.tensor_parallel, pipeline_parallel and expert_parallel",
+    f"{ACTOR}.megatron": "Megatron has trainer.tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel",
     ACTOR: "not read",
     "actor_rollout_ref.ref": "the reference model runs with the trainer's settings",
     f"{MODEL}.use_remove_padding": "rows are always packed",
@@ -152,6 +151,10 @@ def _sizes(t: Translation) -> None:
     if tasks % mini:
         t.notes.append(f"data.train_batch_size={tasks} is no multiple of ppo_mini_batch_size={mini}; rounded down")
     t.put("trainer.minibatches", max(tasks // mini, 1), "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+    per_gpu, ranks = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ulysses_sequence_parallel_size"
+    # Ranks that share a row count their parts there, and the whole row here.
+    tokens = t.number(per_gpu, 16384) * t.number(ranks, 1)
+    t.put("trainer.max_tokens_per_microbatch", tokens, per_gpu, ranks)
     lengths = ("data.max_prompt_length", "data.max_response_length")
     total = t.number(lengths[0], 512) + t.number(lengths[1], 512)
     t.put("agent.max_tokens", total, *lengths)

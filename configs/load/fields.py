@@ -3,6 +3,7 @@
 import difflib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,6 +13,16 @@ from rl_async.configs.load import correction_text
 from rl_async.configs.load.renamed import replacement
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KeyText:
+    """What a key means, its type with its bounds, and its default, as a reader sees them."""
+
+    meaning: str
+    type: str
+    default: str
+
 
 # keys whose explanation goes on below type and default
 MORE: dict[str, Callable[[], str]] = {"algorithm.correction": correction_text.explanation}
@@ -90,9 +101,20 @@ def explain(key: str) -> str:
         raise ConfigError(f"unknown key {key!r}{replacement(key) or _suggestion(key)}")
     if struct_at(key) is not None:
         return f"{key}\n" + "\n".join(f"  {_line(f'{key}.{name}')}" for name in field_names(key))
-    kind, description = _unwrap(field.type)
+    text = key_text(key)
     more = f"\n\n{MORE[key]()}" if key in MORE else ""
-    return f"{key}\n  {description}\n  type: {_type_name(kind)}\n  default: {_default(field)}{more}"
+    return f"{key}\n  {text.meaning}\n  type: {text.type}\n  default: {text.default}{more}"
+
+
+def key_text(key: str) -> KeyText:
+    """Describe a key that exists; a section's default is `(section)`, or `null` where it may be absent."""
+    field = field_at(key)
+    assert field is not None, key
+    kind, meaning = _unwrap(field.type)
+    default = _default(field)
+    if struct_at(key) is not None:
+        default = "null" if default == "null" else "(section)"
+    return KeyText(meaning, _type_name(kind), default)
 
 
 def _suggestion(key: str) -> str:

@@ -116,7 +116,7 @@ _VERL = {
     ),
 }
 
-# What other projects do, as far as their sources say (docs/algorithms.md tells what was read, and what is left out).
+# What other projects do, as far as their sources say; docs/reference/algorithms.md tells what was read and left out.
 _OTHERS = {
     # AReaL: decoupled loss with RejectionSamplingConfig(): level token, action mask, metric ratio, upper 5.0, no lower.
     # Its masked tokens still count in the mean, which makes its mask a band.

@@ -21,7 +21,7 @@ class ModelConfig(Config, frozen=True):
     dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in the trainer and in the engines.")] = (
         "float32"
     )
-    device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: cuda if there is a GPU.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "gpu"], doc("auto: a GPU if there is one.")] = "auto"
 
 
 Weight = Annotated[float, Meta(ge=0)]
@@ -56,7 +56,7 @@ class DataConfig(Config, frozen=True):
         doc(
             "Training tasks in verl's columns: Parquet or JSONL, as a file, a folder or a pattern (train-*.parquet); "
             "OWNER/NAME:SPLIT of the Hugging Face Hub; reasoning_gym:NAME; or a list of {path, weight, ...} with "
-            "templates for rows of other columns (docs/real_model.md)."
+            "templates for rows of other columns (docs/how-to/models_and_data.md)."
         ),
     ]
     eval_path: Annotated[

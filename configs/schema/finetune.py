@@ -73,5 +73,8 @@ class WarmStartConfig(Config, frozen=True):
     gate_tasks: Annotated[Positive, doc("Held-out tasks per check.")] = 64
     hidden_size: Annotated[Positive, doc("Width of the tiny model.")] = 64
     layers: Annotated[Positive, doc("Layers of the tiny model.")] = 2
+    experts: Annotated[
+        Count, doc("Experts in each layer of the tiny model, two of them for each token; 0: one MLP for all tokens.")
+    ] = 0
     vocab_size: Annotated[Positive, doc("Largest size of the tokenizer trained on the demonstrations.")] = 200
     seed: Annotated[int, doc("Seed of the tiny model and of the demonstrations' order.")] = 0

@@ -19,7 +19,9 @@ class QueueLimits(Config, frozen=True):
     message_bytes: Annotated[
         int, Meta(ge=1 << 23, description="Largest message, all frames together; a larger one is refused.")
     ] = 1 << 29
-    frames: Annotated[int, Meta(ge=1026, description="Most frames of a message; each row of a put is one.")] = 4096
+    frames: Annotated[
+        int, Meta(ge=1026, description="Most frames of a message; each row of 64 KiB and more is one.")
+    ] = 4096
     clients: Annotated[
         Positive, doc("Most connections; a further one waits until another has been silent for two minutes.")
     ] = 4096
@@ -37,7 +39,7 @@ class QueueConfig(Config, frozen=True):
         Literal["memory", "sqlite", "redis"],
         doc(
             "Where the queue's state is recorded: nowhere, in the run folder, or on a Redis server. With sqlite and "
-            "redis, a queue that was killed is restarted and the run goes on (docs/transfer_queue.md)."
+            "redis, a queue that was killed is restarted and the run goes on (docs/explanation/transfer_queue.md)."
         ),
     ] = "sqlite"
     journal_folder: Annotated[

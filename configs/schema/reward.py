@@ -38,7 +38,7 @@ class RewardModelConfig(Config, frozen=True):
     max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
     batch_size: Annotated[Positive, doc("Own server: conversations per forward pass.")] = 32
     dtype: Annotated[Literal["float32", "bfloat16"], doc("Own server: type of the weights.")] = "float32"
-    device: Annotated[Literal["auto", "cpu", "cuda"], doc("Own server: device; auto: cuda if there is a GPU.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "gpu"], doc("Own server: device; auto: a GPU if there is one.")] = "auto"
     port: Annotated[Count, doc("Own server: port; 0: a free one.")] = 0
 
 
@@ -124,4 +124,6 @@ class RewardConfig(Config, frozen=True):
     per_minute: Annotated[Count, doc("Scorings started per minute, per worker; 0: no limit.")] = 0
     model: Annotated[RewardModelConfig | None, doc("The model behind the scorer reward_model.")] = None
     judge: Annotated[JudgeConfig | None, doc("The model behind the scorer judge.")] = None
-    code: Annotated[CodeConfig, doc("How the scorer code runs hidden tests (docs/sandbox.md).")] = CodeConfig()
+    code: Annotated[CodeConfig, doc("The scorer code: how it runs hidden tests (docs/reference/sandbox.md).")] = (
+        CodeConfig()
+    )

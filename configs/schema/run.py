@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Positive, Seconds, doc
+from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.finetune import FinetuneConfig, WarmStartConfig
@@ -17,6 +17,7 @@ from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.configs.schema.user import EndpointConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 
 
@@ -26,6 +27,12 @@ class EvalConfig(Config, frozen=True):
     tasks: Annotated[Positive, doc("Held-out tasks used, from the start of the file.")] = 64
     samples: Annotated[Positive, doc("Trajectories per held-out task.")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0: greedy.")] = 0.0
+    endpoint: Annotated[
+        EndpointConfig | None,
+        doc(
+            "What `rl-async eval` evaluates instead of model.path: a model behind a URL. See docs/how-to/evaluation.md."
+        ),
+    ] = None
 
 
 TrackerName = Literal["console", "jsonl", "tensorboard", "swanlab", "wandb", "mlflow"]
@@ -36,11 +43,22 @@ class TrackingConfig(Config, frozen=True):
         tuple[TrackerName, ...], doc("Trackers that metrics go to; metrics.jsonl is always written.")
     ] = ()
     project: Annotated[str, doc("Project name for trackers that have one.")] = "rl-async"
-    offline: Annotated[bool, doc("Record swanlab and wandb runs on this machine only.")] = True
+    offline: Annotated[
+        bool,
+        doc("Record swanlab and wandb runs on this machine only; wandb and mlflow report nothing to their makers."),
+    ] = True
+    view: Annotated[bool, doc("Serve the page of rl-async view while the run trains; prints its address.")] = False
     otlp_endpoint: Annotated[
         str,
         doc("OTLP/HTTP collector that gets a trace of each episode; empty: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set."),
     ] = ""
+    prometheus: Annotated[
+        bool,
+        doc(
+            "Every process answers Prometheus on a port of its own, on loopback; RUN/prometheus/*.json say where, and "
+            "RUN/keys/metrics.token opens it. docs/how-to/telemetry.md."
+        ),
+    ] = False
 
 
 class LauncherConfig(Config, frozen=True):
@@ -50,6 +68,10 @@ class LauncherConfig(Config, frozen=True):
         Positive | None,
         doc("Torch threads per process on CPU; unset: the cores divided among engines and ranks that compute at once."),
     ] = None
+    device_memory: Annotated[
+        Fraction,
+        doc("Share of a GPU's memory that the run may plan with, or without GPUs of the machine's; the rest is slack."),
+    ] = 0.9
     http_hosts: Annotated[
         tuple[str, ...],
         doc("Host names by which others call the run's HTTP servers; by default only their addresses are accepted."),

@@ -12,7 +12,7 @@ class SandboxConfig(Config, frozen=True):
         str,
         doc(
             "bubblewrap: namespaces of this machine's kernel; container: Docker's or Podman's, from image; "
-            "sandbox_fusion: a server at url; or a class of your own as path.py:name (docs/sandbox.md)."
+            "sandbox_fusion: a server at url; or a class of your own as path.py:name (docs/reference/sandbox.md)."
         ),
     ] = "bubblewrap"
     image: Annotated[str, doc("Image of containers, with python3 and bash, on this machine already.")] = ""

@@ -22,6 +22,16 @@ class LoraConfig(Config, frozen=True):
         return self.alpha / self.rank
 
 
+class ProfileConfig(Config, frozen=True):
+    steps: Annotated[
+        tuple[Count, ...],
+        doc(
+            "Steps, from 0, that every rank records with torch.profiler into RUN/profiles, on GPUs with allocations. "
+            "`rl-async profile RUN` asks for the next step of a live run."
+        ),
+    ] = ()
+
+
 class TrainerConfig(Config, frozen=True):
     backend: Annotated[Literal["fsdp2", "megatron"], doc("Training backend.")] = "fsdp2"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
@@ -32,7 +42,9 @@ class TrainerConfig(Config, frozen=True):
     ] = 1
     pipeline_parallel: Annotated[Positive, doc("Stages among which the layers are divided.")] = 1
     virtual_pipeline: Annotated[Positive, doc("Interleaved model chunks per pipeline stage.")] = 1
-    expert_parallel: Annotated[Positive, doc("Data-parallel ranks among which each layer's experts are divided.")] = 1
+    expert_parallel: Annotated[
+        Positive, doc("Ranks of a pipeline stage among which each layer's experts are divided.")
+    ] = 1
     minibatches: Annotated[Positive, doc("Optimizer steps per pass over a batch.")] = 2
     epochs: Annotated[
         Positive, doc("Passes over each batch; old log-probabilities are computed once, before the first.")
@@ -47,12 +59,19 @@ class TrainerConfig(Config, frozen=True):
         bool,
         doc("fsdp2 on GPUs: weights and optimizer stay in host memory, where AdamW runs; layers are copied as needed."),
     ] = False
+    lend_devices: Annotated[
+        bool,
+        doc(
+            "disaggregated: while the trainer waits for a batch, further engines run on its devices, as many as fit "
+            "(docs/how-to/memory.md)."
+        ),
+    ] = False
     replicas: Annotated[
         Positive, doc("fsdp2: copies of the model, each sharded over trainer.ranks / replicas ranks (HSDP).")
     ] = 1
     sequence_parallel: Annotated[
         Positive,
-        doc("fsdp2: ranks that share each packed row, exchanging tokens for heads around attention (Ulysses)."),
+        doc("Ranks that share each packed row, exchanging tokens for heads around attention (Ulysses)."),
     ] = 1
     attention: Annotated[
         Literal["auto", "packed", "flash"],
@@ -68,6 +87,13 @@ class TrainerConfig(Config, frozen=True):
         bool,
         doc("fsdp2: torch.compile of every layer. The first step takes minutes; on a CPU it needs a C++ compiler."),
     ] = False
+    router_replay: Annotated[
+        Literal["auto", "always", "never"],
+        doc(
+            "Mixtures of experts: train tokens through the experts that the engine chose for them (R3); auto: where "
+            "engine and trainer can, else with a warning; always: refuse to start where they cannot."
+        ),
+    ] = "auto"
     lora: Annotated[
         LoraConfig | None, doc("fsdp2: train only low-rank adapters; needs PEFT. Engines get the merged weights.")
     ] = None
@@ -88,6 +114,13 @@ class TrainerConfig(Config, frozen=True):
         ),
     ] = 10
     keep_checkpoints: Annotated[Positive, doc("Checkpoints kept; older ones are deleted.")] = 2
+    keep_trajectories: Annotated[
+        Positive | None,
+        doc(
+            "Newest steps whose trained trajectories are kept in trajectories/; older files are deleted, and these "
+            "steps can no longer be shown or replayed. null: all. The audit needs none of them."
+        ),
+    ] = None
     checkpoint_async: Annotated[
         bool, doc("Training continues while a checkpoint is written from a copy of each rank's shards in host memory.")
     ] = True
@@ -95,6 +128,7 @@ class TrainerConfig(Config, frozen=True):
         bool,
         doc("Checkpoints also hold the model as Hugging Face safetensors; otherwise `rl-async export` makes them."),
     ] = True
+    profile: ProfileConfig = ProfileConfig()
     batch_timeout_s: Annotated[
         Seconds, doc("Deadline for a batch; beyond it the run ends and names what is missing.")
     ] = 300.0

@@ -29,8 +29,12 @@ class MismatchConfig(Config, frozen=True):
 
 class WeightSyncConfig(Config, frozen=True):
     transport: Annotated[
-        Literal["auto", "gloo", "ipc", "nccl", "disk"],
-        doc("auto: ipc when colocated, else gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, never run yet."),
+        Literal["auto", "nearest", "gloo", "ipc", "nccl", "disk"],
+        doc(
+            "auto: ipc when colocated, else nearest, or gloo if an engine lacks it. nearest: shared memory if all "
+            "engines are on the trainer's machine, else gloo. disk: files in weight_sync.folder. nccl: GPU to GPU, "
+            "never run yet."
+        ),
     ] = "auto"
     folder: Annotated[str, doc("disk: folder shared by trainer and engines; empty: weights/ in the run folder.")] = ""
     delta: Annotated[

@@ -1,4 +1,6 @@
-"""Demonstrations of the two tasks beside this file, a quarter of them right, for a tiny model. docs/environments.md.
+"""Demonstrations of the two tasks beside this file, a quarter of them right, for a tiny model.
+
+See docs/how-to/environments.md.
 
 rl-async data from-harbor examples/harbor artifacts/harbor/tasks.jsonl
 python examples/harbor/demonstrations.py

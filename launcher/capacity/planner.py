@@ -19,13 +19,15 @@ from rl_async.launcher.capacity.costs import (
     measure,
     training_token_s,
 )
+from rl_async.launcher.capacity.saturation import Saturation, saturation
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
-STEPS = 12  # simulated per row of the table
+STEPS, FEWEST_STEPS = 12, 5  # simulated per row of the table
 WARM = 2
+ROWS = 200_000  # of all simulated steps together, beyond which fewer will do: means over large batches vary less
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
 
 
@@ -37,6 +39,7 @@ class SplitEstimate(msgspec.Struct, frozen=True, kw_only=True):
     engines: int
     max_staleness: int
     outcome: SimulationResult
+    used: Saturation
     memory_bytes: int | None  # upper bound for the fullest device; None: unknown
 
 
@@ -63,8 +66,8 @@ def plan_devices(
 ) -> int:
     """Print the table, and the errors on recorded runs; the exit code. Raises UserError if a cost is unknown."""
     config = load_config(name, overrides)
-    if gpus < 1:
-        raise UserError(f"--gpus: {gpus} devices cannot run anything; give 1 or more")
+    if gpus < config.rollout.ranks:
+        raise UserError(f"--gpus: {gpus} devices cannot run anything; give {config.rollout.ranks} or more")
     costs, episodes, source = estimate(config, run)
     checks = [validate(recorded, costs, episodes) for recorded in check]
     rows = []
@@ -73,7 +76,11 @@ def plan_devices(
         print(f"simulating {number} of {len(wanted)}: {described(layout)}, bound {bound}", file=sys.stderr, flush=True)
         rows.append(simulate(config, layout, bound, costs, episodes))
     rows.sort(key=lambda row: -row.outcome.tokens_per_s)
-    print("\n".join([*source_lines(costs, episodes, source), *table(rows), *check_lines(checks)]))
+    print(
+        "\n".join(
+            [*source_lines(costs, episodes, source), *table(rows), *used_lines(rows[0], gpus), *check_lines(checks)]
+        )
+    )
     if out is not None:
         out.write_bytes(msgspec.json.encode({"costs": costs, "rows": rows, "checks": checks}) + b"\n")
     return 0
@@ -90,7 +97,8 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeSh
         raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
     episodes = assumed_episodes(config)
     tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2  # halfway through, on average
-    return assumed(size, Device(), tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
+    device = Device(bandwidth_gb_s=Device().bandwidth_gb_s * config.rollout.tensor_parallel)
+    return assumed(size, device, tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
 
 
 def fit_note(fit: Fit, recorded: RunConfig) -> str:
@@ -107,7 +115,7 @@ def fit_note(fit: Fit, recorded: RunConfig) -> str:
 
 def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]]:
     """Yield the splits to simulate, each with a bound on staleness: 0, 1 and the config's."""
-    bounds = sorted({0, 1, config.queue.max_staleness})
+    bounds, each = sorted({0, 1, config.queue.max_staleness}), config.rollout.ranks
     concurrency = config.agent.workers * config.agent.concurrency
     batch = config.rollout.max_batch_size
 
@@ -117,10 +125,10 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]
         return DeviceSplit(engines=engines, ranks=ranks, colocated=colocated, max_batch=batch, concurrency=room)
 
     for bound in bounds:
-        yield split(gpus, gpus, colocated=True), bound
-    for ranks in sorted({min(gpus - 1, max(1, round(share * gpus))) for share in SHARES if gpus > 1}):
+        yield split(gpus // each, gpus, colocated=True), bound
+    for ranks in sorted({min(gpus - each, max(1, round(share * gpus))) for share in SHARES if gpus > each}):
         for bound in bounds:
-            yield split(gpus - ranks, ranks, colocated=False), bound
+            yield split((gpus - ranks) // each, ranks, colocated=False), bound
 
 
 def simulate(
@@ -129,13 +137,14 @@ def simulate(
     bound: int,
     costs: Costs,
     episodes: Sequence[EpisodeShape],
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> SplitEstimate:
-    """Simulate one split of the devices under one bound on staleness."""
+    """Simulate one split of the devices under one bound on staleness, for so many steps or as many as ROWS allow."""
     queue = QueueSettings.of(config)
+    rows = config.data.train_batch_groups * config.rollout.group_size
     settings = msgspec.structs.replace(
         queue,
-        steps=steps,
+        steps=steps or max(FEWEST_STEPS, min(STEPS, ROWS // rows)),
         max_staleness=bound,
         slack=min(queue.slack, bound),
         replicas=0,  # payloads are not simulated
@@ -143,12 +152,14 @@ def simulate(
         weights={},
     )
     outcome = Simulation(settings, layout, costs, episodes, config.seed).run(WARM)
+    workers = -(-layout.concurrency // config.agent.concurrency)
     return SplitEstimate(
         mode="colocated" if layout.colocated else "disaggregated",
         trainers=layout.ranks,
         engines=layout.engines,
         max_staleness=bound,
         outcome=outcome,
+        used=saturation(costs, episodes, layout, bound, rows, workers, outcome),
         memory_bytes=memory(config, layout),
     )
 
@@ -158,8 +169,8 @@ def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
     size = model_size(config)
     trainer = msgspec.structs.replace(config.trainer, ranks=layout.ranks)
     trains = trainer_bytes(msgspec.structs.replace(config, trainer=trainer), size)
-    decodes = engine_bytes(config, size)
-    return None if trains is None or decodes is None else max(trains, decodes)
+    decodes = engine_bytes(config, size, on_gpu=config.model.device != "cpu")
+    return None if trains is None or decodes is None else max(trains, decodes // config.rollout.ranks)
 
 
 def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunComparison:
@@ -199,7 +210,7 @@ def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunCo
 def described(layout: DeviceSplit) -> str:
     """Describe a split of devices."""
     if layout.colocated:
-        return f"colocated on {layout.engines} devices"
+        return f"colocated on {layout.ranks} devices"
     return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
 
 
@@ -218,20 +229,29 @@ def source_lines(costs: Costs, episodes: Sequence[EpisodeShape], source: str) ->
 def table(rows: Sequence[SplitEstimate]) -> list[str]:
     """Format a header and one line per split, in the given order."""
     heads = ("mode", "trainers", "engines", "bound", "tokens/s", "step", "trainer idle", "engines idle")
-    widths = (14, 9, 8, 6, 10, 9, 13, 13)
+    widths = (14, 9, 8, 6, 11, 9, 13, 13)
     head = "".join(
         text.ljust(width) if n == 0 else text.rjust(width) for n, (text, width) in enumerate(zip(heads, widths))
     )
-    lines = [head + "  staleness mean max    memory"]
+    lines = [head + "  staleness mean max    memory  saturates first"]
     for row in rows:
         out = row.outcome
         held = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f} GiB"
         lines.append(
-            f"{row.mode:14}{row.trainers:9}{row.engines:8}{row.max_staleness:6}{out.tokens_per_s:10.0f}"
+            f"{row.mode:14}{row.trainers:9}{row.engines:8}{row.max_staleness:6}{out.tokens_per_s:11.0f}"
             f"{out.step_s:7.2f} s{out.trainer_idle:13.0%}{out.engine_idle:13.0%}{out.staleness_mean:16.2f}"
-            f"{out.staleness_max:4.0f}{held:>10}"
+            f"{out.staleness_max:4.0f}{held:>10}  {row.used.first} {row.used.largest:.0%}"
         )
     return lines
+
+
+def used_lines(row: SplitEstimate, gpus: int) -> list[str]:
+    """Describe what a split uses of each resource, and at how many devices one queue process would be full."""
+    shares = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in msgspec.structs.asdict(row.used).items()]
+    return [
+        f"of the first row's step: {', '.join(shares)}",
+        f"at its rate per device, the queue's process is full at about {gpus / row.used.queue:,.0f} devices",
+    ]
 
 
 def check_lines(checks: Sequence[RunComparison]) -> list[str]:

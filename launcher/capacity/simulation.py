@@ -292,7 +292,7 @@ class Simulation:
             reward=float(sample % 2),  # so that no group has equal rewards
             finish_reason="stop",
             versions=[VersionRun(Version(0, version), 0, episode.sampled)],
-            tokens_sha256="",
+            tokens_hash="",
         )
         answer = self._store.delivery.put(WORKER, [header], self._clock.now)
         if isinstance(answer, Refused):

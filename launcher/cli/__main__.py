@@ -26,12 +26,14 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),
     "view": ("a local page on runs: curves, trajectories token by token, evaluations", view.add_view),
     "report": ("that page of one run as a file to send", view.add_report),
+    "trace": ("what each process of a run did when, as a trace for Perfetto", view.add_trace),
     "replay": ("play a recorded episode again, to debug its tools and rewards", inspection.add_replay),
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),
     "gateway": ("let agent programs play episodes of a running run; list and end episodes", gateway.add_gateway),
     "play": ("play episodes with an agent program as it is, and grade what it did", play.add_play),
     "doctor": ("what a run waits for; without a run: what this machine lacks", inspection.add_doctor),
+    "profile": ("what a live run's ranks or processes spend their time on", inspection.add_profile),
     "plan": ("how to split devices between trainer and engines, by simulation", inspection.add_plan),
     "export": ("write a checkpoint of a run as a Hugging Face folder", models.add_export),
     "audit": ("check that every admitted sample of a run was trained exactly once", inspection.add_audit),
@@ -66,12 +68,18 @@ def _print_error(text: str) -> None:
     print(f"error: {printable(text)}", file=sys.stderr)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; overrides may stand between options, which argparse alone does not allow."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; the reference of the command line is generated from it, too."""
     parser = argparse.ArgumentParser(prog="rl-async", description="Asynchronous reinforcement learning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; overrides may stand between options, which argparse alone does not allow."""
+    parser = make_parser()
     program: Sequence[str] = ()
     if "--" in argv and argv[0] == "play":  # argparse would take a second "--" out of the program's arguments
         end = argv.index("--")

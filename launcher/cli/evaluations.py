@@ -1,6 +1,7 @@
 """``rl-async eval`` and ``compare``: what a model earns on held-out tasks, and whether another earns more."""
 
 import argparse
+import json
 from pathlib import Path
 
 from rl_async.launcher.cli.options import add_config
@@ -11,23 +12,43 @@ SOLVED_HELP = "reward from which on an episode counts as passed, for pass@k (def
 def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample eval.samples answers to each of the first eval.tasks held-out tasks (data.eval_path) from model.path, "
-        "and print avg@k and pass@k by data source. The run folder keeps every trajectory."
+        "or from a model behind an OpenAI-compatible URL, and print avg@k and pass@k by data source. The run folder "
+        "keeps every trajectory."
     )
     add_config(parser)
+    parser.add_argument("--endpoint", metavar="URL", help="base URL of a server, such as http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", metavar="NAME", help="the model at that server")
+    parser.add_argument("--api-key-env", metavar="NAME", default="", help="environment variable with its API key")
     parser.add_argument("--solved", type=float, default=1.0, metavar="REWARD", help=SOLVED_HELP)
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode, and role")
-    parser.set_defaults(command=_evaluate)
+    parser.set_defaults(command=_evaluate, fail=parser.error)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import load_config
     from rl_async.launcher.plan.user_code import check_user_code
-    from rl_async.launcher.runs.evaluate import evaluate
-    from rl_async.launcher.sources.fetch import fetch_sources
+    from rl_async.launcher.sources.fetch import fetch_held_out, fetch_sources
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
     check_user_code(config)
-    return evaluate(fetch_sources(config), arguments.config, arguments.solved, arguments.jsonl)
+    told = arguments.config, arguments.solved, arguments.jsonl
+    if config.eval.endpoint is not None:
+        from rl_async.launcher.runs.evaluate_endpoint import evaluate_endpoint
+
+        return evaluate_endpoint(fetch_held_out(config), config.eval.endpoint, *told)
+    from rl_async.launcher.runs.evaluate import evaluate
+
+    return evaluate(fetch_sources(config), *told)
+
+
+def _endpoint(arguments: argparse.Namespace) -> list[str]:
+    """Return the keys of the config for which the options stand."""
+    given = {"url": arguments.endpoint, "model": arguments.model, "api_key_env": arguments.api_key_env or None}
+    if arguments.endpoint and not arguments.model:
+        arguments.fail("--endpoint needs --model, the name of the model at that server")
+    if not arguments.endpoint and any(given.values()):
+        arguments.fail("--model and --api-key-env belong to --endpoint; a folder is given as model.path=FOLDER")
+    return [f"eval.endpoint.{key}={json.dumps(value)}" for key, value in given.items() if value]
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +58,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         "test); below it stand the tasks that changed most, the worst first."
     )
     for name in ("before", "after"):
-        parser.add_argument(name, metavar=name.upper(), help="RUN or RUN@STEP; without a step, its newest evaluation")
+        parser.add_argument(name, metavar=name.upper(), help="RUN, RUN@STEP (default: its newest) or FILE.jsonl")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     parser.set_defaults(command=_compare)
 

@@ -15,7 +15,7 @@ def add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.usage = USAGE
     parser.description = (
         "Add a gateway to a running run: agent programs play its episodes, each at a base_url of its own. Or list the "
-        "open episodes, or end one, so that it is played again. See docs/gateway.md."
+        "open episodes, or end one, so that it is played again. See docs/how-to/gateway.md."
     )
     parser.add_argument("words", nargs="+", metavar="RUN", help="folder of a running run; behind ls or end, if given")
     parser.add_argument("--host", default="", help="address to listen on (default: agent.gateway.host, or loopback)")

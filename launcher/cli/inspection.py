@@ -1,4 +1,4 @@
-"""``rl-async show``, ``doctor``, ``plan`` and ``audit``: commands that read runs and start nothing."""
+"""``rl-async show``, ``doctor``, ``profile``, ``plan`` and ``audit``: commands that look at runs and start none."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from rl_async.launcher.cli.options import add_config, add_run
 def add_show(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show the trajectories of a step; of the selected rows, the most corrected one token by token."
     add_run(parser)
-    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--step", type=int, help="counted from 0 (default: the newest)")
     parser.add_argument("--group", type=int, help="only the rows of this group")
     parser.add_argument("--sample", type=int, help="only this row of each group")
     parser.add_argument("--eval", action="store_true", help="held-out answers of the first and last evaluation instead")
@@ -52,7 +52,9 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Diagnose a run that hangs, is slow or failed; or check this machine. See docs/diagnosis.md."
+    parser.description = (
+        "Diagnose a run that hangs, is slow or failed, or check this machine: docs/how-to/diagnosis.md."
+    )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder; without it, check this machine")
     parser.add_argument("--config", metavar="NAME|PATH", help="check this machine for a preset or a YAML file")
     parser.add_argument("--json", action="store_true", help="everything observed of the run, for programs")
@@ -73,8 +75,35 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(arguments.run, as_json=arguments.json)
 
 
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Record the next steps of every trainer rank of a live run (torch.profiler, for https://ui.perfetto.dev), or "
+        "sample the stacks of another process (py-spy, for https://speedscope.app). Prints the files."
+    )
+    add_run(parser)
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to record (default: 1)")
+    parser.add_argument("--process", metavar="NAME", help="sample this one instead, such as worker-0 or engine-0")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="with --process (default: 10)")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="to wait for steps (default: 900)")
+    parser.set_defaults(command=_profile)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.runs.profile import profile_steps, sample_process
+
+    if arguments.steps < 1 or arguments.seconds <= 0:
+        raise UserError("profile: --steps and --seconds must be positive")
+    if arguments.process is not None:
+        files = [sample_process(arguments.run, arguments.process, arguments.seconds)]
+    else:
+        files = profile_steps(arguments.run, arguments.steps, arguments.timeout)
+    for file in files:
+        print(file)
+    return 0
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Simulate the run on N devices for each mode and split. See docs/planner.md."
+    parser.description = "Simulate the run on N devices for each mode and split. See docs/how-to/planner.md."
     add_config(parser)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices, one process each")
     parser.add_argument("--run", type=Path, help="measure costs and lengths on this run (default: assume an H100's)")

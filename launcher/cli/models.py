@@ -22,7 +22,7 @@ SFT_KEYS = {  # config key of each option of `rl-async sft`
 def add_sft(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Fine-tune --model on the conversations in --data and write --out; given again, an interrupted run goes on. "
-        "Or, with the --config of a preset alone, make its data and warm-started model. See docs/sft.md."
+        "Or, with the --config of a preset alone, make its data and warm-started model. See docs/how-to/sft.md."
     )
     add = parser.add_argument
     add("--config", metavar="NAME|PATH", help="a YAML file with a section `finetune`, or a preset")
@@ -81,7 +81,7 @@ def add_reward_model(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=float, default=0.0, metavar="X", help="for pairs without one of their own (default: 0)")
     add("--held-out", type=float, default=0.1, metavar="SHARE", help="prompts kept to measure accuracy (default: 0.1)")
     add("--seed", type=int, default=0, metavar="N", help="of the new head, the split and the order (default: 0)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=int, default=1, metavar="N", help="torch threads on CPU (default: 1)")
     parser.set_defaults(command=_reward_model)
 

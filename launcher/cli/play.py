@@ -11,7 +11,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
     parser.usage = "rl-async play [-n N] [--reward FILE[:FUNCTION]] [--timeout S] [--url URL] RUN -- PROGRAM..."
     parser.description = (
         "Run PROGRAM for each episode of a gateway, in a folder of its own, until the run is over. {prompt} in its "
-        "arguments is the task; OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys are set. See docs/gateway.md."
+        "arguments is the task; OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys are set. See docs/how-to/gateway.md."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a running run")
     parser.add_argument("program", nargs="*", metavar="PROGRAM", help="the agent program and its arguments, behind --")

@@ -52,6 +52,11 @@ def diagnose(seen: Observation) -> Diagnosis:
     return Diagnosis(health="fine", findings=(_fine(seen),), waits=waits)
 
 
+def needs_stacks(seen: Observation) -> bool:
+    """Whether stacks would say more of what was observed without them: something is silent or late."""
+    return seen.launcher is not None and bool(_silent_queue(seen) or _silent_engines(seen) or _late(seen))
+
+
 def who_waits(seen: Observation) -> list[str]:
     """Return one line per wait that was observed, from the trainer back to the engines."""
     lines = []
@@ -74,7 +79,8 @@ def _disk(seen: Observation) -> list[str]:
     places = (("the run's folder", seen.disk_free), ("/dev/shm", seen.shm_free))
     return [
         f"the disk of {place} is full ({free >> 20} MiB free): checkpoints and the queue's journal cannot be written; "
-        "delete old runs or checkpoints (trainer.keep_checkpoints) and continue with --resume"
+        "delete old runs, checkpoints (trainer.keep_checkpoints) or trajectories (trainer.keep_trajectories) and "
+        "continue with --resume"
         for place, free in places
         if free < LEAST_FREE
     ]
@@ -233,7 +239,7 @@ def _starved(seen: Observation) -> list[str]:
     if report.status.unattended_s:
         return [
             f"{away_text(report.status)}: the trainer waits for a batch without a deadline; start an agent program "
-            f"(docs/gateway.md), and see `rl-async gateway ls {seen.run}`"
+            f"(docs/how-to/gateway.md), and see `rl-async gateway ls {seen.run}`"
         ]
     if report.status.workers == 0:
         return [f"no agent worker is connected: {_batch(seen)}; the workers' logs say why"]
@@ -361,6 +367,8 @@ def _over(seen: Observation) -> Diagnosis:
     """Diagnose a run whose launcher is gone."""
     if seen.steps and seen.steps_done >= seen.steps:
         return Diagnosis(health="over", findings=(f"the run ended well: all {seen.steps} steps are trained",))
+    if seen.evaluated:
+        return Diagnosis(health="over", findings=("the evaluation ended well",))
     done = f"{seen.steps_done} of {seen.steps} steps were trained"
     failed = [process for process in seen.processes if process.record.state == "failed"]
     findings = [f"the run failed with {process.title}: {process.log_line or 'it wrote nothing'}" for process in failed]

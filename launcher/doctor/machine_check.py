@@ -11,11 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from rl_async.accelerators import count_gpus
 from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
-from rl_async.launcher.plan.machine import count_gpus, has_megatron
+from rl_async.launcher.plan.machine import has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.planning import engines, workers
 from rl_async.launcher.plan.ports import HOST
@@ -35,8 +36,10 @@ found = {name: version(name) for name in sys.argv[1:]}
 gpus, nccl = [], ""
 try:
     import torch
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    if torch.accelerator.is_available():
+        device = torch.get_device_module()
+        gpus = [device.get_device_name(i) for i in range(torch.accelerator.device_count())]
+        nccl = ".".join(map(str, device.nccl.version())) if torch.distributed.is_nccl_available() else ""
 except ImportError as error:
     found["error"] = str(error)
 print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "nccl": nccl}))
@@ -128,11 +131,16 @@ def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Fin
         nccl = (
             Finding("ok", f"NCCL {found.nccl}") if found.nccl else Finding("warning", "torch has no NCCL", "use gloo")
         )
-        return [Finding("ok", f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"), nccl]
+        wanted = 1 if config is None or config.model.device == "cpu" else config.rollout.ranks
+        names = f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"
+        if len(found.gpus) < wanted:
+            what_to_do = "lower rollout.tensor_parallel or rollout.pipeline_parallel"
+            return [Finding("missing", f"{names}, and an engine of this config needs {wanted}", what_to_do), nccl]
+        return [Finding("ok", names), nccl]
     if files:
-        return [Finding("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for CUDA")]
-    if config is not None and config.model.device == "cuda":
-        return [Finding("missing", "no GPU, and model.device=cuda", "use model.device=auto, or a machine with a GPU")]
+        return [Finding("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for them")]
+    if config is not None and config.model.device == "gpu":
+        return [Finding("missing", "no GPU, and model.device=gpu", "use model.device=auto, or a machine with a GPU")]
     return [Finding("ok", "no GPU: everything runs on the CPU")]
 
 
@@ -199,11 +207,11 @@ def cores_line(count: float) -> Finding:
 
 
 def shm_line(free: int) -> Finding:
-    """Check the size of shared memory, through which weights travel in colocated mode."""
+    """Check the size of shared memory, through which weights reach engines on the trainer's machine."""
     what = f"/dev/shm: {free / 2**20:.0f} MiB free"
     if free >= 256 << 20:
         return Finding("ok", what)
-    return Finding("warning", what, "weight_sync.transport=ipc needs two buckets there; docker run --shm-size=2g")
+    return Finding("warning", what, "weights cross two buckets there (weight_sync.transport); docker run --shm-size=2g")
 
 
 def files_line(soft: int, hard: int) -> Finding:

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats
 from rl_async.process.http_auth import run_token
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
-from rl_async.process.stacks import ASK, Frame, main_thread
+from rl_async.process.stacks import ASK, Frame, main_thread, py_spy
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -43,14 +43,18 @@ from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
+MOST_STACK_BYTES = 1 << 20  # of a process's file; beyond it begins anew
 POLL_S = 0.05
 TAIL_BYTES = 8192
 USUAL_STEPS = 10  # of which the usual length of a step is the median
 LISTED = 1000
 
 
-def observe(run: Path) -> Observation:
-    """Observe the run in this folder. Raises UserError if no run was ever started there, or only a fine-tuning."""
+def observe(run: Path, *, stacks: bool = True) -> Observation:
+    """Observe the run in this folder, without ``stacks`` without a signal to its processes.
+
+    Raises UserError if no run was ever started there, or only a fine-tuning.
+    """
     records = read_roster(run)
     config = load_resolved(run / "config.yaml")
     if config.finetune is not None:
@@ -63,7 +67,7 @@ def observe(run: Path) -> Observation:
         run=str(run),
         launcher=launcher,
         launcher_state=GONE if launcher is None else state_of(launcher),
-        processes=observe_processes(run, records),
+        processes=observe_processes(run, records, stacks=stacks),
         ranks=_ranks(run, {record.pid for record in records}),
         queue=queue,
         engines=asyncio.run(_observe_engines(engines, run_token(run, "engines") if engines else "")),
@@ -76,11 +80,22 @@ def observe(run: Path) -> Observation:
         max_restarts=config.launcher.max_restarts,
         steps=config.trainer.steps,
         steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
+        evaluated=is_evaluated(run, [record.role for record in records]),
         usual_step_s=_usual_step_s(metrics),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
     )
+
+
+def evaluates_only(roles: Collection[str]) -> bool:
+    """Whether a run with processes of these roles is one of ``rl-async eval``, which trains nothing."""
+    return bool(roles) and "trainer" not in roles
+
+
+def is_evaluated(run: Path, roles: Collection[str]) -> bool:
+    """Whether such a run has recorded its evaluation, which it does at its end."""
+    return evaluates_only(roles) and any((run / "trajectories").glob("eval-*"))
 
 
 def launcher_of(run: Path) -> int | None:
@@ -94,13 +109,14 @@ def launcher_of(run: Path) -> int | None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[ObservedProcess, ...]:
-    """Observe every process, with its main thread's stack if it answers within STACK_S."""
+def observe_processes(
+    run: Path, records: Sequence[ProcessRecord], *, stacks: bool = True
+) -> tuple[ObservedProcess, ...]:
+    """Observe every process, with its main thread's stack if ``stacks`` are wanted and it answers within STACK_S."""
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
-    stacks = request_stacks(
-        run, [record for record in records if before[record.pid].state not in (REMOTE, *ENDED, *HALTED)]
-    )
+    able = [record for record in records if before[record.pid].state not in (REMOTE, *ENDED, *HALTED)]
+    found = request_stacks(run, able) if stacks else {}
     time.sleep(max(0.0, 0.3 - (time.monotonic() - began)))
     elapsed = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
     seen = []
@@ -117,7 +133,7 @@ def observe_processes(run: Path, records: Sequence[ProcessRecord]) -> tuple[Obse
                 cpu=max(0, stat.cpu_ticks - before[record.pid].cpu_ticks) / elapsed,
                 log_age_s=log_age,
                 log_line=log_line,
-                stack=stacks.get(record.name) or _py_spy(record.pid, stat.state),
+                stack=found.get(record.name) or (_py_spy(record.pid, stat.state) if stacks else ()),
             )
         )
     return tuple(seen)
@@ -140,6 +156,8 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
     for record in records:
         file = run / "stacks" / f"{record.name}.txt"
         if file.is_file() and catches(record.pid, ASK):  # a process without a handler would die of it
+            if file.stat().st_size > MOST_STACK_BYTES:
+                os.truncate(file, 0)  # the process appends
             signalled[record.name] = (file, file.stat().st_size)
             with suppress(ProcessLookupError):
                 os.kill(record.pid, ASK)
@@ -160,7 +178,7 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
 
 def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     """Read the main thread of a process that cannot answer, if py-spy is installed and permitted to."""
-    tool = shutil.which("py-spy")
+    tool = py_spy()
     if tool is None or state in (REMOTE, *ENDED):
         return ()
     command = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]

@@ -67,7 +67,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
                 TaskChange(
                     source=line_of(*key[:2]),
                     task=key[2],
-                    question=_question(before, key),
+                    question=before.questions.get(key, ""),
                     before=first[key],
                     after=second[key],
                     replied_before=before.replies.get(key, ""),
@@ -108,14 +108,7 @@ def _change(source: str, keys: Sequence[TaskKey], first: Means, second: Means) -
 
 def _asks_the_same(before: Evaluation, after: Evaluation, key: TaskKey) -> bool:
     """Whether the policy was told the same first. What a role is told may come from another role's answer."""
-    first, second = (
-        [(turn.role, turn.text) for turn in evaluation.prompts.get(key, ())] for evaluation in (before, after)
-    )
-    return first == second or key[1] != ""
-
-
-def _question(evaluation: Evaluation, key: TaskKey) -> str:
-    return next((turn.text for turn in reversed(evaluation.prompts.get(key, ())) if turn.role == "user"), "")
+    return before.asked[key] == after.asked[key] or key[1] != ""
 
 
 def _unscored(evaluation: Evaluation) -> int:

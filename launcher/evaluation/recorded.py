@@ -1,13 +1,13 @@
-"""Evaluations that runs have recorded."""
+"""Evaluations that runs have recorded, or that ``rl-async eval --jsonl`` wrote."""
 
 from collections.abc import Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.errors import UserError
+from rl_async.launcher.evaluation.lines import last_answer, number_of, prompt_of, question_of, read_lines
 from rl_async.launcher.evaluation.summary import Answer, answers_of
-from rl_async.messages import Trajectory, Turn
+from rl_async.messages import Trajectory
 from rl_async.recording import evaluations, read_trajectories
 
 TaskKey = tuple[str, str, str]  # data source, role and task
@@ -16,48 +16,66 @@ TaskKey = tuple[str, str, str]  # data source, role and task
 class Evaluation(NamedTuple):
     """A recorded evaluation: of the version after ``step`` of a run, or of what ``rl-async eval`` evaluated.
 
-    ``prompts`` has what was said before the policy's first turn, and ``replies`` the last answer of the first sample.
+    ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` what the user said last in
+    it, and ``replies`` the last answer of the first sample that there is.
     """
 
     name: str
     answers: list[Answer]
-    prompts: Mapping[TaskKey, tuple[Turn, ...]]
+    asked: Mapping[TaskKey, int]
+    questions: Mapping[TaskKey, str]
     replies: Mapping[TaskKey, str]
 
 
 def read_evaluation(where: str) -> Evaluation:
-    """Read the evaluation that ``RUN`` or ``RUN@STEP`` names: without a step, the newest. Raises UserError."""
+    """Read the evaluation that ``RUN``, ``RUN@STEP`` (without a step: the newest) or a file of JSON lines names.
+
+    Raises UserError.
+    """
+    if where.endswith(".jsonl") and Path(where).is_file():
+        return _of_lines(Path(where))
     name, at, step = where.rpartition("@")
     if not at or not step.isdigit():
         name, step = where, ""
     run = Path(name)
     if not run.is_dir():
-        raise UserError(f"no run folder {run}")
+        raise UserError(f"no run folder {run}, and no file of JSON lines")
     files = evaluations(run / "trajectories")
     if not files:
         raise UserError(f"{run} has no evaluation: a run evaluates if it has data.eval_path, and `rl-async eval` does")
     if step and int(step) not in files:
         raise UserError(f"{run} has no evaluation of step {step}, but of {', '.join(map(str, files))}")
     chosen = int(step) if step else max(files)
-    rows = sorted(read_trajectories(files[chosen]), key=lambda row: row.segment)
+    rows = sorted(read_trajectories(files[chosen]), key=lambda row: (row.sample, row.segment))
     tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
-    first = [row for row in rows if row.sample == 0]
+    first, replies = dict[TaskKey, Trajectory](), dict[TaskKey, str]()
+    for row in rows:
+        if row.sample == first.setdefault(_key(row), row).sample:
+            replies[_key(row)] = last_answer(row.turns)
+    prompts = {key: prompt_of(row.turns) for key, row in first.items()}
     return Evaluation(
         f"{run.name}@{chosen}",
         answers_of([row.header() for row in rows], tasks),
-        {_key(row): tuple(takewhile(_is_told, row.turns)) for row in reversed(first)},
-        {_key(row): last_answer(row) for row in first},
+        {key: number_of(prompt) for key, prompt in prompts.items()},
+        {key: question_of(prompt) for key, prompt in prompts.items()},
+        replies,
     )
 
 
-def last_answer(row: Trajectory) -> str:
-    """Return the policy's last turn; empty if it had none."""
-    return next((turn.text for turn in reversed(row.turns) if turn.role == "assistant"), "")
+def _of_lines(path: Path) -> Evaluation:
+    lines = read_lines(path)
+    if not lines:
+        raise UserError(f"{path} has no episodes")
+    by_sample = sorted(lines, key=lambda line: line.sample, reverse=True)
+    first = {(line.source, line.role, line.task): line for line in by_sample}
+    return Evaluation(
+        path.name,
+        [Answer(line.source, line.task, line.reward, line.role, line.scored) for line in lines],
+        {key: number_of(line.prompt) for key, line in first.items()},
+        {key: question_of(line.prompt) for key, line in first.items()},
+        {key: line.answer for key, line in first.items()},
+    )
 
 
 def _key(row: Trajectory) -> TaskKey:
     return row.data_source, row.role, row.task_id
-
-
-def _is_told(turn: Turn) -> bool:
-    return turn.role != "assistant"

@@ -40,7 +40,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def mean_of(values: Sequence[float]) -> Interval:
-    """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else Student's."""
+    """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else as for changes."""
     mean = sum(values) / len(values)
     if all(0.0 <= value <= 1.0 for value in values):
         return Interval(mean, *wilson(min(max(mean, 0.0), 1.0), len(values)))
@@ -48,20 +48,24 @@ def mean_of(values: Sequence[float]) -> Interval:
 
 
 def mean_change_of(values: Sequence[float]) -> Interval:
-    """Return the mean of one number per task with Student's interval.
+    """Return the mean of one number per task: of numbers between -1 and 1 with Agresti and Min's interval.
 
-    Fewer than three numbers, or equal ones, do not show how much others would vary: if they are between -1 and 1 the
-    interval is then Wilson's, of that range, and otherwise it has no bounds.
+    That is the normal one after adding two tasks to the ``n`` of the sample, with changes of 1, -1, 0 and 0 counted
+    half each: Agresti and Min (2005), Statistics in Medicine 24, for differences of matched shares. Its width follows
+    how many tasks changed and by how much, and does not shrink to nothing where none did, as Student's does. For
+    numbers that are no differences of single answers it is a little too wide.
+
+    Other numbers have Student's interval, which has no bounds for fewer than three numbers or for equal ones.
     """
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-    if len(values) >= 3 and variance:
-        half = _student(len(values) - 1) * math.sqrt(variance / len(values))
-        return Interval(mean, mean - half, mean + half)
+    count, mean = len(values), sum(values) / len(values)
     if all(-1.0 <= value <= 1.0 for value in values):
-        low, high = wilson((mean + 1) / 2, len(values))
-        return Interval(mean, 2 * low - 1, 2 * high - 1)
-    return Interval(mean, -math.inf, math.inf)
+        centre = sum(values) / (count + 2)
+        variance = (sum(value * value for value in values) + 1) / (count + 2) - centre * centre
+        half = Z * math.sqrt(variance / (count + 2))
+        return Interval(mean, max(-1.0, centre - half), min(1.0, centre + half))
+    variance = sum((value - mean) ** 2 for value in values) / max(count - 1, 1)
+    half = _student(count - 1) * math.sqrt(variance / count) if count >= 3 and variance else math.inf
+    return Interval(mean, mean - half, mean + half)
 
 
 def _student(freedom: int) -> float:

@@ -1,10 +1,23 @@
 """Reads files that another process appends to, from where the last call ended."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
+_BLOCK = 1 << 20  # bytes, of which each line has less
+
+
+def last_line(path: Path) -> bytes:
+    """Return the last complete line of a file; empty if there is none. Takes as long for a file of any length."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))
+        whole = file.read().rpartition(b"\n")[0]
+    return whole.rpartition(b"\n")[2]
 
 
 class LineTail:
@@ -15,13 +28,19 @@ class LineTail:
 
     def read(self) -> list[bytes]:
         """Return the new lines without their newlines, oldest first; none if there is no file yet."""
+        return list(self.each())
+
+    def each(self) -> Iterator[bytes]:
+        """Yield them one by one, so that a long file need not fit in memory."""
         if not self._path.is_file():
-            return []
+            return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return whole.splitlines()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield line[:-1]
 
 
 class MetricsTail:

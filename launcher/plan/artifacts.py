@@ -99,6 +99,8 @@ def fingerprint(settings: WarmStartConfig) -> str:
     del values["out"]
     if settings.pretrained is None:
         del values["pretrained"]  # as before there was this key
+    if not settings.experts:
+        del values["experts"]
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 

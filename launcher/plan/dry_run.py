@@ -1,6 +1,7 @@
 """``rl-async launch --dry-run``: checks what can be checked without starting a process, and prints the plan."""
 
 import shlex
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -8,10 +9,12 @@ from rich.table import Table
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
+from rl_async.launcher.plan.budget import STAGES
 from rl_async.launcher.plan.machine import plan_here
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.plan.spec import THREADS
+from rl_async.process.memory_budget import DeviceBudget, MemoryBudget
 
 
 def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
@@ -23,6 +26,8 @@ def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
     assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
     console = Console()
     console.print(plan_table(planned))
+    for table in memory_tables(planned.memory):
+        console.print(table)
     for line in plan_notes(config, folder, planned):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -39,12 +44,52 @@ def plan_table(planned: Plan) -> Table:
     return table
 
 
+def memory_tables(budget: MemoryBudget) -> list[Table]:
+    """Lay out who has how much of a device in which stage, in GiB: a table for all devices that are planned alike."""
+    alike: dict[tuple[tuple[str, ...], ...], list[DeviceBudget]] = {}
+    for device in budget.devices:
+        alike.setdefault(tuple(memory_rows(device)), []).append(device)
+    return [_memory_table([device.device for device in devices], devices[0]) for devices in alike.values()]
+
+
+def _memory_table(names: list[str], device: DeviceBudget) -> Table:
+    limit = "" if device.limit is None else f", {_gib(device.limit)} GiB to plan with"
+    table = Table(title=f"memory of {', '.join(names)}{limit}", title_justify="left")
+    for heading in ("stage", "who", "GiB", "of these"):
+        table.add_column(heading, justify="right" if heading == "GiB" else "left")
+    for row in memory_rows(device):
+        table.add_row(*row, end_section=row[1] == "together")
+    return table
+
+
+def memory_rows(device: DeviceBudget) -> list[tuple[str, ...]]:
+    """Return stage, holder, GiB and its parts, those of at least 5 MiB; processes that look alike in one row, and all
+    together."""
+    rows: list[tuple[str, ...]] = []
+    for stage in STAGES:
+        alike: Counter[tuple[str, str, str]] = Counter()
+        for holder in device.holders:
+            parts = holder.stages[stage].items()
+            shown = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in parts if nbytes >= 5 << 20)
+            alike[holder.role, _gib(holder.total(stage)), shown] += 1
+        for (role, total, shown), count in alike.items():
+            rows.append(("", role if count == 1 else f"{role}, each of {count}", total, shown))
+        rows.append((stage, "together", _gib(device.total(stage)), ""))
+    return rows
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
 def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
     """Return the lines below the table: command lines, folder, total memory, what is made first."""
     notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
-    computing = [spec for spec in (*planned.engines, *planned.trainers) if spec.device == "cpu"]
+    computing = [spec for spec in (*planned.engines, *planned.trainers) if not spec.gpus]
     if computing:
-        notes.append(f"threads of each engine and trainer rank: {computing[0].env[THREADS]} (launcher.threads)")
+        notes.append(
+            f"threads of each rank of an engine and of the trainer: {computing[0].env[THREADS]} (launcher.threads)"
+        )
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
     notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
     if needs_data(config):

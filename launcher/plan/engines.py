@@ -3,42 +3,62 @@
 from operator import attrgetter
 from pathlib import Path
 
+from rl_async.accelerators import select_devices
 from rl_async.configs.derived.engines import engine_kinds
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.plan.budget import EngineMemory, Place
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
 from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environment, module
+from rl_async.messages import LENT
 
 
-def engine_spec(config: RunConfig, run_dir: Path, index: int, gpu: int | None, size: ModelSize | None) -> ProcessSpec:
-    """Return the process of engine number ``index`` of a run, on one GPU or (None) on the CPU."""
-    kind = engine_kinds(config)[index]
-    traits, name = ENGINES[kind], f"engine-{index}"
-    env = dict(traits.variables)
-    if gpu is None:
-        env |= {key: value.format(rollout=config.rollout) for key, value in traits.cpu_variables.items()}
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...]) -> Place:
+    """Return where engine number ``index`` computes: a GPU for each of its ranks, or (empty) the CPU."""
+    return Place(f"engine-{index}", gpus, config.mode == "colocated", engine_kinds(config)[index])
+
+
+def lent_place(config: RunConfig, index: int, trainers: tuple[int, ...]) -> Place:
+    """Return where the engine number ``index`` on devices of the ``trainers`` computes (empty: the CPU)."""
+    each = config.rollout.ranks
+    return Place(f"{LENT}{index}", trainers[index * each : (index + 1) * each], True, engine_kinds(config)[0])
+
+
+def engine_spec(
+    config: RunConfig, run_dir: Path, index: int, place: Place, size: ModelSize | None, memory: EngineMemory
+) -> ProcessSpec:
+    """Return the process of engine number ``index`` of a run."""
+    traits, name, gpus = ENGINES[place.kind], place.process, place.gpus
+    env = {**traits.variables, **(select_devices(gpus) if gpus else traits.cpu_variables)}
     if traits.package:
         env |= http_environment(config, run_dir)
     return ProcessSpec(
         name=name,
         role="engine",
-        argv=_argv(config, run_dir, index, gpu),
+        argv=_argv(config, run_dir, index, place, memory, routes=size is not None and size.experts > 0),
         env=environment(config, "engine") | env,
-        device="cpu" if gpu is None else f"cuda:{gpu}",
+        gpus=gpus,
+        ranks=config.rollout.ranks,
         max_restarts=config.launcher.max_restarts,
-        memory_bytes=engine_bytes(config, size),
-        engine_kind=kind,
+        memory_bytes=engine_bytes(config, size, on_gpu=bool(gpus)),
+        engine_kind=place.kind,
     )
 
 
-def _argv(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> tuple[str, ...]:
-    """Return the command line: an engine of rl-async reads the run's config, other software gets all of it as flags."""
-    traits, name = ENGINES[engine_kinds(config)[index]], f"engine-{index}"
+def _argv(
+    config: RunConfig, run_dir: Path, index: int, place: Place, memory: EngineMemory, *, routes: bool
+) -> tuple[str, ...]:
+    """Return the command line: an engine of rl-async reads the run's config, other software gets all of it as flags.
+
+    ``routes``: the model has experts, whose choice the trainer may replay.
+    """
+    traits, name, on_gpu = ENGINES[place.kind], place.process, bool(place.gpus)
     host = ("--host", f"{{{name}.host}}")
+    limits = {flag: getattr(memory, attribute) for flag, attribute in traits.memory_flags.items()}
+    of_memory = [word for flag, value in limits.items() if value is not None for word in (flag, str(value))]
     if not traits.package:
-        return module(traits.module, "--run", str(run_dir), "--index", str(index), *host, "--port", f"{{{name}}}")
+        numbered = ("--index", str(index), *host, "--port", f"{{{name}}}")
+        return module(traits.module, "--run", str(run_dir), *numbered, *of_memory)
     argv = module(traits.module, *host)
     special = {
         "rollout.port": f"{{{name}}}",
@@ -46,6 +66,13 @@ def _argv(config: RunConfig, run_dir: Path, index: int, gpu: int | None) -> tupl
     }
     for flag, key in traits.flags.items():
         argv += (flag, special[key] if key in special else str(attrgetter(key)(config)))
-    if gpu is not None and config.mode == "colocated":
+    argv += tuple(of_memory)
+    if on_gpu and place.turns:
         argv += traits.sleep_flags
+    if on_gpu and routes and config.trainer.router_replay != "never" and config.rollout.pipeline_parallel == 1:
+        argv += traits.route_flags
+    if config.rollout.expert_parallel > 1:
+        argv += traits.expert_flags
+    if config.rollout.quantization != "none":
+        argv += traits.quantization[config.rollout.quantization]
     return (config.rollout.python or argv[0], *argv[1:], *config.rollout.engine_args)

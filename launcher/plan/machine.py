@@ -1,42 +1,42 @@
 """Checks that this machine has what a run needs, and plans the run for it. Imports nothing heavy."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.recorded import needed_groups
-from rl_async.configs.derived.engines import engine_kinds, engine_traits
+from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
-from rl_async.configs.engines.traits import Experts
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import UserError
+from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.memory import model_size, tiny_shape
 from rl_async.launcher.plan.planning import Plan, engines, plan
-from rl_async.launcher.plan.threads import cores, with_threads
+from rl_async.launcher.plan.threads import CGROUP, cores, with_threads
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
-
-EXPERT_MODELS = ("qwen2_moe", "qwen3_moe")
-EXPERTS_SENT: Mapping[str, Experts] = {"fsdp2": "stacked", "megatron": "single"}  # by trainer.backend
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
     Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention, a
-    required GPU, the judge's key; for experts that an engine cannot load, and rows that ranks cannot share.
+    required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed or are not there,
+    experts that no update reaches, a model that an engine's ranks cannot divide, and devices whose memory does not
+    suffice.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
-    if config.model.device == "cuda" and gpus == 0:
-        raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
+    if config.model.device == "gpu" and gpus == 0:
+        raise UserError("model.device=gpu, but no GPU is visible; use auto or cpu")
+    if config.eval.endpoint is not None:
+        raise UserError("eval.endpoint: a run evaluates its own policy; `rl-async eval` evaluates an endpoint")
     needs_preparation(config)
     check_trainer(config, gpus)
     if config.rollout.replay:
@@ -46,10 +46,31 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if not elsewhere and not config.rollout.replay:
         check_engines(config, on_gpus=False)
     size = model_size(config)
-    check_expert_names(config)
+    if size is not None:
+        if size.experts:
+            check_experts(config, gpus)
+        check_router_replay(config, size.experts, gpus)
+    check_engine_ranks(config, gpus)
     if not elsewhere and (gpus == 0 or config.model.device == "cpu"):
-        config = with_threads(config, size, cores(), engines=engines(config))
-    return plan(config, folder, size=size, gpus=gpus, resume=resume)
+        config = with_threads(config, size, cores(), engine_ranks=engines(config) * config.rollout.ranks)
+    capacity = None
+    if not elsewhere:
+        capacity = gpu_bytes() if gpus and config.model.device != "cpu" else machine_bytes()
+    return plan(config, folder, size=size, gpus=gpus, capacity=capacity, resume=resume)
+
+
+def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory, in bytes, that this machine's processes may use, or those of this cgroup (v2)."""
+    total = int(meminfo.read_text().partition("MemTotal:")[2].split()[0]) << 10
+    limit = root / "memory.max"
+    given = limit.read_text().strip() if limit.is_file() else "max"
+    return total if given == "max" else min(total, int(given))
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU here, in bytes, as torch finds it; None if torch finds none."""
+    devices = "(torch.accelerator.get_memory_info(i)[1] for i in range(torch.accelerator.device_count()))"
+    return int(_ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")[-1]) or None
 
 
 def check_api_keys(config: RunConfig) -> None:
@@ -66,20 +87,34 @@ def check_api_keys(config: RunConfig) -> None:
         read_api_key(reward.model.api_key_env, "reward.model.api_key_env")
 
 
-def check_expert_names(config: RunConfig) -> None:
-    """Raise UserError if an engine cannot load the experts of the model under the names that the trainer sends."""
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file() or json.loads(file.read_text()).get("model_type") not in EXPERT_MODELS:
-        return
-    sent = EXPERTS_SENT[config.trainer.backend]
-    able = [kind for kind, traits in ENGINES.items() if sent in traits.experts]
-    for kind in engine_kinds(config):
-        if kind not in able:
-            raise UserError(
-                f"model.path: {config.model.path} has experts, and rollout.engine={kind} cannot load them under the "
-                f"names that trainer.backend={config.trainer.backend} sends; use rollout.engine={' or '.join(able)}, "
-                "or another trainer.backend"
-            )
+def check_engine_ranks(config: RunConfig, gpus: int) -> None:
+    """Raise UserError if the model cannot be divided among an engine's ranks, or if they lack a GPU each."""
+    rollout, shape = config.rollout, policy_shape(config)
+    if 0 < gpus < rollout.ranks and config.model.device != "cpu":
+        raise UserError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} times rollout.pipeline_parallel="
+            f"{rollout.pipeline_parallel} makes engines of {rollout.ranks} GPUs, and only {gpus} are visible"
+        )
+    heads, layers = shape.get("num_attention_heads", 0), shape.get("num_hidden_layers", rollout.pipeline_parallel)
+    if heads % rollout.tensor_parallel:
+        raise UserError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the {heads} attention heads of "
+            f"model.path={config.model.path}"
+        )
+    if layers < rollout.pipeline_parallel:
+        raise UserError(
+            f"rollout.pipeline_parallel={rollout.pipeline_parallel}: model.path={config.model.path} has only {layers} "
+            "layers"
+        )
+
+
+def policy_shape(config: RunConfig) -> dict[str, Any]:
+    """Return ``config.json`` of the policy, or the sizes of the one that the warm start makes; empty if unknown."""
+    file, makes = Path(config.model.path) / "config.json", warm_start_of(config)
+    if file.is_file():
+        shape: dict[str, Any] = json.loads(file.read_text())
+        return shape
+    return tiny_shape(makes) | {"model_type": "qwen3"} if makes and makes.pretrained is None else {}
 
 
 def has_megatron() -> bool:
@@ -128,17 +163,17 @@ def check_kernels(config: RunConfig, gpus: int) -> None:
 
 def check_sharing(config: RunConfig) -> None:
     """Raise UserError if ``config.json`` of the policy shows that trainer ranks cannot share its rows."""
-    file, ranks = Path(config.model.path) / "config.json", config.trainer.sequence_parallel
-    if ranks == 1:
+    trainer, path = config.trainer, config.model.path
+    if trainer.sequence_parallel == 1:
         return
-    makes = warm_start_of(config)
-    shape = tiny_shape(makes) | {"model_type": "qwen3"} if makes and makes.pretrained is None else {}
-    if file.is_file():
-        shape = json.loads(file.read_text())
+    ranks = trainer.sequence_parallel * trainer.tensor_parallel  # each has a part of the heads
+    shape = policy_shape(config)
     if {"model_type", "num_attention_heads"} <= shape.keys() and (
         reason := why_not_shared(SimpleNamespace(**shape), ranks)
     ):
-        raise UserError(f"trainer.sequence_parallel={ranks} does not go with model.path={config.model.path}: {reason}")
+        raise UserError(
+            f"trainer.sequence_parallel={trainer.sequence_parallel} does not go with model.path={path}: {reason}"
+        )
 
 
 def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
@@ -158,12 +193,45 @@ def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
         check_engine_python(kind, config.rollout.python or sys.executable)
 
 
-def count_gpus() -> int:
-    """Count the GPUs that processes started from here may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def check_experts(config: RunConfig, gpus: int) -> None:
+    """Raise UserError for engines on a CPU that cannot quantise experts, or divide them among ranks."""
+    quantized, ranks = config.rollout.quantization, config.rollout.ranks
+    if gpus > 0 and config.model.device != "cpu":
+        return
+    for kind, traits in engine_traits(config).items():
+        if quantized != "none" and not traits.cpu_quantized_experts:
+            raise UserError(
+                f"rollout.quantization={quantized}: model.path={config.model.path} has experts, which {traits.title} "
+                "does not quantise on a CPU; use rollout.engine=embedded, or a GPU"
+            )
+        if ranks > 1 and not traits.cpu_divided_experts:
+            raise UserError(
+                f"rollout.engine={kind}: model.path={config.model.path} has experts, and whether weight updates reach "
+                f"those of {ranks} ranks of {traits.title} on a CPU was never tried; use rollout.tensor_parallel=1 and "
+                "rollout.pipeline_parallel=1, or a GPU"
+            )
+
+
+def check_router_replay(config: RunConfig, experts: int, gpus: int) -> None:
+    """Raise ConfigError for trainer.router_replay=always with a model without ``experts``, with engines that cannot
+    record, and with trainer ranks that cannot replay."""
+    if config.trainer.router_replay != "always":
+        return
+    key = "trainer.router_replay=always"
+    if not experts:
+        raise ConfigError(f"{key}: model.path={config.model.path} has no experts to replay; leave it out")
+    if config.trainer.tensor_parallel > 1:
+        raise ConfigError(
+            f"{key}: ranks of trainer.tensor_parallel={config.trainer.tensor_parallel} see a part of the tokens each; "
+            "use auto, or trainer.expert_parallel alone"
+        )
+    for kind, traits in engine_traits(config).items():
+        if not traits.records_routes:
+            raise ConfigError(f"{key}: rollout.engine={kind} records no experts; use another engine")
+        if traits.route_flags and (gpus == 0 or config.model.device == "cpu"):
+            raise ConfigError(f"{key}: rollout.engine={kind} records experts on GPUs only; use auto")
+        if traits.route_flags and config.rollout.pipeline_parallel > 1:
+            raise ConfigError(f"{key}: rollout.engine={kind} with rollout.pipeline_parallel records none; use auto")
 
 
 def check_engine_python(kind: str, python: str) -> None:

@@ -3,14 +3,18 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rl_async.configs.checks.megatron import data_parallel
+from rl_async.configs.derived.engines import engine_kinds
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.experts import experts_of
+from rl_async.process.memory_budget import Part
 
 HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
 PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
@@ -18,12 +22,15 @@ TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
 LOGITS_CHUNK = 1 << 23  # logits in memory at once; 8 times as many on a GPU, where they are few beside the rest
 HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+CONTEXT_BYTES = 1 << 30  # of a GPU, for any process that uses it: driver, libraries' workspaces, collectives
+PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedded one's; vLLM's are fewer)
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that
-    token keeps for the backward pass, the same with checkpointed layers, vocabulary, and weights of the last layer."""
+    token keeps for the backward pass, the same with checkpointed layers, vocabulary, weights of the last layer; the
+    number of experts in a layer; and what a token needs in one layer without a backward pass."""
 
     parameters: int
     kv_per_token: int
@@ -32,6 +39,8 @@ class ModelSize:
     checkpointed: int = 0
     vocab: int = 0
     head: int = 0
+    experts: int = 0
+    layer: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -82,9 +91,11 @@ def _policy_size(config: RunConfig) -> ModelSize | None:
 def tiny_shape(settings: WarmStartConfig) -> dict[str, Any]:
     """Return the sizes of the model that a warm start makes, by the names of Hugging Face's configs."""
     heads = max(2, settings.hidden_size // 16)
-    return {
+    inner = 3 * settings.hidden_size
+    experts = {"num_experts": settings.experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner // 2}
+    return (experts if settings.experts else {}) | {
         "hidden_size": settings.hidden_size,
-        "intermediate_size": 3 * settings.hidden_size,
+        "intermediate_size": inner,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
@@ -100,50 +111,67 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
     head_dim = model.get("head_dim") or hidden // heads
-    inner = model.get("intermediate_size") or 4 * hidden
+    experts = experts_of(SimpleNamespace(**model))
+    one = (experts and model.get("moe_intermediate_size")) or model.get("intermediate_size") or 4 * hidden
+    inner = one * model.get("num_experts_per_tok", 1) if experts else one  # that a token goes through
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
     queries, keys = heads * head_dim, kv_heads * head_dim
     layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
     return ModelSize(
-        parameters=embeddings + layers * (attention + 3 * hidden * inner),
+        parameters=embeddings + layers * (attention + hidden * (experts + 3 * one * max(experts, 1))),
         kv_per_token=2 * layers * keys,
         activations=(layers + 1) * layer + 4 * hidden,
         checkpointed=layers * hidden + 2 * layer + 4 * hidden,
         vocab=vocab,
         head=vocab * hidden,
+        experts=experts,
+        layer=2 * hidden + max(queries + 2 * keys, 3 * inner),
     )
 
 
 def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """Estimate one trainer rank: its shard of float32 weights, gradients and AdamW's two moments, of policy and critic,
-    and the activations of one forward pass over rows of the greatest length.
+    """Estimate one trainer rank in a step: the sum of ``trainer_parts`` on a CPU."""
+    return None if size is None else sum(trainer_parts(config, size, on_gpu=False).values())
+
+
+def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[Part, int]:
+    """Estimate one trainer rank in a step, in bytes: its shard of float32 weights, gradients and AdamW's two moments,
+    of policy and critic, of the reference's weights, and the activations of one forward pass over rows of the greatest
+    length.
 
     The last layer is gathered whole, and so is its gradient: beside its shard there are its weights, their gradient in
     float32 and in the model's dtype, and what is reduced. When several FSDP ranks take a mini-batch in several
     micro-batches, each keeps the sum of whole gradients until the last (``Fsdp2Backend.step``). One rank sums them as
     they come, but the allocator keeps about as much of what its layers' weights and gradients passed through.
 
-    Megatron's data-parallel ranks shard only the moments; FSDP's ranks shard their whole replica. With ``cpu_offload``
-    all of that but a layer is on the host. LoRA adapters are not counted, their frozen base is.
+    Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights; FSDP's ranks shard their
+    whole replica. With ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base
+    is.
     """
-    if size is None:
-        return None
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
     whole = size.critic if trainer.lora else size.parameters + size.critic
     frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
-    moments = whole * 4 * 2 // sharded
-    holders = trainer.tensor_parallel * trainer.pipeline_parallel if trainer.backend == "megatron" else sharded
-    weights = whole * 4 * 2 // holders
-    held = TORCH_BYTES + frozen + moments + weights + forward_bytes(config, size)
-    if trainer.backend == "megatron":
-        return held
+    megatron, each = trainer.backend == "megatron", DTYPE_BYTES[config.model.dtype]
+    masters = whole * 4 // sharded if megatron and each < 4 else 0
+    holders = trainer.tensor_parallel * trainer.pipeline_parallel if megatron else sharded
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
-    return held + size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
+    gathered = 0 if megatron else size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
+    shards: dict[Part, int] = {
+        "weights": frozen + masters + whole * (each if megatron else 4) // holders,
+        "reference": size.parameters * 4 // holders if config.algorithm.kl.coef > 0 else 0,
+        "optimizer": whole * 4 * 2 // sharded,
+        "gradients": whole * 4 // holders,
+    }
+    if on_gpu and trainer.cpu_offload:
+        shards = dict.fromkeys(shards, 0)
+    shards["gradients"] += gathered
+    runtime = CONTEXT_BYTES if on_gpu else TORCH_BYTES
+    return {"runtime": runtime, **shards, "activations": forward_bytes(config, size, on_gpu=on_gpu)}
 
 
-def forward_bytes(config: RunConfig, size: ModelSize) -> int:
+def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
     """Estimate the activations of one micro-batch.
 
     A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after norm and
@@ -157,7 +185,7 @@ def forward_bytes(config: RunConfig, size: ModelSize) -> int:
     """
     row = min(_tokens_of_rank(config), max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
     tokens = -(-row // config.trainer.sequence_parallel)
-    logits = min(tokens * size.vocab, LOGITS_CHUNK) * 4 * 2
+    logits = min(tokens * size.vocab, LOGITS_CHUNK * (8 if on_gpu else 1)) * 4 * 2
     kept = size.checkpointed if config.trainer.activation_checkpointing else size.activations
     return tokens * kept * DTYPE_BYTES[config.model.dtype] + logits
 
@@ -168,22 +196,43 @@ def _tokens_of_rank(config: RunConfig) -> int:
     return -(-rows // data_parallel(config)) * config.rollout.max_model_len
 
 
-def engine_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
-    """Estimate an engine: weights, their host copy if updates need one, and a KV cache of full-length sequences.
+def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = False) -> int | None:
+    """Estimate an engine, all its ranks together: weights, their host copy if updates need one, and a KV cache.
 
-    An embedded engine also keeps prefixes: its cache grows to twice that, but on a CPU not beyond
-    ``rollout.cpu_cache_bytes``; and on a CPU the weights of its last layer in float32.
+    On a CPU an embedded engine also has the weights of its last layer in float32. On a GPU the cache is one for
+    sequences of full length, as many as it decodes at once, however much room there is.
     """
     if size is None:
         return None
     sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
-    cache = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * each
-    output = 0
-    if rollout.engine == "embedded" or set(rollout.engine) == {"embedded"}:
-        cache = 2 * cache if config.model.device == "cuda" else min(2 * cache, rollout.cpu_cache_bytes)
-        output = size.head * 4 if each < 4 and config.model.device != "cuda" else 0
-    copies = 2 if sync.delta or sync.staged or sync.adapters else 1
-    return TORCH_BYTES + copies * size.parameters * each + output + cache
+    embedded = set(engine_kinds(config)) == {"embedded"}
+    copies = rollout.ranks if sync.delta or sync.adapters else sync.staged  # each rank then holds whole tensors
+    output = size.head * 4 if embedded and each < 4 and not on_gpu else 0
+    cache = cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu) * rollout.ranks
+    return rollout.ranks * TORCH_BYTES + (1 + copies) * size.parameters * each + output + cache
+
+
+def cache_bytes(config: RunConfig, size: ModelSize, *, embedded: bool, on_gpu: bool) -> int:
+    """Return the size of the KV cache of an engine's rank if there is room for it.
+
+    It is ``rollout.cache_bytes`` or else what ``rollout.max_batch_size`` sequences of full length need, and on a CPU
+    1 GiB. An embedded engine allocates as it needs: at most twice those sequences, since it keeps prefixes.
+    """
+    rollout = config.rollout
+    full = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * DTYPE_BYTES[config.model.dtype]
+    most = full * (2 if embedded else 1) // rollout.ranks
+    given = rollout.cache_bytes if on_gpu else rollout.cpu_cache_bytes
+    if given is None:
+        return most
+    return min(most, given) if embedded else given
+
+
+def decoding_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Estimate what a pass of an engine on a GPU takes beside weights and cache: one layer at a time for the tokens of
+    a prefill, and the logits of a batch, sorted and not."""
+    rollout, each = config.rollout, DTYPE_BYTES[config.model.dtype]
+    tokens = min(rollout.max_batch_size * rollout.max_model_len, PREFILL_TOKENS)
+    return tokens * size.layer * each // rollout.tensor_parallel + rollout.max_batch_size * size.vocab * 4 * 3
 
 
 def queue_bytes(config: RunConfig) -> int:

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_async.accelerators import select_devices
+from rl_async.configs.derived.engines import lent_engines
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.derived.queue import is_encrypted
 from rl_async.configs.derived.transport import Transport, resolve_transport
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.budget import Place, engine_memory, memory_budget
+from rl_async.launcher.plan.engines import engine_place, engine_spec, lent_place
 from rl_async.launcher.plan.memory import (
     ModelSize,
     queue_bytes,
@@ -24,7 +27,9 @@ from rl_async.launcher.plan.memory import (
 )
 from rl_async.launcher.plan.ports import HOST, PortWish
 from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment, module
+from rl_async.messages import LENT
 from rl_async.process.endpoints import Endpoints
+from rl_async.process.memory_budget import MemoryBudget
 from rl_async.process.private_folder import private_folder
 from rl_async.transfer_queue.auth.sockets import SCHEME
 
@@ -51,6 +56,8 @@ class Plan:
     shards: tuple[ProcessSpec, ...] = ()
     queue_address: str = f"tcp://{HOST}:{{queue}}"  # as this machine's processes reach it, with the port to fill in
     hosts: Mapping[str, str] = field(default_factory=dict)  # of processes here that do not listen on loopback
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
+    prometheus: bool = False  # the run folder lists for it the engines and the reward model
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -60,16 +67,34 @@ class Plan:
 
 
 def plan(
-    config: RunConfig, run_dir: Path, *, size: ModelSize | None = None, gpus: int = 0, resume: bool = False
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    size: ModelSize | None = None,
+    gpus: int = 0,
+    capacity: int | None = None,
+    resume: bool = False,
 ) -> Plan:
-    """Plan a run in ``run_dir`` on ``gpus`` GPUs, of this machine or of a cluster."""
+    """Plan a run in ``run_dir`` on ``gpus`` GPUs, of this machine or of a cluster.
+
+    ``capacity`` is the memory of each GPU in bytes, without GPUs that of the machine; None: unknown. Raises UserError
+    if it does not suffice.
+    """
     devices = assign_devices(config, gpus)
+    places = [engine_place(config, index, devices.engine(index)) for index in range(engines(config))]
+    places += [lent_place(config, index, devices.trainers) for index in range(lent_engines(config))]
+    turns = config.mode == "colocated" or config.trainer.lend_devices
+    ranks = [Place(f"trainer-{rank}", devices.trainers[rank : rank + 1], turns) for rank in range(config.trainer.ranks)]
+    memory = MemoryBudget() if size is None else memory_budget(config, size, places, ranks, capacity)
     return Plan(
         mode=config.mode,
         transport=resolve_transport(config),
         prepare=_prepare(config, run_dir),
         queue=_queue(config, run_dir),
-        engines=tuple(engine_spec(config, run_dir, i, devices.engine(i), size) for i in range(engines(config))),
+        engines=tuple(
+            engine_spec(config, run_dir, index, place, size, engine_memory(memory, config, place))
+            for index, place in enumerate(places)
+        ),
         workers=_workers(config, run_dir),
         trainers=tuple(_trainer(config, run_dir, i, devices, size, resume) for i in range(config.trainer.ranks)),
         ports=_ports(config),
@@ -79,6 +104,8 @@ def plan(
         shards=tuple(_shard(config, run_dir, f"shard-{i}") for i in range(config.queue.shards)),
         queue_address=queue_address(config, run_dir),
         hosts={f"shard-{i}": config.queue.host for i in range(config.queue.shards)},
+        memory=memory,
+        prometheus=config.tracking.prometheus,
     )
 
 
@@ -106,31 +133,32 @@ def gateway_of(config: RunConfig) -> GatewayConfig | None:
 
 @dataclass(frozen=True)
 class Devices:
-    """GPU numbers by engine and by trainer rank, empty: CPU. ``unused`` comes after all of them."""
+    """GPU numbers by engine, one for each of its ranks, and by trainer rank; empty: CPU. ``unused`` is the next one."""
 
-    engines: tuple[int, ...] = ()
+    engines: tuple[tuple[int, ...], ...] = ()
     trainers: tuple[int, ...] = ()
     unused: int | None = None
 
-    def engine(self, index: int) -> int | None:
-        """Return the GPU number of an engine; None: CPU."""
-        return self.engines[index] if self.engines else None
+    def engine(self, index: int) -> tuple[int, ...]:
+        """Return the GPU numbers of an engine; empty: CPU."""
+        return self.engines[index] if self.engines else ()
 
 
 def assign_devices(config: RunConfig, gpus: int) -> Devices:
     """Colocated: engines and ranks both count from GPU 0. Disaggregated: engines come after the ranks.
 
-    With fewer GPUs than processes, the numbers wrap around and processes share.
+    With too few GPUs the numbers wrap around and processes share, but never two ranks of one engine.
     """
     if gpus == 0:
         return Devices()
-    ranks, count = config.trainer.ranks, engines(config)
-    first_engine = 0 if config.mode == "colocated" else ranks
-    unused = max(first_engine + count, ranks) % gpus
+    ranks, each = config.trainer.ranks, config.rollout.ranks
+    first = 0 if config.mode == "colocated" else ranks
+    starts = [first + i * each for i in range(engines(config))]
+    unused = max(first + len(starts) * each, ranks) % gpus
     if config.model.device == "cpu":
         return Devices(unused=unused)
     return Devices(
-        engines=tuple((first_engine + i) % gpus for i in range(count)),
+        engines=tuple(tuple((start + i) % gpus for i in range(each)) for start in starts),
         trainers=tuple(i % gpus for i in range(ranks)),
         unused=unused,
     )
@@ -201,8 +229,8 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
         name=REWARD_MODEL,
         role="reward-model",
         argv=module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
-        env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": str(gpu)},
-        device="cpu" if gpu is None else f"cuda:{gpu}",
+        env=env if gpu is None else env | select_devices([gpu]),
+        gpus=() if gpu is None else (gpu,),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=reward_model_bytes(model),
     )
@@ -240,7 +268,7 @@ def _trainer(
         role="trainer",
         argv=(*argv, "--resume") if resume else argv,
         env=_rank_environment(config, rank, devices),
-        device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+        gpus=devices.trainers[rank : rank + 1],
         max_restarts=config.launcher.max_restarts,
         restart_argv=() if resume else ("--resume",),
         memory_bytes=trainer_bytes(config, size),
@@ -256,7 +284,7 @@ def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[Process
             role="trainer",
             argv=module("trainer.finetune", "--run", str(run_dir)),
             env=_rank_environment(config, rank, devices),
-            device=f"cuda:{devices.trainers[rank]}" if devices.trainers else "cpu",
+            gpus=devices.trainers[rank : rank + 1],
             max_restarts=config.launcher.max_restarts,
         )
         for rank in range(config.trainer.ranks)
@@ -272,14 +300,15 @@ def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[st
         "MASTER_PORT": f"{{{RENDEZVOUS}}}",
     }
     if devices.trainers:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in sorted(set(devices.trainers)))
+        env |= select_devices(sorted(set(devices.trainers)))
     return env
 
 
 def _ports(config: RunConfig) -> tuple[PortWish, ...]:
     first = config.rollout.port
     of_engines = (PortWish(f"engine-{i}", first + i if first else 0, "rollout.port") for i in range(engines(config)))
-    wishes = [*of_engines, PortWish(RENDEZVOUS)]
+    on_lent = (PortWish(f"{LENT}{index}") for index in range(lent_engines(config)))
+    wishes = [*of_engines, *on_lent, PortWish(RENDEZVOUS)]
     if is_encrypted(config.queue):
         shards = (PortWish(f"shard-{i}") for i in range(config.queue.shards))
         wishes = [PortWish("queue", config.queue.port, "queue.port"), *shards, *wishes]

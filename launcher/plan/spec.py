@@ -1,6 +1,5 @@
 """One process of a run: its command, its device, and how often it may be restarted."""
 
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from rl_async.configs.derived.mcp import secret_variables
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
+from rl_async.process.role import wait_policy
 from rl_async.reward_loop.api_keys import api_key_variables
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
@@ -36,12 +36,18 @@ class ProcessSpec:
     role: Role
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
+    gpus: tuple[int, ...] = ()  # empty: it computes, if at all, on the CPU
+    ranks: int = 1  # processes that it consists of and that compute: the workers of an engine
     max_restarts: int = 0
     first_argv: tuple[str, ...] = ()  # added when it is started for the first time
     restart_argv: tuple[str, ...] = ()  # added when it is started again
     memory_bytes: int | None = None  # None: unknown
     engine_kind: str = ""  # of an engine, for the registry
+
+    @property
+    def device(self) -> str:
+        """``cpu``, or its GPUs as ``gpu:0,1``."""
+        return f"gpu:{','.join(map(str, self.gpus))}" if self.gpus else "cpu"
 
     def command(
         self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE, *, restarted: bool = False
@@ -83,15 +89,12 @@ def secrets(config: RunConfig) -> dict[str, Role]:
 
 
 def environment(config: RunConfig, role: Role) -> dict[str, str]:
-    """Return variables that hide other roles' secrets, limit thread pools, and let their threads sleep while they wait.
-
-    OpenMP's threads otherwise spin at every barrier, on cores that another process, or the thread they wait for, needs.
-    """
+    """Return variables that hide other roles' secrets, limit thread pools, and let their threads wait asleep."""
     threads = str(config.launcher.threads or 1)
     return {
         **{name: "" for name, user in secrets(config).items() if user != role},
         THREADS: threads,
         "MKL_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        **wait_policy(),
         "TOKENIZERS_PARALLELISM": "false",
     }

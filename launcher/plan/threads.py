@@ -21,16 +21,16 @@ def cores(root: Path = CGROUP) -> float:
     return allowed
 
 
-def with_threads(config: RunConfig, size: ModelSize | None, available: float, *, engines: int) -> RunConfig:
+def with_threads(config: RunConfig, size: ModelSize | None, available: float, *, engine_ranks: int) -> RunConfig:
     """Fill in ``launcher.threads`` for ``available`` cores, unless it is set.
 
-    Processes that compute at the same time share the cores: ``engines`` and trainer ranks, or when they take turns
-    (colocated), whichever are more. A model of less than ``SMALL`` parameters gets one thread.
+    Processes that compute at the same time share the cores: ranks of engines and of the trainer, or when they take
+    turns (colocated), whichever are more. A model of less than ``SMALL`` parameters gets one thread.
     """
     if config.launcher.threads is not None:
         return config
     ranks = config.trainer.ranks
-    together = max(engines, ranks) if config.mode == "colocated" else engines + ranks
+    together = max(engine_ranks, ranks) if config.mode == "colocated" else engine_ranks + ranks
     small = size is not None and size.parameters < SMALL
     threads = 1 if small else max(1, int(available) // together)
     return msgspec.structs.replace(config, launcher=msgspec.structs.replace(config.launcher, threads=threads))

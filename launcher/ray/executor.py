@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rl_async.accelerators import select_devices
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
@@ -87,7 +88,9 @@ def connected(address: str) -> Iterator[Cluster]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"--launcher ray: no Ray cluster answers ({_first_line(error)}); run `ray start --head` "
-            "here and `ray start --address=HOST:PORT` on the other nodes, or give --address"
+            "here and `ray start --address=HOST:PORT` on the other nodes, or give --address. A cluster with token "
+            "authentication wants the token that `ray get-auth-token` prints on its head, here in ~/.ray/auth_token "
+            "or in RAY_AUTH_TOKEN"
         ) from error
     try:
         yield Cluster(
@@ -208,7 +211,8 @@ class RayNodes:
             assignment = self._assignments.get(spec.name) or await self._assign(spec)
             argv = spec.command(self._ports, self._hosts, restarted=restarts > 0)
             environment = spec.environment(self._ports, self._hosts)
-            environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray says which GPU of that node it is
+            for variable in select_devices([]):
+                environment.pop(variable, None)  # Ray says which GPU of that node it is
             try:
                 started: Started = await assignment.client.ask("start", _portable(argv), environment)
             except (KeeperGone, KeeperSilent) as error:
@@ -334,8 +338,8 @@ class RayNodes:
 
 
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
-    """Return the files of the run folder that a process reads: the config, the keys of its role, the engines' token."""
-    paths = [folder / "config.yaml"]
+    """Return the files of the run folder that a process reads: the config, the keys of its role, tokens."""
+    paths = [folder / "config.yaml", token_file(folder, "metrics")]
     if spec.role in TOKEN_HOLDERS:
         paths.append(token_file(folder, "engines"))
     if not config.queue.keys and spec.role in KEY_HOLDERS:

@@ -1,6 +1,7 @@
 """Groups the processes of a plan into Ray's placement groups, by what each needs of its node. Pure functions."""
 
 import ipaddress
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +29,7 @@ class ProcessResources:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Processes on one node: those that share a GPU, else a single one. ``home`` means the launcher's node."""
+    """Processes on one node: those that share GPUs, else a single one. ``home`` means the launcher's node."""
 
     processes: tuple[ProcessResources, ...]
     memory: int = 0  # bytes
@@ -78,10 +79,12 @@ def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[NodeGroup, ...]:
 
 
 def _bundles(plan: Plan, threads: int, shared: bool) -> list[Bundle]:
-    by_device: dict[str, list[ProcessSpec]] = {}
+    together: list[list[ProcessSpec]] = []
     for spec in plan.processes:
-        by_device.setdefault(spec.name if spec.device == "cpu" else spec.device, []).append(spec)
-    return [_bundle(plan, specs, threads, shared) for specs in by_device.values()]
+        sharers = [specs for specs in together if any(set(spec.gpus) & set(other.gpus) for other in specs)]
+        together = [specs for specs in together if specs not in sharers]
+        together.append([*(other for specs in sharers for other in specs), spec])
+    return [_bundle(plan, specs, threads, shared) for specs in together]
 
 
 def _trains(plan: Plan, spec: ProcessSpec) -> bool:
@@ -90,13 +93,15 @@ def _trains(plan: Plan, spec: ProcessSpec) -> bool:
 
 
 def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool) -> Bundle:
-    sharers: dict[str, int] = {}
+    sharers = Counter(gpu for spec in specs for gpu in spec.gpus)
     for spec in specs:
-        sharers[spec.device] = sharers.get(spec.device, 0) + 1
+        if len(spec.gpus) > 1 and any(sharers[gpu] > 1 for gpu in spec.gpus):
+            raise UserError(
+                f"{spec.name} shares its {len(spec.gpus)} GPUs with others, and Ray gives whole GPUs to processes that "
+                "have several; use the local launcher, engines of one rank (rollout.tensor_parallel), or more GPUs"
+            )
     processes = tuple(
-        ProcessResources(
-            spec.name, _cpus(spec, threads), 0.0 if spec.device == "cpu" else _floor(1 / sharers[spec.device])
-        )
+        ProcessResources(spec.name, _cpus(spec, threads), _floor(sum(1 / sharers[gpu] for gpu in spec.gpus)))
         for spec in specs
     )
     memory = sum(spec.memory_bytes or 0 for spec in specs)
@@ -113,7 +118,7 @@ def stays_on_launcher_node(spec: ProcessSpec) -> bool:
 def _cpus(spec: ProcessSpec, threads: int) -> float:
     if spec.role not in COMPUTES:
         return SMALL_CPUS
-    return float(threads if spec.device == "cpu" else 1)
+    return float(spec.ranks if spec.gpus else spec.ranks * threads)
 
 
 def _floor(share: float) -> float:

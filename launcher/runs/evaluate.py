@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +11,7 @@ from rich.console import Console
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
-from rl_async.files import written_whole
-from rl_async.launcher.evaluation.recorded import last_answer
+from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.summary import answers_of, summarize
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
@@ -21,7 +20,7 @@ from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import EngineRecord, Reserved, Trajectory, Version, role_rewards
+from rl_async.messages import EngineRecord, Reserved, Trajectory, Version
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import write_trajectories
@@ -63,7 +62,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
             return EXIT_SIGNAL + interruption.number
         print_report(evaluation.result, solved, console)
         if jsonl is not None:
-            write_jsonl(jsonl, evaluation.rows)
+            write_lines(jsonl, evaluation.rows)
         say(console, f"run folder: {folder}")
         return 0
 
@@ -92,7 +91,7 @@ class EvaluationRun:
     def __init__(self, queue: QueueClient, config: RunConfig, folder: Path) -> None:
         self._queue, self._timeout_s = queue, config.trainer.batch_timeout_s
         self._token = run_token(folder, "engines")
-        self._trajectories = folder / "trajectories" / f"eval-{0:06d}.jsonl.gz"
+        self._trajectories = recorded_in(folder)
         self.result = Reserved(step=EVAL_ID, headers=[])
         self.rows: Sequence[Trajectory] = []
 
@@ -126,6 +125,11 @@ class EvaluationRun:
         await asyncio.to_thread(write_trajectories, self._trajectories, self.rows)
 
 
+def recorded_in(folder: Path) -> Path:
+    """Return the file of the evaluation's trajectories in its run folder."""
+    return folder / "trajectories" / f"eval-{EVAL_ID:06d}.jsonl.gz"
+
+
 def print_report(result: Reserved, solved: float, console: Console) -> None:
     """Print avg@k and pass@k by data source and role and over all, and how many episodes were not scored."""
     tasks = {group: (task.data_source, task.task_id) for group, task in result.tasks.items()}
@@ -137,25 +141,3 @@ def print_report(result: Reserved, solved: float, console: Console) -> None:
     console.print(summary_table(summaries))
     if failed := sum(not answer.scored for answer in answers):
         say(console, f"{failed} of {len(answers)} episodes could not be scored, and count as 0; their error says why")
-
-
-def write_jsonl(path: Path, rows: Iterable[Trajectory]) -> None:
-    """Write a line of JSON per episode and role, in the order of their groups, whole or not at all."""
-    rows = sorted(rows, key=lambda row: row.key)
-    rewards = role_rewards(row.header() for row in rows)
-    last = {(row.group_id, row.sample, row.role): row for row in rows}
-    with written_whole(path) as partial, partial.open("wb") as file:
-        for player, row in last.items():
-            line = {
-                "source": row.data_source,
-                "task": row.task_id,
-                "sample": row.sample,
-                "role": row.role,
-                "reward": rewards.get(player, 0.0),
-                "scored": player in rewards,
-                "finish_reason": row.finish_reason,
-                "ground_truth": row.ground_truth,
-                "answer": last_answer(row),
-                "error": row.error,
-            }
-            file.write(msgspec.json.encode(line) + b"\n")

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.data.chats import read_chats
 from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
 from rl_async.configs.derived.data import eval_parts, files_of, parts
@@ -27,7 +28,7 @@ from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import checkpoints, create, hold, saved
 from rl_async.launcher.plan.artifacts import check_model_folder
-from rl_async.launcher.plan.machine import check_trainer, count_gpus
+from rl_async.launcher.plan.machine import check_trainer
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
 from rl_async.launcher.plan.ports import PortWish, assign_ports
@@ -107,7 +108,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
         async with shown(view.run()):
             executor = ThisMachine(assign_ports([PortWish(RENDEZVOUS)]), folder)
             gpus = count_gpus()
-            given = config if gpus else with_threads(config, model_size(config), cores(), engines=0)
+            given = config if gpus else with_threads(config, model_size(config), cores(), engine_ranks=0)
             specs = finetune_ranks(given, folder, gpus)
             await keep_ranks(specs, executor, folder, config.launcher.stop_timeout_s, on_stop)
     except Interrupted as interrupted:
@@ -126,8 +127,8 @@ def _check(config: RunConfig) -> None:
     """Raise UserError for what can be checked before the conversations are read."""
     check_model_folder(Path(config.model.path), "model.path")
     gpus = count_gpus()
-    if config.model.device == "cuda" and gpus == 0:
-        raise UserError("model.device=cuda, but no GPU is visible; use auto or cpu")
+    if config.model.device == "gpu" and gpus == 0:
+        raise UserError("model.device=gpu, but no GPU is visible; use auto or cpu")
     check_trainer(config, gpus)
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.ray.authentication import present_token
+from rl_async.launcher.runs.page_beside import serve_beside
 from rl_async.launcher.sources.fetch import Fetched
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import Executor, ThisMachine
@@ -33,6 +36,7 @@ from rl_async.launcher.watch.terminal import say
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
+from rl_async.process.memory_budget import write_budget
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
@@ -56,12 +60,13 @@ def launch_on_ray(
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
     check_reachable(address)
+    present_token(os.environ, Path.home())
     from rl_async.launcher.ray.executor import RayNodes, connected
 
     with hold(folder), connected(address) as cluster:
         config = cluster.at_home(config)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
-        _make_folder(config, folder)
+        _make_folder(config, folder, planned)
         note_sources(folder, fetched or {})
         with log_into(folder):
             return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
@@ -73,12 +78,13 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
         check_engines(config, on_gpus=True)
     planned = plan_here(config, folder, resume=resume)
     ports = assign_ports(planned.ports)
-    _make_folder(config, folder)
+    _make_folder(config, folder, planned)
     return planned, ports
 
 
-def _make_folder(config: RunConfig, folder: Path) -> None:
+def _make_folder(config: RunConfig, folder: Path, planned: Plan) -> None:
     create(config, folder)
+    write_budget(folder, planned.memory)
     make_tokens(folder / "keys")
     provide_keys(config, folder)
 
@@ -118,8 +124,8 @@ def log_into(folder: Path) -> Iterator[None]:
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
     """Make missing data and a missing model in a process of its own, and print its lines.
 
-    Raises ConfigError if the model's chat format does not go with the config: engines would take minutes to start
-    before that.
+    Raises ConfigError if the model's chat format does not go with the config and engines would take minutes to start
+    before a worker says so.
     """
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(planned.prepare, lambda line: say(console, line))
@@ -128,9 +134,13 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 def check_chat(config: RunConfig) -> None:
     """Raise ConfigError if the model's chat format does not go with the config or with what it replays, or if that
-    is not whole; a model elsewhere is unknown."""
+    is not whole; a model elsewhere is unknown.
+
+    Workers check it, too. The embedded engine is there as soon as they are: here the check would only delay them.
+    """
     agent, replay = config.agent, config.rollout.replay
-    wants = replay or agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
+    asks = agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
+    wants = replay or (asks and config.rollout.engine != "embedded")
     chat: ChatFormat | None = None
     if wants and Path(config.model.path).is_dir():
         from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
@@ -169,7 +179,11 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
             say(console, f"run folder: {folder}")
             announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
-            async with shown(view.run()):
+            async with AsyncExitStack() as beside:
+                await beside.enter_async_context(shown(view.run()))
+                if config.tracking.view:
+                    page = serve_beside(folder, lambda address: say(console, f"page: {address}"))
+                    await beside.enter_async_context(shown(page))
                 await supervisor.run()
     except Interrupted as interruption:
         _print_summary(console, view)

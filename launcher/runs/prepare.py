@@ -17,8 +17,8 @@ from rl_async.process.role import role_parser, run_role
 Report = Callable[[str], None]
 
 
-def prepare(config: RunConfig, report: Report) -> None:
-    """Write missing data, then make the missing model. Raises UserError if that is impossible."""
+def prepare_data(config: RunConfig, report: Report) -> None:
+    """Write missing data. Raises UserError if that is impossible."""
     if needs_data(config):
         from rl_async.agent_loop.data.toy_tasks import make_data
 
@@ -26,6 +26,11 @@ def prepare(config: RunConfig, report: Report) -> None:
         folder = Path(config.data.path).parent
         report(f"writing {config.data.make} tasks and demonstrations into {folder}")
         make_data(config.data.make, folder)
+
+
+def prepare(config: RunConfig, report: Report) -> None:
+    """Write missing data, then make the missing model. Raises UserError if that is impossible."""
+    prepare_data(config, report)
     if needs_model(config):
         makes = warm_start_of(config)
         assert makes is not None

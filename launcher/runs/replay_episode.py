@@ -88,7 +88,7 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
     chat = load_format(config.model.path, config.agent)
     answers = RecordedAnswers(recorded, chat.stop_token_ids)
     with tempfile.TemporaryDirectory() as logs:
-        playing = played_and_scored(config, answers, run, logs=Path(logs), owner="replay")
+        playing = played_and_scored(config, chat, answers, run, logs=Path(logs), owner="replay")
         async with playing as (runner, rewards):
             rows = await runner.run(group, last.sample)
             for *others, last in by_role(rows):

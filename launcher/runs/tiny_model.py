@@ -7,10 +7,18 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
@@ -52,18 +60,20 @@ def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[s
     )
 
 
-def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Make a Qwen3 of the configured size, with random weights."""
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
+def tiny_model(settings: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Make a Qwen3, or a Qwen3-MoE, of the configured size, with random weights."""
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
         **tiny_shape(settings),
-        max_position_embeddings=tokenizer.model_max_length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(shape)
+        "max_position_embeddings": tokenizer.model_max_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if settings.experts:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, norm_topk_prob=True))
+    return Qwen3ForCausalLM(Qwen3Config(**shape))
 
 
 def greedy_reward(config: RunConfig, model: torch.nn.Module, renderer: ChatRenderer, tasks: Sequence[Task]) -> float:
@@ -107,7 +117,7 @@ def _greedy(config: RunConfig, settings: WarmStartConfig) -> EvalConfig:
 
 def save(
     path: Path,
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     settings: WarmStartConfig,
     result: WarmStartResult,

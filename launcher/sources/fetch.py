@@ -52,6 +52,17 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
     return _changed(config, change)
 
 
+def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
+    """Return the config with files of this machine in place of ids in ``data.eval_path`` alone. Raises what
+    ``fetch_sources`` does."""
+
+    def change(key: str, _: Kind, source: str) -> str:
+        return source if config.data.make else data_files(source, key, snapshot)
+
+    held_out = _changed_data("data.eval_path", config.data.eval_path, change)
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, eval_path=held_out))
+
+
 def fetched_from(given: RunConfig, fetched: RunConfig) -> Fetched:
     """Return what ``fetch_sources`` changed."""
     found: Fetched = {}

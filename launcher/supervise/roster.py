@@ -1,4 +1,7 @@
-"""The states of a run's processes, and the file that shows them to other programs: ``RUN/processes.json``."""
+"""The states of a run's processes, and the file that shows them to other programs: ``RUN/processes.json``.
+
+The run's timeline keeps the earlier ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +12,8 @@ import msgspec
 from rl_async.errors import UserError
 from rl_async.files import replace_file
 from rl_async.launcher.plan.spec import ProcessSpec
-from rl_async.launcher.supervise.process import Process
+from rl_async.launcher.supervise.process import Process, describe_exit
+from rl_async.process.timeline import enter
 
 FILE = "processes.json"
 
@@ -42,6 +46,7 @@ class Roster:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._started: dict[str, tuple[ProcessSpec, Process]] = {}
+        self._entered: dict[str, tuple[int, str]] = {}  # pid and state that the timeline has
 
     def add(self, spec: ProcessSpec, child: Process) -> None:
         """Enter a process that was started, in place of an earlier one of its name."""
@@ -66,6 +71,11 @@ class Roster:
                 )
             )
         replace_file(self._run / FILE, msgspec.json.encode(records) + b"\n")
+        for record in records:
+            if self._entered.get(record.name) != (record.pid, record.state):
+                exited = "" if record.exit is None else f", {describe_exit(record.exit)}"
+                enter(self._run, "launcher", record.name, record.state, about=f"pid {record.pid}{exited}")
+                self._entered[record.name] = record.pid, record.state
 
 
 def read_roster(run: Path) -> list[ProcessRecord]:

@@ -27,6 +27,7 @@ from rl_async.launcher.supervise.process import Process, RoleFailed, describe_ex
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.messages import EngineRecord, Status, StatusReport
 from rl_async.rollout_server.http import EngineHttp
+from rl_async.telemetry.targets import Target, listed, write_targets
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client.async_client import QueueClient
 
@@ -51,11 +52,12 @@ class Supervisor:
         on_trouble: TroubleHook | None = None,
         on_stop: StopHook | None = None,
     ) -> None:
-        self._plan, self._executor, self._keys = plan, executor, keys
+        self._plan, self._executor, self._folder, self._keys = plan, executor, folder, keys
         self._on_trouble, self._reported_restart = on_trouble, -1
         self._children = Children(executor, folder, plan.processes, on_stop)
         self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
         self._client: QueueClient | None = None
+        self._answered = asyncio.Event()  # the queue has, once
         self._scorable = asyncio.Event()  # the reward model, if the plan has one, answers
 
     def __enter__(self) -> Self:
@@ -111,13 +113,11 @@ class Supervisor:
         try:
             async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
                 await self._children.start(self._plan.queue)
-                # Before it answers, its journal may not have what a first start makes it forget.
-                again_new = replace(self._plan.queue, restart_argv=self._plan.queue.first_argv)
-                await self._children.beside(self._until_answered(), [self._keep_queue(again_new)])
                 await self._children.beside(
-                    work() if work else self._keep_trainers(),
+                    self._work(work or self._keep_trainers),
                     [
-                        self._keep_queue(self._plan.queue),
+                        self._keep_queue(),
+                        self._ask_queue(),
                         self._watch_registry(),
                         *(self._keep_shard(spec) for spec in self._plan.shards),
                         *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
@@ -147,22 +147,33 @@ class Supervisor:
 
     # --- the roles --------------------------------------------------------------------------------------------------
 
-    async def _until_answered(self) -> None:
-        await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
+    async def _work(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self._answered.wait()
+        await work()
 
-    async def _keep_queue(self, spec: ProcessSpec) -> None:
+    async def _ask_queue(self) -> None:
+        """Wait for the queue's first answer. Its clients start then; engines, which take longer, start beside it."""
+        await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
+        self._answered.set()
+
+    async def _keep_queue(self) -> None:
         """Produces one running queue. Waits for its end, after which the run goes on if its journal survives.
 
         Without such a journal (``max_restarts`` is 0) the end of the queue ends the run, whose state is lost.
         """
+        spec = self._plan.queue
+        # Before it answers, its journal may not have what a first start makes it forget.
+        again_new = replace(spec, restart_argv=spec.first_argv)
         while True:
             child, restarts = self._children[spec.name], self._children.states[spec.name].restarts
             code = await child.wait()
-            await self._children.start(spec, restarts=await self._children.before_restart(spec, child, code, restarts))
+            restarts = await self._children.before_restart(spec, child, code, restarts)
+            await self._children.start(spec if self._answered.is_set() else again_new, restarts=restarts)
 
     async def _keep_shard(self, spec: ProcessSpec) -> None:
         """Produces one running payload shard, which registers itself. Waits for its end. Runs until cancelled."""
         restarts = 0
+        await self._answered.wait()
         while True:
             child = await self._children.start(spec, restarts=restarts)
             restarts = await self._children.before_restart(spec, child, await child.wait(), restarts)
@@ -170,9 +181,10 @@ class Supervisor:
     async def _keep_worker(self, spec: ProcessSpec) -> None:
         """Produces one running agent worker. Waits for its end; returns when the queue reports that the run is over.
 
-        It starts when the reward model, if there is one, answers.
+        It starts when the queue answers, and the reward model, if there is one.
         """
         restarts = 0
+        await self._answered.wait()
         await self._scorable.wait()
         while True:
             child = await self._children.start(spec, restarts=restarts)
@@ -191,7 +203,9 @@ class Supervisor:
             if await self._is_healthy(child, url_of(self._executor, spec.name)):
                 self._children.set_state(spec.name, "running", restarts)
                 self._scorable.set()
-                await child.wait()
+                target = Target.at(url_of(self._executor, spec.name), spec.role, spec.name)
+                with listed(self._plan.prometheus, self._folder, target):
+                    await child.wait()
             restarts = await self._children.before_restart(spec, child, await child.kill(), restarts)
         self._scorable.set()
 
@@ -207,6 +221,7 @@ class Supervisor:
             if not registered and child.returncode is None:
                 await self._report_trouble(f"{spec.name} did not answer within {self._plan.start_timeout_s:g} s")
             if registered:
+                await self._answered.wait()
                 await self.queue.register_engine(engine_id, url, spec.engine_kind)
                 cut_off = self._cut_off[engine_id] = asyncio.Event()
                 if on_engine is not None:
@@ -256,16 +271,21 @@ class Supervisor:
             lost.cancel()
 
     async def _watch_registry(self) -> None:
-        """Consumes the registry; produces restarts of engines that others removed from it.
+        """Consumes the registry; produces restarts of engines that others removed from it, and the list of all
+        engines for Prometheus.
 
         Waits for a change, REGISTRY_WAIT_S at a time. Runs until cancelled.
         """
         revision = -1
+        await self._answered.wait()
         while True:
             revision = (await self.queue.engines(revision, REGISTRY_WAIT_S)).revision
             ours = dict(self._cut_off)
-            listed = {record.engine_id for record in (await self.queue.engines()).engines}
-            for engine_id in ours.keys() - listed:
+            engines = (await self.queue.engines()).engines
+            if self._plan.prometheus:
+                targets = [Target.at(record.url, "engine", record.engine_id) for record in engines]
+                write_targets(self._folder, "engines", targets)
+            for engine_id in ours.keys() - {record.engine_id for record in engines}:
                 log.warning("%s was cut off; its process is replaced", engine_id)
                 ours[engine_id].set()
 
@@ -309,3 +329,4 @@ class Supervisor:
         for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
             await self._children.stop(names, max(0.0, began + share * timeout - time.monotonic()))
         self._children.mark_ended()
+        write_targets(self._folder, "engines", [])

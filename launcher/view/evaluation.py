@@ -1,15 +1,17 @@
-"""Evaluations of a run by data source: avg@k and pass@k with intervals, and two versions side by side."""
+"""Evaluations of runs by data source: avg@k and pass@k with intervals, and two of them side by side."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.launcher.evaluation.recorded import TaskKey
-from rl_async.launcher.evaluation.statistics import mean_change_of
-from rl_async.launcher.evaluation.summary import Answer, summarize
+from rl_async.errors import RequestRefused, UserError
+from rl_async.launcher.evaluation.compare import compare
+from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
+from rl_async.launcher.evaluation.summary import Answer, line_of, summarize
+from rl_async.launcher.view import search
 
 SHOWN = 500  # tasks of a comparison
 
@@ -21,8 +23,8 @@ class Answered(NamedTuple):
     answer: Answer
 
 
-def answered(connection: sqlite3.Connection) -> list[Answered]:
-    """Return all held-out episodes, role by role, by step, source and task.
+def answered(connection: sqlite3.Connection, step: int | None = None) -> list[Answered]:
+    """Return the held-out episodes of a step, or all, role by role, by step, source and task.
 
     As ``role_rewards`` has it: a role of several rows has the rewards of all their turns, rows that could not be scored
     left out, and one without a scored row has 0.
@@ -30,8 +32,9 @@ def answered(connection: sqlite3.Connection) -> list[Answered]:
     rows = connection.execute(
         "SELECT step, source, task, "
         "coalesce(min(iif(scored, reward, NULL)) + sum(iif(scored, turn_reward, 0.0)), 0.0), role, "
-        "max(scored) FROM rows WHERE partition = 'eval' GROUP BY step, source, role, task, grp, sample "
-        "ORDER BY step, source, role, task"
+        "max(scored) FROM rows WHERE partition = 'eval' AND step = coalesce(?, step) "
+        "GROUP BY step, source, role, task, grp, sample ORDER BY step, source, role, task",
+        (step,),
     )
     return [
         Answered(step, Answer(source, task, reward, role, bool(scored)))
@@ -48,40 +51,41 @@ def table(episodes: Sequence[Answered], solved: float) -> list[dict[str, Any]]:
     ]
 
 
-def compare(connection: sqlite3.Connection, before: int, after: int) -> dict[str, Any]:
-    """Lay the answers of two evaluated versions side by side, one line per task and role, regressions first.
+class Recorded(NamedTuple):
+    """An evaluation with the key of each task's trajectory: of the first row of its first sample."""
 
-    Tasks that only one of both has, or that have another prompt in each, are ``left_out``.
-    """
-    first, second = (_sides(connection, step) for step in (before, after))
-    both = [key for key in first.keys() & second.keys() if first[key]["asked"] == second[key]["asked"]]
-    both.sort(key=lambda key: (second[key]["reward"] - first[key]["reward"], key[::-1]))
-    changes = [second[key]["reward"] - first[key]["reward"] for key in both]
-    return {
-        "tasks": len(both),
-        "left_out": len(first.keys() | second.keys()) - len(both),
-        "better": sum(change > 0 for change in changes),
-        "worse": sum(change < 0 for change in changes),
-        "mean": mean_change_of(changes) if changes else None,
-        "rows": [{"before": first[key], "after": second[key]} for key in both[:SHOWN]],
-    }
+    evaluation: Evaluation
+    keys: Mapping[TaskKey, str]
 
 
-def _sides(connection: sqlite3.Connection, step: int) -> dict[TaskKey, dict[str, Any]]:
-    """Return what one version answered: the mean reward of each task's samples, and the first one's last answer."""
-    rewards: dict[TaskKey, list[float]] = {}
-    for at, answer in answered(connection):
-        if at == step:
-            rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
-    sides: dict[TaskKey, dict[str, Any]] = {}
-    for row in connection.execute(
-        "SELECT source, role, task, prompt, answer, asked, grp, sample, segment FROM rows "
-        "WHERE partition = 'eval' AND step = ? ORDER BY sample, segment",
-        (step,),
-    ):
+def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
+    """Return what the version after ``step`` of the run ``name`` answered. Questions and answers are previews."""
+    first, replies = dict[TaskKey, sqlite3.Row](), dict[TaskKey, str]()
+    rows = connection.execute(
+        "SELECT * FROM rows WHERE partition = 'eval' AND step = ? ORDER BY sample, segment", (step,)
+    )
+    for row in rows:
         key = row["source"], row["role"], row["task"]
-        earned = rewards[key]
-        side = sides.setdefault(key, {**dict(row), "reward": sum(earned) / len(earned), "rows": len(earned)})
-        if side["sample"] == row["sample"]:
-            side["answer"] = row["answer"]
-    return sides
+        if row["sample"] == first.setdefault(key, row)["sample"]:
+            replies[key] = row["answer"]
+    answers = [one.answer for one in answered(connection, step)]
+    asked, questions = ({key: row[column] for key, row in first.items()} for column in ("asked", "prompt"))
+    keys = {key: search.key_of(row) for key, row in first.items()}
+    return Recorded(Evaluation(f"{name}@{step}", answers, asked, questions, replies), keys)
+
+
+def compared(before: Recorded, after: Recorded) -> dict[str, Any]:
+    """Return a ``Comparison``, of which ``tasks`` are the SHOWN that became worse most; ``keys`` of a task are those of
+    its trajectories before and after. Raises RequestRefused (409) if both have no task in common."""
+    try:
+        found = compare(before.evaluation, after.evaluation)
+    except UserError as error:
+        raise RequestRefused(str(error), code="nothing_to_compare", status=409) from error
+    first, second = (
+        {(line_of(*key[:2]), key[2]): place for key, place in side.keys.items()} for side in (before, after)
+    )
+    tasks = [
+        {**msgspec.structs.asdict(task), "keys": [side[task.source, task.task] for side in (first, second)]}
+        for task in found.tasks[:SHOWN]
+    ]
+    return {**msgspec.structs.asdict(found), "tasks": tasks, "count": len(found.tasks)}

@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.launcher.view.recorded import RecordedFile, RecordedRow, lines
+from rl_async.launcher.view.words import searchable
+from rl_async.messages import ToolCall
 
 log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
-FORMAT = 3  # of the tables; a file of another format is made anew
+FORMAT = 4  # of the tables; a file of another format is made anew
 SEARCHED = 1 << 16  # characters of a trajectory
 PREVIEW = 200  # characters of a prompt or an answer in a list
 POLL_S = 2.0
@@ -41,8 +43,10 @@ CREATE TABLE rows (
 CREATE INDEX rows_by_key ON rows (partition, step, grp, sample, segment);
 CREATE INDEX rows_by_task ON rows (task);
 CREATE INDEX rows_by_file ON rows (file);
-CREATE TABLE tools (row INTEGER, name TEXT, calls INTEGER, failed INTEGER);
+CREATE TABLE tools (row INTEGER, name TEXT, error TEXT, calls INTEGER, seconds REAL, slowest REAL);
 CREATE INDEX tools_by_row ON tools (row);
+CREATE TABLE engines (row INTEGER, name TEXT, turns INTEGER, seconds REAL, slowest REAL, tokens INTEGER, timed REAL);
+CREATE INDEX engines_by_row ON engines (row);
 CREATE TABLE rules (row INTEGER, name TEXT, tokens INTEGER);
 CREATE INDEX rules_by_row ON rules (row);
 CREATE VIRTUAL TABLE texts USING fts5 (text, content='', tokenize='unicode61 remove_diacritics 2');
@@ -193,7 +197,7 @@ def _newest_first(name: str) -> tuple[int, str]:
 
 def _delete(connection: sqlite3.Connection, file: str) -> None:
     """Remove a file's rows. Their words stay in ``texts``, where no row refers to them: ids are never used again."""
-    for table in ("tools", "rules"):
+    for table in ("tools", "engines", "rules"):
         connection.execute(f"DELETE FROM {table} WHERE row IN (SELECT id FROM rows WHERE file = ?)", (file,))
     connection.execute("DELETE FROM rows WHERE file = ?", (file,))
     connection.execute("DELETE FROM files WHERE name = ?", (file,))
@@ -237,18 +241,41 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
     names = ", ".join(values)
     marks = ", ".join("?" * len(values))
     cursor = connection.execute(f"INSERT INTO rows ({names}) VALUES ({marks})", list(values.values()))
-    connection.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (cursor.lastrowid, row.text()[:SEARCHED]))
-    tools, failed = Counter(call.name for call in calls), Counter(call.name for call in calls if call.error)
+    number = cursor.lastrowid
+    connection.execute("INSERT INTO texts (rowid, text) VALUES (?, ?)", (number, searchable(row.text()[:SEARCHED])))
+    connection.executemany("INSERT INTO tools VALUES (?, ?, ?, ?, ?, ?)", [(number, *one) for one in _tools(calls)])
     connection.executemany(
-        "INSERT INTO tools VALUES (?, ?, ?, ?)",
-        [(cursor.lastrowid, name, count, failed[name]) for name, count in tools.items()],
+        "INSERT INTO engines VALUES (?, ?, ?, ?, ?, ?, ?)", [(number, *one) for one in _engines(row)]
     )
     masked: Counter[str] = Counter()
     for run in correction.rules if correction else ():
         masked[run.rule] += run.end - run.start
-    connection.executemany(
-        "INSERT INTO rules VALUES (?, ?, ?)", [(cursor.lastrowid, name, count) for name, count in masked.items()]
-    )
+    connection.executemany("INSERT INTO rules VALUES (?, ?, ?)", [(number, *one) for one in masked.items()])
+
+
+def _tools(calls: Sequence[ToolCall]) -> Iterator[tuple[str, str, int, float, float]]:
+    """Yield each tool and error of a row (empty: the call succeeded) with the number of calls, and the seconds of all
+    and of the slowest."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for call in calls:
+        found.setdefault((call.name, _preview(call.error)), []).append(call.seconds)
+    for (name, error), seconds in found.items():
+        yield name, error, len(seconds), sum(seconds), max(seconds)
+
+
+def _engines(row: RecordedRow) -> Iterator[tuple[str, int, float, float, int, float]]:
+    """Yield each engine of a conversation with its turns, the seconds of all and of the slowest, and the tokens that
+    turns sampled within how many seconds, of the turns that this row has."""
+    asked = [one for one in row.activities if one.kind == "generate" and one.name]
+    sampled = [n for turn in row.turns if turn.role == "assistant" and (n := sum(row.loss_mask[turn.start : turn.end]))]
+    tokens = sampled if len(sampled) == len(asked) else [0] * len(asked)  # else other rows have some of them
+    found: dict[str, list[tuple[float, int]]] = {}
+    for one, count in zip(asked, tokens, strict=True):
+        found.setdefault(one.name, []).append((one.seconds, count))
+    for name, turns in found.items():
+        seconds = [took for took, _ in turns]
+        timed = sum(took for took, count in turns if count)
+        yield name, len(turns), sum(seconds), max(seconds), sum(count for _, count in turns), timed
 
 
 def _difference(row: RecordedRow) -> float | None:
@@ -258,8 +285,11 @@ def _difference(row: RecordedRow) -> float | None:
     """
     if row.correction is None or not row.correction.logprobs:
         return None
-    pairs = zip(row.explained, row.correction.logprobs, strict=True)
-    return max((abs(row.logprobs[at] - ours) for at, ours in pairs if at not in row.constrained_places), default=None)
+    engines = [row.logprobs[at] for at in row.explained]
+    differences = [abs(theirs - ours) for theirs, ours in zip(engines, row.correction.logprobs, strict=True)]
+    if row.constrained:
+        differences = [one for at, one in zip(row.explained, differences) if at not in row.constrained_places]
+    return max(differences, default=None)
 
 
 def _mean(values: list[float]) -> float | None:

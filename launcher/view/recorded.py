@@ -1,16 +1,16 @@
 """One recorded trajectory as the page reads it: a line of a file in ``trajectories/``."""
 
 import gzip
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from rl_async.messages import Explanation, Sampling, Turn, VersionRun
+from rl_async.launcher.evaluation.lines import number_of, prompt_of
+from rl_async.messages import Activity, Explanation, Sampling, Turn, VersionRun
 
 MOST_LINE = 1 << 27  # bytes of a row, several times what the longest have
 
@@ -42,11 +42,12 @@ class RecordedRow(msgspec.Struct, dict=True):
     ground_truth: str = ""
     data_source: str = ""
     correction: Explanation | None = None
+    activities: list[Activity] = []
 
     @cached_property
     def sampled(self) -> list[int]:
         """The places of the sampled tokens."""
-        return [place for place, sampled in enumerate(self.loss_mask) if sampled]
+        return [*compress(range(len(self.loss_mask)), self.loss_mask)]
 
     @cached_property
     def constrained_places(self) -> set[int]:
@@ -56,7 +57,7 @@ class RecordedRow(msgspec.Struct, dict=True):
     @property
     def explained(self) -> list[int]:
         """The places of the tokens to which ``correction`` refers: the first of a row is predicted by none."""
-        return [place for place in self.sampled if place > 0]
+        return self.sampled[1:] if self.sampled[:1] == [0] else self.sampled
 
     @property
     def turn_reward(self) -> float:
@@ -80,8 +81,7 @@ class RecordedRow(msgspec.Struct, dict=True):
 
     def asked(self) -> int:
         """Return a number that rows share whose prompts, all turns before the policy's first, are the same."""
-        prompt = takewhile(lambda turn: turn.role != "assistant", self.turns)
-        return zlib.crc32(msgspec.json.encode([(turn.role, turn.text) for turn in prompt]))
+        return number_of(prompt_of(self.turns))
 
     def said_last(self, role: str) -> str:
         """Return the last turn of a role; empty if there is none."""
@@ -129,16 +129,25 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def row_at(file: Path, place: int) -> RecordedRow:
     """Read the row whose line begins at ``place`` of the decompressed text, which is decompressed up to there."""
-    with gzip.open(file, "rb") as opened:
-        opened.seek(place)
-        return msgspec.json.decode(opened.readline(), type=RecordedRow)
+    (row,) = rows_at(file, [place])
+    return row
 
 
-def rows_at(file: Path, places: list[int]) -> list[RecordedRow]:
-    """Read several rows of a file in one pass, in the order of their places."""
+def rows_at(file: Path, places: Iterable[int]) -> list[RecordedRow]:
+    """Read several rows of a file in one pass, in the order of their places. No line is longer than those of
+    ``lines``."""
     with gzip.open(file, "rb") as opened:
         rows = []
         for place in sorted(places):
             opened.seek(place)
-            rows.append(msgspec.json.decode(opened.readline(), type=RecordedRow))
+            rows.append(msgspec.json.decode(opened.readline(MOST_LINE + 1), type=RecordedRow))
         return rows
+
+
+def rows_in(folder: Path, places: Sequence[tuple[str, int]]) -> list[RecordedRow]:
+    """Read rows by file and place, each file once; return them in the order given."""
+    found: dict[tuple[str, int], RecordedRow] = {}
+    for file in {file for file, _ in places}:
+        there = sorted({place for name, place in places if name == file})
+        found.update(zip(((file, place) for place in there), rows_at(folder / file, there), strict=True))
+    return [found[place] for place in places]

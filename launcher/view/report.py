@@ -8,16 +8,16 @@ import base64
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl_async.errors import UserError
+from rl_async.errors import RequestRefused, UserError
 from rl_async.launcher.view import evaluation, search
 from rl_async.launcher.view.index import TrajectoryIndex
-from rl_async.launcher.view.recorded import row_at
+from rl_async.launcher.view.recorded import rows_in
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.server import STATIC
 from rl_async.launcher.view.trajectory import TokenTexts, story, tokenizer_of
@@ -25,6 +25,7 @@ from rl_async.launcher.view.trajectory import TokenTexts, story, tokenizer_of
 STEPS = 50  # of which a group is in the file
 COMPARED = 20  # tasks whose answers of two versions are
 MOST_BYTES = 32 << 20  # of trajectories
+MOST_NUMBERS = 1 << 20  # of metrics
 
 
 def write_report(folder: Path, out: Path) -> str:
@@ -41,6 +42,7 @@ def write_report(folder: Path, out: Path) -> str:
             choices = search.choices(connection)
             data["choices"] = {**choices, **index.state()}
             (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {search.CURRENT}").fetchone()
+            data["recorded"] = {"trajectories": count, "steps": len(run.metrics.steps)}
     finally:
         index.close()
     report = {"runs": [run.summary()], "run": {run.name: data}}
@@ -48,7 +50,8 @@ def write_report(folder: Path, out: Path) -> str:
         out.write_text(page(msgspec.json.encode(report).decode()), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    return f"{out}: {len(run.metrics.steps)} steps, {len(data['rows'])} of {count} trajectories"
+    shown = f"{len(data['metrics']['steps'])} of {len(run.metrics.steps)} steps"
+    return f"{out}: {shown}, {len(data['rows'])} of {count} trajectories"
 
 
 def page(data: str) -> str:
@@ -79,7 +82,7 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     table = evaluation.table(evaluation.answered(connection), 1.0)
     data: dict[str, Any] = {
         "config": run.config(),
-        "metrics": {**run.metrics.since(run.metrics.names, -1, 0), "names": run.metrics.names},
+        "metrics": {**_thinned(run.metrics.since(run.metrics.names, -1, 0)), "names": run.metrics.names},
         "evaluations": {"records": run.evaluations.records(), "table": table},
         "rows": [],
         "trajectories": {},
@@ -87,16 +90,14 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     steps = sorted({line["step"] for line in table})
     groups: dict[tuple[int, int], list[sqlite3.Row]] = {}  # the compared ones first; several roles share one
     if len(steps) > 1:
-        compared = evaluation.compare(connection, steps[0], steps[-1])
-        compared["rows"] = compared["rows"][:COMPARED]
-        data[f"compare {steps[0]} {steps[-1]}"] = compared
-        for step, side in ((steps[0], "before"), (steps[-1], "after")):
-            for group in dict.fromkeys(row[side]["grp"] for row in compared["rows"]):
+        data[f"compare {steps[0]} {steps[-1]}"] = compared = _compared(run, connection, steps[0], steps[-1])
+        for place, step in enumerate((steps[0], steps[-1])):
+            for group in dict.fromkeys(int(task["keys"][place].split("-")[2]) for task in compared["tasks"]):
                 groups[step, group] = search.rows_of_group(connection, "eval", step, group)
     chosen = [*groups.values(), *_groups(connection)]
     tokenizer, size = tokenizer_of(run.folder, str(run.config().get("model.path", ""))), 0
     for rows in chosen:
-        told = [_told(run, row, tokenizer) for row in rows]
+        told = _told(run, rows, tokenizer)
         size += sum(len(msgspec.json.encode(one)) for one in told)
         if size > MOST_BYTES:
             break
@@ -106,10 +107,34 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     return data
 
 
-def _told(run: ViewedRun, row: sqlite3.Row, tokenizer: TokenTexts) -> dict[str, Any]:
-    recorded = row_at(run.folder / "trajectories" / row["file"], row["place"])
-    step = row["step"] if row["partition"] == "train" else None
-    return {**search.listed(row), **story(recorded, step, tokenizer.decode), "problem": tokenizer.problem}
+def _thinned(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave as many steps as make MOST_NUMBERS, evenly spread, with the last."""
+    every = -(-len(metrics["steps"]) * len(metrics["columns"]) // MOST_NUMBERS) or 1
+    kept = slice((len(metrics["steps"]) - 1) % every if metrics["steps"] else 0, None, every)
+    columns = {name: column[kept] for name, column in metrics["columns"].items()}
+    return {**metrics, "steps": metrics["steps"][kept], "columns": columns}
+
+
+def _compared(run: ViewedRun, connection: sqlite3.Connection, before: int, after: int) -> dict[str, Any]:
+    """Return the tasks that became worse most between two versions; none if these have none in common."""
+    sides = [evaluation.recorded(connection, run.name, step) for step in (before, after)]
+    try:
+        found = evaluation.compared(*sides)
+    except RequestRefused:
+        return {"sources": [], "tasks": [], "count": 0, "left_out": 0, "unscored": [0, 0]}
+    return {**found, "tasks": found["tasks"][:COMPARED]}
+
+
+def _told(run: ViewedRun, rows: Sequence[sqlite3.Row], tokenizer: TokenTexts) -> list[dict[str, Any]]:
+    recorded = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
+    return [
+        {
+            **search.listed(row),
+            **story(one, row["step"] if row["partition"] == "train" else None, tokenizer.decode),
+            "problem": tokenizer.problem,
+        }
+        for row, one in zip(rows, recorded, strict=True)
+    ]
 
 
 def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:

@@ -8,9 +8,11 @@ from typing import Any
 import yaml
 
 from rl_async.errors import RequestRefused, UserError
-from rl_async.launcher.doctor.observe import launcher_of
+from rl_async.launcher.doctor.observe import evaluates_only, is_evaluated, launcher_of
 from rl_async.launcher.folder.run_folder import leaves
+from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
+from rl_async.process.timeline import TimelineReader
 
 CONFIG = "config.yaml"
 
@@ -26,6 +28,7 @@ class ViewedRun:
         self.lock = threading.Lock()
         self.metrics = MetricColumns(folder / "metrics.jsonl")
         self.evaluations = Evaluations(folder / "evaluations.jsonl")
+        self.timeline = TimelineReader(folder)  # needs no lock
         self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
         self._unread = ""  # why the last refresh failed
 
@@ -66,14 +69,17 @@ class ViewedRun:
         """Return what the list of runs shows of it."""
         config, steps = self.config(), self.metrics.steps
         evaluations = self.evaluations.records()
+        wanted, done = config.get("trainer.steps", 0), steps[-1] + 1 if steps else 0
+        evaluates = evaluates_only(roles := [record.role for record in _roster(self.folder)])
         return {
             "name": self.name,
             "folder": str(self.folder),
             "mode": config.get("mode", ""),
             "model": config.get("model.path", ""),
-            "steps": config.get("trainer.steps", 0),
-            "steps_done": steps[-1] + 1 if steps else 0,
+            "steps": 0 if evaluates else wanted,
+            "steps_done": done,
             "running": launcher_of(self.folder) is not None,
+            "finished": is_evaluated(self.folder, roles) if evaluates else bool(wanted) and done >= wanted,
             "began": _changed(self),
             "reward": self.metrics.last("reward/mean"),
             "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
@@ -121,6 +127,14 @@ def _parsed(file: Path) -> tuple[dict[str, Any], str]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return {}, f"{file}: {error}"
     return (dict(leaves(found)), "") if isinstance(found, dict) else ({}, f"{file} has no keys")
+
+
+def _roster(folder: Path) -> Sequence[ProcessRecord]:
+    """Return the processes that the run started; none of a folder that was copied in part."""
+    try:
+        return read_roster(folder)
+    except UserError:
+        return ()
 
 
 def _changed(run: ViewedRun) -> float:

@@ -6,12 +6,17 @@ from typing import Any, NamedTuple
 
 from rl_async.errors import RequestRefused
 from rl_async.launcher.view.numbers import integer, number
+from rl_async.launcher.view.words import words
 
-MOST_TERMS = 64  # of a search, each of which is looked up
 PAGE = 100  # rows of a page at most
+CHOICES = 200  # values of a filter that are offered
+SHOWN_ERRORS = 3  # kinds of errors of a tool
 TOTAL = "rows.reward + rows.turn_reward"
-# Trained rows that a later lineage trained again are left out.
-CURRENT = "NOT EXISTS (SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step)"
+# Trained rows that a later lineage trained again are left out. An evaluation has no lineage: its file is written anew.
+CURRENT = (
+    "(rows.partition != 'train' OR NOT EXISTS "
+    "(SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step))"
+)
 KEY = ("partition", "step", "grp", "sample", "segment")
 LISTED = (
     *("partition", "step", "lineage", "grp", "sample", "segment", "role", "task"),
@@ -34,7 +39,8 @@ FILTERS: dict[str, str] = {
     "reward_to": f"{TOTAL} <= ?",
     "finish": "rows.finish = ?",
     "tool": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.name = ?)",
-    "failed_tool": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.failed > 0 AND tools.name = ?)",
+    "failed_tool": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.error != '' AND tools.name = ?)",
+    "engine": "EXISTS (SELECT 1 FROM engines WHERE engines.row = rows.id AND engines.name = ?)",
     "rule": "EXISTS (SELECT 1 FROM rules WHERE rules.row = rows.id AND rules.name = ?)",
     "staleness_from": "rows.staleness >= ?",
 }
@@ -97,24 +103,6 @@ def query(given: Mapping[str, str]) -> Query:
     return Query(" AND ".join(conditions), values)
 
 
-def words(text: str) -> str:
-    """Return the full-text query for rows that contain each of these words, the last also as a beginning.
-
-    What stands in quotes, and what has punctuation inside such as ``total_price``, must occur in that order. Nothing of
-    it is an operator. Raises RequestRefused for a text without a letter or digit, or of too many words.
-    """
-    parts = text.replace("\0", " ").split('"')  # SQLite's query would end there
-    quoted = [part.strip() for part in parts[1::2]]
-    plain = [word for part in parts[::2] for word in part.split()]
-    terms = [term for term in (*quoted, *plain) if any(character.isalnum() for character in term)]
-    if not terms:
-        raise RequestRefused("text: give a word with letters or digits", code="no_words", param="text")
-    if len(terms) > MOST_TERMS:
-        raise RequestRefused(f"text: give at most {MOST_TERMS} words", code="too_many_words", param="text")
-    prefix = "*" if plain and terms[-1] == plain[-1] and terms[-1][-1].isalnum() else ""
-    return " AND ".join(f'"{term}"' for term in terms) + prefix
-
-
 def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, Any]:
     """Return one page of the rows that match, and how many match. Raises RequestRefused as ``query`` does."""
     wanted = query(given)
@@ -124,8 +112,9 @@ def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, 
     offset = integer("offset", given.get("offset", "0"))
     limit = integer("limit", given.get("limit", str(PAGE)))
     (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {wanted.where}", wanted.values).fetchone()
-    rows = connection.execute(
-        f"SELECT * FROM rows WHERE {wanted.where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
+    rows = connection.execute(  # sorts the ids alone, as rows are long
+        f"SELECT * FROM rows WHERE id IN (SELECT rows.id FROM rows WHERE {wanted.where} ORDER BY {ORDERS[order]} "
+        f"LIMIT ? OFFSET ?) ORDER BY {ORDERS[order]}",
         [*wanted.values, max(0, min(limit, PAGE)), max(0, offset)],
     )
     return {"count": count, "offset": offset, "rows": [listed(row) for row in rows]}
@@ -137,7 +126,8 @@ def listed(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def choices(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the values that filters may take: each with how many rows have it, the most frequent first.
+    """Return the values that filters may take: each with how many rows have it, the most frequent first, and tools and
+    engines with how they did.
 
     Rows that were trained again do not count, as they are not found either.
     """
@@ -145,14 +135,10 @@ def choices(connection: sqlite3.Connection) -> dict[str, Any]:
     def counted(column: str) -> list[dict[str, Any]]:
         found = connection.execute(
             f"SELECT {column} AS value, count(*) AS rows FROM rows WHERE {CURRENT} AND {column} != '' GROUP BY 1 "
-            "ORDER BY 2 DESC LIMIT 200"
+            f"ORDER BY 2 DESC LIMIT {CHOICES}"
         )
         return [dict(row) for row in found]
 
-    tools = connection.execute(
-        "SELECT name AS value, count(*) AS rows, sum(tools.calls) AS calls, sum(failed) AS failed FROM tools "
-        f"JOIN rows ON rows.id = tools.row WHERE {CURRENT} GROUP BY 1 ORDER BY 4 DESC, 3 DESC LIMIT 200"
-    )
     rules = connection.execute(
         "SELECT name AS value, count(*) AS rows, sum(rules.tokens) AS tokens FROM rules "
         f"JOIN rows ON rows.id = rules.row WHERE {CURRENT} GROUP BY 1 ORDER BY 3 DESC"
@@ -163,10 +149,42 @@ def choices(connection: sqlite3.Connection) -> dict[str, Any]:
         "source": counted("source"),
         "finish": counted("finish"),
         "partition": counted("partition"),
-        "tool": [dict(row) for row in tools],
+        "tool": _tools(connection),
+        "engine": _engines(connection),
         "rule": [dict(row) for row in rules],
         "steps": [first, last],
     }
+
+
+def _tools(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return each tool with its calls, those that failed and why most did, and their seconds; what failed most comes
+    first."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, error, calls, seconds, slowest in connection.execute(
+        "SELECT name, tools.error, sum(tools.calls), sum(tools.seconds), max(tools.slowest) FROM tools "
+        f"JOIN rows ON rows.id = tools.row WHERE {CURRENT} GROUP BY 1, 2 ORDER BY 3 DESC"
+    ):
+        none = {"value": name, "calls": 0, "failed": 0, "seconds": 0.0, "slowest": 0.0, "errors": []}
+        one = found.setdefault(name, none)
+        one["calls"] += calls
+        one["seconds"] += seconds
+        one["slowest"] = max(one["slowest"], slowest)
+        if error:
+            one["failed"] += calls
+            one["errors"] = [*one["errors"], {"value": error, "calls": calls}][:SHOWN_ERRORS]
+    return sorted(found.values(), key=lambda one: (-one["failed"], -one["calls"]))[:CHOICES]
+
+
+def _engines(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return each engine with the turns that it sampled, their seconds and tokens per second; the slowest comes
+    first."""
+    found = connection.execute(
+        "SELECT name AS value, count(*) AS rows, sum(engines.turns) AS turns, sum(engines.seconds) AS seconds, "
+        "max(engines.slowest) AS slowest, sum(engines.tokens) AS tokens, sum(engines.tokens) / sum(timed) AS speed "
+        f"FROM engines JOIN rows ON rows.id = engines.row WHERE {CURRENT} GROUP BY 1 "
+        f"ORDER BY speed IS NULL, speed LIMIT {CHOICES}"
+    )
+    return [dict(row) for row in found]
 
 
 def key_of(row: sqlite3.Row) -> str:

@@ -12,6 +12,7 @@ from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
 from rl_async.launcher.view.runs import ViewedRuns
 from rl_async.launcher.view.server import ViewServer
 from rl_async.process.http_server import server_of
+from rl_async.process.lifeline import watch_lifeline
 from rl_async.process.role import bind
 
 HOST = "127.0.0.1"
@@ -22,6 +23,7 @@ def serve(places: Sequence[Path], port: int) -> None:
 
     Prints the address to open. Raises UserError for a place without runs, and if the port is taken.
     """
+    watch_lifeline()
     runs = ViewedRuns(places)
     listener = bind(HOST, port, "--port")
     listener.listen()
@@ -31,10 +33,20 @@ def serve(places: Sequence[Path], port: int) -> None:
 
     async def run() -> None:
         server = ViewServer(runs, access)
+        http, ended_by = server_of(SecurityHeaders(server.application()), access), list[int]()
+
+        def hang_up() -> None:
+            ended_by.append(signal.SIGHUP)
+            http.should_exit = True
+
+        # Uvicorn does so for SIGINT and SIGTERM; an exception in a handler would be taken for one of a request.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
         try:
-            await server_of(SecurityHeaders(server.application()), access).serve(sockets=[listener])
+            await http.serve(sockets=[listener])
         finally:
             server.close()
+        if ended_by:
+            raise SystemExit(128 + signal.SIGHUP)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)

@@ -1,4 +1,5 @@
-"""The routes of the page: its files, and JSON about runs. Only ``diagnosis`` asks a run's processes.
+"""The routes of the page: its files, and JSON about runs. Only ``diagnosis`` asks a run's processes; it has them write
+their stacks if it is asked for them, or if something is silent or late.
 
 GET /open/TOKEN                          sets the cookie and leads to the page
 GET /, /app.js, /app.css                 the page
@@ -6,8 +7,9 @@ GET /api/runs                            the runs, the newest first
 GET /api/runs/RUN/config                 its keys and values
 GET /api/runs/RUN/metrics                ?keys=a,b&epoch=E&after=N: columns behind the first N records
 GET /api/runs/RUN/evaluations            ?solved=1: records, and avg@k and pass@k by step and data source
-GET /api/runs/RUN/compare                ?before=STEP&after=STEP: two evaluations side by side
-GET /api/runs/RUN/diagnosis              what `rl-async doctor` sees
+GET /api/runs/RUN/compare                ?before=STEP&after=STEP&with=RUN: two evaluations, the other of another run
+GET /api/runs/RUN/diagnosis              ?stacks=1: what `rl-async doctor` sees, and the newest weight updates
+GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two times (Unix), by default the newest steps
 GET /api/runs/RUN/choices                the values that filters may take, and how far the index is
 GET /api/runs/RUN/trajectories           filters of search.py, order, offset, limit: one page
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
@@ -28,13 +30,15 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from rl_async.errors import RequestRefused, UserError
-from rl_async.launcher.doctor.diagnosis import diagnose
+from rl_async.launcher.doctor.diagnosis import diagnose, needs_stacks
 from rl_async.launcher.doctor.observe import observe
+from rl_async.launcher.timeline.updates import newest_updates
+from rl_async.launcher.timeline.window import window
 from rl_async.launcher.view import evaluation, search
 from rl_async.launcher.view.access import OPEN, PageAccess
 from rl_async.launcher.view.index import Indexer
 from rl_async.launcher.view.numbers import integer, number
-from rl_async.launcher.view.recorded import row_at, rows_at
+from rl_async.launcher.view.recorded import row_at, rows_in
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.trajectory import story, tokenizer_of
 from rl_async.process.http_server import application
@@ -49,7 +53,8 @@ TYPES = {
 }
 LOOK_S = 1.0  # between two looks at the files of the runs
 QUIET_S = 15.0  # after which a stream of events says that it is alive
-DIAGNOSIS_S = 3.0  # for which a diagnosis is given again
+DIAGNOSIS_S = 1.5  # for which a diagnosis is given again
+STACKS_S = 15.0  # for which one is that needed stacks
 GROUP = 64  # rows of a group that are shown
 
 
@@ -73,6 +78,7 @@ class ViewServer:
             "trajectories": self._trajectories,
             "trajectories/{key}": self._trajectory,
             "groups/{key}": self._group,
+            "timeline": _timeline,
         }
         return application(
             {
@@ -136,8 +142,12 @@ class ViewServer:
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
         before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))
+        other = self._runs.named(request.query_params.get("with") or run.name)
+        return evaluation.compared(self._recorded(run, before), self._recorded(other, after))
+
+    def _recorded(self, run: ViewedRun, step: int) -> evaluation.Recorded:
         with self._indexer.of(run.folder).connect() as connection:
-            return evaluation.compare(connection, before, after)
+            return evaluation.recorded(connection, run.name, step)
 
     def _choices(self, run: ViewedRun, request: Request) -> Any:
         index = self._indexer.of(run.folder)
@@ -166,20 +176,19 @@ class ViewServer:
             raise RequestRefused("a group is PARTITION-STEP-GROUP", code="no_group", status=404)
         with self._indexer.of(run.folder).connect() as connection:
             rows = search.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))[:GROUP]
-        shown = []
-        for file in sorted({row["file"] for row in rows}):
-            there = sorted((row for row in rows if row["file"] == file), key=lambda row: row["place"])
-            read = rows_at(run.folder / "trajectories" / file, [row["place"] for row in there])
-            shown += [{**search.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(there, read)]
-        return sorted(shown, key=lambda row: (row["sample"], row["segment"]))
+        read = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
+        return [
+            {**search.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(rows, read, strict=True)
+        ]
 
     async def _diagnosis(self, request: Request) -> Response:
         run = await asyncio.to_thread(self._runs.named, request.path_params["run"])
-        async with self._diagnosing:  # each asks all processes of the run
-            at, body = self._diagnoses.get(run.name, (-DIAGNOSIS_S, b""))
-            if time.monotonic() - at > DIAGNOSIS_S:
-                body = await asyncio.to_thread(_diagnosed, run.folder)
-                self._diagnoses[run.name] = time.monotonic(), body
+        asked = "stacks" in request.query_params
+        async with self._diagnosing:  # each asks the queue and all engines of the run
+            until, body = self._diagnoses.get(run.name, (0.0, b""))
+            if asked or time.monotonic() > until:
+                body, lasts = await asyncio.to_thread(_diagnosed, run, asked)
+                self._diagnoses[run.name] = time.monotonic() + lasts, body
         return Response(body, media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
@@ -224,12 +233,25 @@ def _refreshed(run: ViewedRun, look: Callable[[], Any]) -> Any:
         return look()
 
 
-def _diagnosed(folder: Path) -> bytes:
+def _diagnosed(run: ViewedRun, asked: bool) -> tuple[bytes, float]:
+    """Diagnose a run, and say for how long that holds. Stacks are wanted if they are ``asked`` for or say more."""
+    updates = newest_updates(run.timeline.read())  # read first: no engine seems behind one that it took since
     try:
-        seen = observe(folder)
+        seen = observe(run.folder, stacks=asked)
+        wanted = not asked and needs_stacks(seen)
+        seen = observe(run.folder) if wanted else seen
     except UserError as error:
         raise RequestRefused(str(error), code="no_diagnosis", status=409) from error
-    return msgspec.json.encode({"verdict": diagnose(seen), "observation": seen})
+    told = {"verdict": diagnose(seen), "observation": seen, "updates": updates, "at": time.time()}
+    return msgspec.json.encode(told), STACKS_S if wanted else DIAGNOSIS_S
+
+
+def _timeline(run: ViewedRun, request: Request) -> Any:
+    given = [request.query_params.get(side) for side in ("from", "to")]
+    began, ended = (None if text is None else number("from, to", text) for text in given)
+    if began is not None and ended is not None and ended <= began:
+        raise RequestRefused("from: it is not before to", code="no_window", param="from")
+    return window(run.folder, run.timeline.read(), began, ended)
 
 
 def _json(value: Any) -> Response:

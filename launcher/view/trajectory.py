@@ -36,10 +36,7 @@ def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str
         for place in row.sampled[run.start : run.end]:
             tokens["version"][place] = [run.version.lineage, run.version.step]
             tokens["staleness"][place] = None if step is None else step - run.version.step
-    tokens["constrained"] = [False] * count
-    for start, end in row.constrained:
-        for place in row.sampled[start:end]:
-            tokens["constrained"][place] = True
+    tokens["constrained"] = [place in row.constrained_places for place in range(count)]
     for number, turn in enumerate(row.turns):
         tokens["turn"][turn.start : turn.end] = [number] * len(tokens["turn"][turn.start : turn.end])
     _add_correction(row, tokens)

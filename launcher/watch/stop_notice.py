@@ -4,8 +4,10 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from rl_async.launcher.folder.run_folder import saved
-from rl_async.launcher.folder.tail import MetricsTail
+from rl_async.launcher.folder.tail import Record, last_line
 from rl_async.process.heartbeat import Beat, read_beats
 
 NOT_IN_A_STEP = ("starting", "waiting for a batch")
@@ -20,10 +22,10 @@ class StopNotice:
     def text(self, number: int) -> str:
         """Render what happens on the signal ``number``."""
         beats = [beat for beat in read_beats(self._folder) if beat.since >= self._began]  # not of an earlier start
-        records = MetricsTail(self._folder / "metrics.jsonl").read()
+        line = last_line(self._folder / "metrics.jsonl")
         return describe_stop(
             beats[0] if beats else None,
-            records[-1].get("time/train_s") if records else None,
+            msgspec.json.decode(line, type=Record).get("time/train_s") if line else None,
             saved(self._folder),
             time.time(),
             "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",

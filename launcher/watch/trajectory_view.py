@@ -43,6 +43,7 @@ class RecordedRow(msgspec.Struct):
     loss_mask: list[bool]
     segment: int = 0
     role: str = ""
+    scored: bool = True
     error: str = ""
     correction: Explanation | None = None
     turns: list[RecordedTurn] = []
@@ -87,10 +88,16 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
 
     Raises UserError if there is none.
     """
-    files = list(folder.glob("step-*.jsonl.gz" if step is None else f"step-{step:06d}-*.jsonl.gz"))
+    recorded = list(folder.glob("step-*.jsonl.gz"))
+    if not recorded:
+        raise UserError(f"{folder} has no trained trajectories; name a run folder, such as runs/NAME")
+    files = [file for file in recorded if step in (None, place_of(file)[1])]
     if not files:
-        which = "no trained trajectories" if step is None else f"no trajectories of step {step}"
-        raise UserError(f"{folder} has {which}; name a run folder, such as runs/NAME")
+        steps = [place_of(file)[1] for file in recorded]
+        raise UserError(
+            f"--step: {folder} has no trajectories of step {step}; it has steps {min(steps)} to {max(steps)}, "
+            "counted from 0"
+        )
     lineage, number = max(map(place_of, files))
     rows = []
     for file in files:
@@ -168,12 +175,12 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
     for value, together in itertools.groupby(rows, key=key):
         part = list(together)
         weights = [weight for row in part if row.correction for weight in row.correction.weights]
-        episodes = _episode_rewards(part)
+        earned = _episode_rewards(part)
         table.add_row(
             f"{value}",
-            f"{len(episodes)}",
+            f"{len({(row.group_id, row.sample) for row in part})}",
             f"{len(part)}",
-            f"{mean(episodes):.3g}",
+            f"{mean(earned):.3g}" if earned else "not scored",
             f"{sum(len(_sampled(row)) for row in part)}",
             f"{sum(weights) / len(weights):.3f}" if weights else "",
             _counts(part),
@@ -182,10 +189,11 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
 
 
 def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
-    """Return the reward of each episode with its turns' rewards, counting one with several rows once, as metrics do:
-    the mean of what its roles earned."""
+    """Return the reward of each episode that was scored with its turns' rewards, counting one with several rows once,
+    as metrics do: the mean of what its roles earned."""
+    unscored = {(row.group_id, row.sample) for row in rows if not row.scored}
     earned: dict[tuple[int, int], dict[str, float]] = {}
-    for row in rows:
+    for row in (row for row in rows if (row.group_id, row.sample) not in unscored):
         roles = earned.setdefault((row.group_id, row.sample), {})
         roles[row.role] = roles.get(row.role, row.reward) + sum(turn.reward or 0.0 for turn in row.turns)
     return [mean(roles.values()) for roles in earned.values()]

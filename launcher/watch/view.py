@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
-from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.folder.tail import LineTail, Record
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.terminal import printable
 from rl_async.launcher.watch.view_model import (
@@ -25,8 +26,8 @@ from rl_async.launcher.watch.view_model import (
     arguments_text,
     away_text,
     bar,
+    conversation_of,
     mean,
-    newest_conversation,
     no_tool_works,
     sparkline,
     step_line,
@@ -61,10 +62,11 @@ class View:
     ) -> None:
         self._config, self._folder, self._states, self._status = config, folder, states, status
         self._console = console or Console()
-        self._tail = MetricsTail(folder / "metrics.jsonl")
+        self._tail = LineTail(folder / "metrics.jsonl")
         self._history = History()
         self._began = time.monotonic()
-        self._read()  # records of an earlier start are not shown again
+        for line in self._tail.each():  # records of an earlier start are not shown again
+            self._history.add(line)
 
     async def run(self) -> None:
         """Consumes metrics.jsonl, recorded trajectories, process states and the queue's status.
@@ -85,10 +87,10 @@ class View:
         return "\n".join([*lines, *unplayed_lines(self._config, self._history, self._folder)])
 
     def _read(self) -> list[Record]:
-        records = self._tail.read()
-        for record in records:
-            self._history.add(record)
-        return records
+        lines = self._tail.read()
+        for line in lines:
+            self._history.add(line)
+        return [msgspec.json.decode(line, type=Record) for line in lines]
 
     async def _run_lines(self) -> None:
         known: dict[str, ProcessState] = {}
@@ -101,7 +103,7 @@ class View:
                     asked, report = now, await self._queue_report()
                     if report is not None and report.unattended_s > ASK_S and now - said > REMIND_S:
                         said = now
-                        self._print(f"{away_text(report)}: start an agent program (docs/gateway.md)")
+                        self._print(f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
                 await asyncio.sleep(REFRESH_S)
         finally:
             self._print_news(known)  # the last step may have been recorded at the end of the run
@@ -118,14 +120,24 @@ class View:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     async def _run_live(self) -> None:
-        conversation: tuple[str, RecordedConversation] | None = None
+        conversation: tuple[int, RecordedConversation] | None = None
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
-                if self._read() or conversation is None:
-                    conversation = await asyncio.to_thread(newest_conversation, self._folder / "trajectories")
+                self._read()
+                conversation = await asyncio.to_thread(self._newest_conversation, conversation)
                 report = await self._queue_report()
                 live.update(self._render(report, conversation), refresh=True)
                 await asyncio.sleep(REFRESH_S)
+
+    def _newest_conversation(
+        self, shown: tuple[int, RecordedConversation] | None
+    ) -> tuple[int, RecordedConversation] | None:
+        """Return one of the newest step, by its number from 1, or what is shown while that step has none yet."""
+        record = self._history.last
+        if record is None or (shown is not None and shown[0] == record["step"] + 1):
+            return shown
+        found = conversation_of(self._folder, record, self._config.trainer.ranks)
+        return shown if found is None else (int(record["step"]) + 1, found)
 
     async def _queue_report(self) -> StatusReport | None:
         """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
@@ -135,7 +147,7 @@ class View:
             return None
 
     def _render(
-        self, report: StatusReport | None, conversation: tuple[str, RecordedConversation] | None
+        self, report: StatusReport | None, conversation: tuple[int, RecordedConversation] | None
     ) -> RenderableType:
         seconds = int(time.monotonic() - self._began)
         title = f"{self._config.name}  {self._config.mode}  {seconds // 60}:{seconds % 60:02d}"
@@ -161,12 +173,12 @@ class View:
         return table
 
     def _add_step(self, table: Table, record: Record) -> None:
-        rewards = self._history.values("reward/mean")
+        rewards = self._history.rewards
         split = time_split(record)
         width = max(10, min(60, self._console.width - 40))
         table.add_row("step", f"{int(record['step']) + 1}/{self._config.trainer.steps}")
         table.add_row("reward", f"{sparkline(rewards, width)}  {rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}")
-        if evaluations := self._history.values("eval/reward"):
+        if evaluations := self._history.held_out:
             table.add_row("held out", f"{evaluations[-1]:.3f}")
         shares = "  ".join(f"{fill} {name} {s:.2f} s" for fill, (name, s) in zip("░█▒", split.items(), strict=True))
         table.add_row("time", f"{bar(list(split.values()), 20)}  {record.get('time/step_s', 0.0):.2f} s: {shares}")

@@ -2,7 +2,11 @@
 
 import gzip
 import itertools
+import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -10,6 +14,7 @@ import msgspec
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.messages import StatusReport, Turn
+from rl_async.recording import trained_file
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -23,29 +28,63 @@ class RecordedConversation(msgspec.Struct):
     error: str = ""
 
 
+class Kept(msgspec.Struct):
+    """The part of a record that is kept of every step; other metrics of the line are skipped."""
+
+    step: int
+    reward: float = msgspec.field(name="reward/mean", default=math.nan)
+    staleness: float = msgspec.field(name="staleness/max", default=math.nan)
+    held_out: float = msgspec.field(name="eval/reward", default=math.nan)
+
+
 class History:
-    """One record per step. After a resume, steps are trained again: the newest record of a step counts."""
+    """Three numbers of every step, and the newest record whole.
+
+    After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[int, Record] = {}
+        self._steps = array("q")
+        self._columns = {name: array("d") for name in ("reward", "staleness", "held_out")}
+        self._last = b""
 
-    def add(self, record: Record) -> None:
-        """Add a record, and drop those of an abandoned lineage at and after its step."""
-        step = int(record["step"])
-        self._records = {at: kept for at, kept in self._records.items() if at < step}
-        self._records[step] = record
+    def add(self, line: bytes) -> None:
+        """Add a line of ``metrics.jsonl``."""
+        kept, self._last = msgspec.json.decode(line, type=Kept), line
+        if self._steps and kept.step <= self._steps[-1]:
+            place = bisect_left(self._steps, kept.step)
+            del self._steps[place:]
+            for column in self._columns.values():
+                del column[place:]
+        self._steps.append(kept.step)
+        for name, column in self._columns.items():
+            column.append(getattr(kept, name))
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._steps)
 
     @property
     def last(self) -> Record | None:
         """The record of the newest step; None before the first."""
-        return next(reversed(self._records.values()), None)
+        return msgspec.json.decode(self._last, type=Record) if self._last else None
 
-    def values(self, key: str) -> list[float]:
-        """Return the values of one metric, oldest first, without the steps that lack it."""
-        return [record[key] for record in self._records.values() if key in record]
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step, oldest first."""
+        return self._values("reward")
+
+    @property
+    def held_out(self) -> list[float]:
+        """The rewards of evaluations that ended during a step, oldest first."""
+        return self._values("held_out")
+
+    @property
+    def staleness(self) -> list[float]:
+        """The largest staleness of each step, oldest first."""
+        return self._values("staleness")
+
+    def _values(self, name: str) -> list[float]:
+        return [value for value in self._columns[name] if not math.isnan(value)]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -111,13 +150,13 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     """Summarize a run that ended."""
     if not len(history):
         return [f"no step was trained; logs are in {folder / 'logs'}"]
-    rewards = history.values("reward/mean")
+    rewards = history.rewards
     some = max(1, min(5, len(rewards) // 2))
     steps = "step" if some == 1 else f"{some} steps"
     lines = [
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
         f"(mean of the last {steps}), {len(rewards)} steps",
-        f"staleness: at most {max(history.values('staleness/max'), default=0.0):.0f} (bound {bound})",
+        f"staleness: at most {max(history.staleness, default=0.0):.0f} (bound {bound})",
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",
     ]
@@ -147,17 +186,18 @@ def away_text(report: StatusReport) -> str:
     return f"no program has asked for an episode for {report.unattended_s:.0f} s"
 
 
-def newest_conversation(folder: Path) -> tuple[str, RecordedConversation] | None:
-    """Return the newest trained step and its first recorded trajectory; None if there is none yet."""
-    files = sorted(folder.glob("step-*.jsonl.gz"))
-    if not files:
-        return None
-    with gzip.open(files[-1], "rb") as file:
-        line = file.readline()
-    if not line:
-        return None
-    step = files[-1].name.removeprefix("step-").partition("-")[0]
-    return str(int(step) + 1), msgspec.json.decode(line, type=RecordedConversation)
+def conversation_of(folder: Path, record: Record, ranks: int) -> RecordedConversation | None:
+    """Return the first trajectory that was recorded of a step, by the lowest of ``ranks`` ranks that records any.
+
+    None while there is none: files are written after the step's record. Their names are known, since listing the
+    folder takes longer the more steps there were.
+    """
+    step, lineage = int(record["step"]), int(record["lineage"])
+    for rank in range(ranks):
+        with suppress(FileNotFoundError), gzip.open(trained_file(folder, step, lineage, rank), "rb") as file:
+            if line := file.readline():
+                return msgspec.json.decode(line, type=RecordedConversation)
+    return None
 
 
 def arguments_text(arguments: str) -> str:

@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--batch-size", type=int, default=32, help="conversations per forward pass")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on CPU")
     arguments = parser.parse_args()

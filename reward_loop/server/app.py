@@ -6,11 +6,12 @@ import math
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 from rl_async.reward_loop.server.batcher import Batcher
+from rl_async.telemetry.exposition import gauge, metrics_text, text_response
 
 log = logging.getLogger("rl_async.reward_model")
 
@@ -57,6 +59,21 @@ class Classified(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class BatcherCollector:
+    """What the reward model has scored."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield it for Prometheus."""
+        batcher = self._batcher
+        yield gauge("rl_async_reward_model_waiting", "Sequences that wait for a batch.", batcher.waiting)
+        yield CounterMetricFamily("rl_async_reward_model_rows", "Sequences scored.", batcher.rows)
+        yield CounterMetricFamily("rl_async_reward_model_batches", "Batches scored.", batcher.batches)
+        yield CounterMetricFamily("rl_async_reward_model_busy_seconds", "Time spent on batches.", batcher.seconds)
+
+
 class Application:
     """The routes of one model. ``app`` is the ASGI application; ``longest``: tokens of a sequence, None: no limit."""
 
@@ -73,7 +90,9 @@ class Application:
         self._batcher, self._tokenizer, self._name, self._label = batcher, tokenizer, name, label
         self._vocabulary, self._longest = vocabulary, longest
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        self.app = application({"POST /classify": self.classify, "GET /health": self.health}, lifespan=self._lifespan)
+        self._metrics_text = metrics_text(BatcherCollector(batcher))
+        routes = {"POST /classify": self.classify, "GET /health": self.health, "GET /metrics": self.metrics}
+        self.app = application(routes, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -87,6 +106,10 @@ class Application:
     async def health(self, request: Request) -> Response:
         """Answer 200, which is possible only once the model is loaded."""
         return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer Prometheus."""
+        return text_response(self._metrics_text())
 
     async def classify(self, request: Request) -> Response:
         """Answer with a number per sequence; with status 400 if the input cannot be scored."""

@@ -1,6 +1,7 @@
 """Collects requests that arrive while the model is busy into its next batch."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 Scoring = Callable[[Sequence[Sequence[int]]], list[float]]
@@ -13,6 +14,13 @@ class Batcher:
     def __init__(self, scoring: Scoring, batch_size: int) -> None:
         self._scoring, self._batch_size = scoring, batch_size
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.rows = self.batches = 0  # scored
+        self.seconds = 0.0  # of scoring
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for a batch."""
+        return self._waiting.qsize()
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return a number for each row once it was scored. Has no deadline: the process ends if ``run`` fails."""
@@ -30,7 +38,11 @@ class Batcher:
             batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients disconnected
             if not batch:
                 continue
+            began = time.perf_counter()
             numbers = await asyncio.to_thread(self._scoring, [row for row, _ in batch])
+            self.seconds += time.perf_counter() - began
+            self.rows += len(batch)
+            self.batches += 1
             for (_, future), number in zip(batch, numbers):
                 if not future.done():
                     future.set_result(number)

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rl_async.errors import UserError
+from rl_async.torch_device import pick_device
 
 SUFFIX = "ForSequenceClassification"
 
 
 def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
-    """Load the classifier in ``path`` for inference; ``device`` auto: cuda if there is one.
+    """Load the classifier in ``path`` for inference; ``device`` auto: a GPU if there is one.
 
     Raises UserError if it is not a sequence classifier with one label: a causal LM would load, with a random head.
     """
@@ -45,13 +46,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         return dict(json.loads((path / "config.json").read_text()))
     except (OSError, ValueError) as error:
         raise UserError(f"reward model: {path}/config.json cannot be read: {error}") from error
-
-
-def pick_device(device: str) -> str:
-    """Resolve ``auto`` to cuda if there is one, else cpu."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
 
 
 def longest(model: Any) -> int | None:

@@ -1,10 +1,9 @@
 """Structs with arrays to one frame and back.
 
-Inside the msgpack an array is ``[shape, extension]``: the extension's type says which dtype, its data are the bytes.
-Decoded arrays are read-only views of the received frame.
+Inside the msgpack an array is an extension, whose type says which dtype and whose data are the bytes; one of another
+number of dimensions than 1 is ``[shape, extension]``. Decoded arrays are read-only views of the received frame.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,27 +25,33 @@ def _enc_hook(value: Any) -> Any:
     code = _CODES.get(value.dtype)
     if code is None:
         raise ProtocolError(f"cannot encode an array of {value.dtype}; known: {', '.join(map(str, _DTYPES))}")
-    return value.shape, msgspec.msgpack.Ext(code, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    extension = msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data)
+    return extension if value.ndim == 1 else (value.shape, extension)
 
 
 def _dec_hook(wanted: type, value: Any) -> Any:
+    if type(value) is np.ndarray and wanted is np.ndarray:
+        return value
     if wanted is not np.ndarray:
         raise NotImplementedError(f"cannot decode {wanted}")
     try:
-        shape, (dtype, data) = value
-        if not isinstance(dtype, np.dtype):  # an array, and no extension
+        shape, flat = value
+        if type(flat) is not np.ndarray:  # an array, and no extension
             raise ProtocolError("malformed array: its bytes are missing")
-        if data.nbytes != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
-            raise ProtocolError(f"an array of {data.nbytes} bytes is not {dtype}{list(shape)}")
-        return np.frombuffer(data, dtype).reshape(shape)
+        if min(shape, default=0) < 0:
+            raise ProtocolError(f"an array of {flat.size} {flat.dtype} is not of shape {list(shape)}")
+        return flat.reshape(shape)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"malformed array: {error}") from error
 
 
-def _ext_hook(code: int, data: memoryview) -> Any:
+def _ext_hook(code: int, data: memoryview) -> np.ndarray:
     if not 0 <= code < len(_DTYPES):
         raise ProtocolError(f"an array of unknown type {code}")
-    return _DTYPES[code], data
+    try:
+        return np.frombuffer(data, _DTYPES[code])
+    except ValueError as error:
+        raise ProtocolError(f"malformed array: {error}") from error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)

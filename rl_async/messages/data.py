@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from rl_async.errors import ProtocolError
 
@@ -15,8 +16,10 @@ SampleKey = tuple[int, int, int]  # (group, sample, attempt)
 MediaKey = tuple[int, str]  # (group, sha256 of the bytes)
 StoredKey = tuple[int, int, int, int]  # (group, sample, attempt, segment)
 
+_INT32 = np.dtype("<i4")
 
-class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Names a set of weights: ``step`` counts completed trainer steps, ``lineage`` counts resumes from a checkpoint.
 
     Written ``lineage.step`` wherever an engine wants a string.
@@ -35,7 +38,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
         return cls(int(lineage), int(step))
 
 
-class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampled tokens number ``start`` to ``end`` (exclusive, counting sampled tokens only) came from ``version``."""
 
     version: Version
@@ -43,7 +46,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One prompt with what is needed to act on it and to score it. Task source -> queue -> agent worker."""
 
     task_id: str
@@ -58,7 +61,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""  # the data set of data.path that it is from; empty: a producer made it
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     """The distribution from which tokens were drawn. temperature 0 is greedy."""
 
     temperature: float = 1.0
@@ -82,7 +85,7 @@ CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_s
 CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(msgspec.Struct, kw_only=True, gc=False):
     """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
 
     name: str
@@ -95,7 +98,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-class Turn(msgspec.Struct, kw_only=True):
+class Turn(msgspec.Struct, kw_only=True, gc=False):
     """One message of the conversation as text, with its place among the tokens. Agent loop -> viewer."""
 
     role: str  # system | user | assistant | tool
@@ -108,8 +111,20 @@ class Turn(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-class TrajectoryHeader(msgspec.Struct, kw_only=True):
-    """What admission, batching and status need of a trajectory; the queue never reads more. Agent worker -> queue."""
+class Activity(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What an episode did at a time. Agent loop -> viewer."""
+
+    kind: Literal["generate", "tool", "environment", "reward"]
+    name: str  # of the engine (the last one, if several sampled the turn), or of the tool
+    began: float  # Unix time
+    seconds: float
+
+
+class TrajectoryHeader(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """What admission, batching and status need of a trajectory; the queue never reads more. Agent worker -> queue.
+
+    It travels without the names of its fields, since there is one for each row.
+    """
 
     group_id: int
     sample: int
@@ -127,12 +142,13 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
     turn_rewards: float = 0.0  # their sum over the row's turns
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
-    tokens_sha256: str  # of the payload's token ids, for the audit
+    tokens_hash: str  # of the payload's token ids, for the audit
     nbytes: int = 0  # of the payload; filled by whoever keeps it
     shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
     media: list[str] = []  # sha256 of each that the row refers to
     prompt_tokens: int = 0  # before the first sampled one
     prompt_crc32: int = 0  # of those
+    payload_xxh3: int = 0  # XXH3 of the encoded row, 64 bits, for whoever reads it
 
     @property
     def prompt(self) -> tuple[int, bool, int, int]:
@@ -145,7 +161,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True):
         return self.group_id, self.sample, self.segment
 
 
-class Media(msgspec.Struct, frozen=True, kw_only=True):
+class Media(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An image or the like that a row refers to. Its bytes are kept once for all rows of a group."""
 
     sha256: str  # of the bytes, as 64 hexadecimal digits
@@ -213,7 +229,7 @@ def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
     return any(reward != first.setdefault(role, reward) for (_, _, role), reward in role_rewards(group).items())
 
 
-class Trajectory(msgspec.Struct, kw_only=True):
+class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     """One row to train on, exactly as it was sampled. Agent worker -> queue (opaque payload) -> trainer.
 
     An episode is one row, or several that count from segment 0 and share its reward: conversations side by side, or a
@@ -221,7 +237,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
     distribution, 0 where the mask is false. For ``constrained`` tokens that is the policy's distribution over the
-    tokens that a grammar allowed, renormalised.
+    tokens that a grammar allowed, renormalised. routed_experts uint8 or uint16[R, layers, k], the experts of a mixture
+    that the row's first R tokens went through in the engine; what no later token was sampled from has none.
     """
 
     task_id: str
@@ -246,7 +263,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
     timings: dict[str, float] = {}  # seconds: generate, tools, environment, reward, total
+    activities: list[Activity] = []  # those of a conversation, in its last row
     media: list[Media] = []
+    routed_experts: np.ndarray | None = None  # None: no engine recorded them
     ground_truth: str = ""
     data_source: str = ""  # the task's
 
@@ -258,17 +277,12 @@ class Trajectory(msgspec.Struct, kw_only=True):
     def header(self) -> TrajectoryHeader:
         """The control header that travels in front of this trajectory.
 
-        Raises ProtocolError naming the field if the arrays are not one number per token each.
+        Raises ProtocolError naming the field if the arrays are not one number per token each, or one record per token
+        at most.
         """
-        for name, array in (("token_ids", self.token_ids), ("loss_mask", self.loss_mask), ("logprobs", self.logprobs)):
-            if not isinstance(array, np.ndarray) or array.shape != (len(self.token_ids),):
-                shape = getattr(array, "shape", None)
-                what = type(array).__name__ if shape is None else f"an array of shape {list(shape)}"
-                raise ProtocolError(
-                    f"{name} of group {self.group_id} sample {self.sample} is {what}, not an array with one number "
-                    f"for each of its {len(self.token_ids)} tokens"
-                )
-        prompt = int(self.loss_mask.argmax()) if self.loss_mask.any() else 0
+        self._check_arrays()
+        ids, mask = self.token_ids, self.loss_mask
+        prompt = int(mask.argmax()) if len(mask) else 0  # 0 also if nothing was sampled
         return TrajectoryHeader(
             group_id=self.group_id,
             sample=self.sample,
@@ -277,24 +291,47 @@ class Trajectory(msgspec.Struct, kw_only=True):
             episode_id=self.episode_id,
             segment=self.segment,
             role=self.role,
-            tokens=len(self.token_ids),
-            sampled=int(np.count_nonzero(self.loss_mask)),
+            tokens=len(ids),
+            sampled=int(np.count_nonzero(mask)),
             reward=self.reward,
             finish_reason=self.finish_reason,
             versions=self.versions,
             reward_parts=self.reward_parts,
-            turn_rewards=sum(turn.reward or 0.0 for turn in self.turns),
+            turn_rewards=sum([turn.reward or 0.0 for turn in self.turns]),
             scored=self.scored,
             baseline=self.baseline,
-            tokens_sha256=self.tokens_sha256(),
+            tokens_hash=self.tokens_hash(),
             media=[medium.sha256 for medium in self.media],
             prompt_tokens=prompt,
-            prompt_crc32=zlib.crc32(np.ascontiguousarray(self.token_ids[:prompt], dtype="<i4").data),
+            prompt_crc32=zlib.crc32(np.ascontiguousarray(ids[:prompt], _INT32).data),
         )
 
-    def tokens_sha256(self) -> str:
-        """Hash of the token ids, as hexadecimal digits: the same wherever the same tokens are."""
-        return hashlib.sha256(np.ascontiguousarray(self.token_ids, dtype="<i4").data).hexdigest()
+    def _check_arrays(self) -> None:
+        """Raise ProtocolError if the arrays do not fit the tokens, as ``header`` says."""
+        ids, experts = self.token_ids, self.routed_experts
+        shape = (len(ids),)
+        for name, array in (("token_ids", ids), ("loss_mask", self.loss_mask), ("logprobs", self.logprobs)):
+            if not isinstance(array, np.ndarray) or array.shape != shape:
+                found = getattr(array, "shape", None)
+                what = type(array).__name__ if found is None else f"an array of shape {list(found)}"
+                raise ProtocolError(
+                    f"{name} of group {self.group_id} sample {self.sample} is {what}, not an array with one number "
+                    f"for each of its {len(ids)} tokens"
+                )
+        if experts is not None and (
+            experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16) or len(experts) > len(ids)
+        ):
+            raise ProtocolError(
+                f"routed_experts of group {self.group_id} sample {self.sample} are {experts.dtype}"
+                f"{list(experts.shape)}, not uint8 or uint16 [at most {len(ids)} tokens, layers, experts per token]"
+            )
+
+    def tokens_hash(self) -> str:
+        """XXH3 of the token ids, 128 bits as hexadecimal digits: the same wherever the same tokens are.
+
+        It tells what went wrong by itself, not what a forger made: whoever could forge tokens makes the hash, too.
+        """
+        return xxh3_128_hexdigest(np.ascontiguousarray(self.token_ids, _INT32).data)
 
 
 def by_role(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:

@@ -9,7 +9,7 @@ import msgspec
 from rl_async.messages.data import Task, TrajectoryHeader, Version
 
 
-class Reply(msgspec.Struct, kw_only=True, tag=True):
+class Reply(msgspec.Struct, kw_only=True, tag=True, gc=False):
     """Base of all replies, tagged by class name."""
 
 
@@ -37,7 +37,7 @@ class Malformed(Reply):
     reason: str
 
 
-class LeasedGroup(msgspec.Struct, kw_only=True):
+class LeasedGroup(msgspec.Struct, kw_only=True, gc=False):
     """Samples of one group to generate. The attempt number fences: an older one is refused."""
 
     group_id: int
@@ -128,6 +128,9 @@ class Resumed(Reply):
     readmitted: int
 
 
+LENT = "lent-"  # what the names of engines begin with that run on the trainer's devices while it waits
+
+
 class EngineRecord(msgspec.Struct, kw_only=True):
     """One engine of the registry. ``version`` is the last one it confirmed; without one it gets no traffic."""
 
@@ -135,6 +138,11 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     url: str
     kind: str
     version: Version | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it runs on devices that the trainer lends."""
+        return self.engine_id.startswith(LENT)
 
 
 class EngineList(Reply):

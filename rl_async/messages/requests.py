@@ -42,7 +42,7 @@ from rl_async.messages.replies import (
 R = TypeVar("R")
 
 
-class Request(msgspec.Struct, Generic[R], tag=True):
+class Request(msgspec.Struct, Generic[R], tag=True, gc=False):
     """Base of all requests; ``R`` is what the client returns. The envelope around a request carries its id."""
 
 
@@ -100,12 +100,14 @@ class Renew(Request[Done]):
 class Put(Request[Taken]):
     """Hand over finished samples, each with all rows of its episode from segment 0. Agent worker -> queue.
 
-    The payload frames that follow hold the rows, in the same order, and then the bytes of ``media``. Media that the
-    group already has may be left out.
+    ``lengths`` has the bytes of each row. The payload frames that follow hold the rows one after another, in the same
+    order (``wire.join``), and then the bytes of ``media``, a frame each. Media that the group already has may be left
+    out. If rows go to payload shards, neither lengths nor payload follow.
     """
 
     worker: str
     samples: list[list[TrajectoryHeader]]
+    lengths: list[int] = []
     media: list[MediaKey] = []
 
 
@@ -192,6 +194,13 @@ class Confirm(Request[Done | Refused]):
 
     engine_id: str
     version: Version
+
+
+class Withdraw(Request[Done]):
+    """Take engines out of traffic: they have confirmed nothing, until they do again. Trainer -> queue."""
+
+    engine_ids: Sequence[str]
+    lineage: int = 0
 
 
 class Snapshot(Request[SnapshotTaken]):

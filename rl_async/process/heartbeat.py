@@ -1,4 +1,7 @@
-"""Heartbeats of trainer ranks, read by ``rl-async doctor`` and by waiting ranks: ``RUN/ranks/RANK.json``."""
+"""Heartbeats of trainer ranks, read by ``rl-async doctor`` and by waiting ranks: ``RUN/ranks/RANK.json``.
+
+The run's timeline keeps the earlier ones.
+"""
 
 import os
 import socket
@@ -10,6 +13,7 @@ import msgspec
 
 from rl_async.files import replace_file
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, describe, state_of
+from rl_async.process.timeline import enter
 
 Phase = Literal[
     "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
@@ -34,11 +38,12 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def beat(run: Path, rank: int, step: int, phase: Phase) -> None:
-    """Record the phase that this rank enters. Writes a few hundred bytes."""
+    """Record the phase that this rank enters. Writes a few hundred bytes, twice."""
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
     now = Beat(rank=rank, pid=os.getpid(), step=step, phase=phase, since=time.time(), host=socket.gethostname())
     replace_file(folder / f"{rank}.json", msgspec.json.encode(now) + b"\n")
+    enter(run, f"trainer-{rank}", f"trainer-{rank}", phase, step=step)
 
 
 def read_beats(run: Path) -> list[Beat]:

@@ -2,7 +2,8 @@
 
     RUN/keys/engines.token    engines and the reward model; agent workers, trainer and launcher send it
     RUN/keys/gateway.token    the gateway; agent programs send it as their API key
-    RUN/keys/metrics.token    the queue's metrics; Prometheus sends it
+    RUN/keys/metrics.token    ``GET /metrics`` of every process, and nothing else; Prometheus sends it
+    RUN/keys/ranks.token      what trainer ranks tell each other to send to engines; no HTTP
 
 A server takes a request only if it carries the token (``Authorization: Bearer``, or ``x-api-key`` as Anthropic's client
 sends it), names a host by which the server may be called, and has no ``Origin``, which only browsers send. Health
@@ -27,11 +28,13 @@ from rl_async.errors import EXIT_USER, UserError
 TOKEN_FILE = "RL_ASYNC_TOKEN_FILE"  # environment variable: path of the file with the token
 HOSTS = "RL_ASYNC_HTTP_HOSTS"  # environment variable: further host names by which a server may be called
 HEALTH = "/health"
+METRICS = "/metrics"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UNAUTHORISED = 401, "the token is missing or wrong; it stands in a file in RUN/keys (docs/reference/security.md)"
 _TOKEN = re.compile(r"[!-~]{32,}")
 
-Audience = Literal["engines", "gateway", "metrics"]
-AUDIENCES: tuple[Audience, ...] = ("engines", "gateway", "metrics")
+Audience = Literal["engines", "gateway", "metrics", "ranks"]
+AUDIENCES: tuple[Audience, ...] = ("engines", "gateway", "metrics", "ranks")
 Headers = Iterable[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -100,12 +103,12 @@ def bearer(token: str) -> dict[str, str]:
 
 class Access:
     """Decides which requests a server takes. ``names``: host names by which it may be called, besides the loopback ones
-    and the address at which a request arrives."""
+    and the address at which a request arrives. ``metrics``: a token that opens ``GET /metrics`` alone; empty: none."""
 
-    def __init__(self, token: str, names: Iterable[str] = ()) -> None:
+    def __init__(self, token: str, names: Iterable[str] = (), *, metrics: str = "") -> None:
         if not token:
             raise ValueError("the token is empty")
-        self._token = token.encode()
+        self._token, self._metrics = token.encode(), metrics.encode()
         self._names = {_bare(name) for name in (*LOOPBACK, *names) if name}
 
     @classmethod
@@ -117,7 +120,14 @@ class Access:
                 f"this server takes requests with a token only: set {TOKEN_FILE} to its file, which is "
                 "RUN/keys/engines.token for a server that joins a run"
             )
-        return cls(token, os.environ.get(HOSTS, "").split(","))
+        metrics = Path(os.environ[TOKEN_FILE]).with_name("metrics.token")
+        names = os.environ.get(HOSTS, "").split(",")
+        return cls(token, names, metrics=read_token(metrics) if metrics.is_file() else "")
+
+    @classmethod
+    def of_run(cls, run: Path, audience: Audience, names: Iterable[str]) -> "Access":
+        """Make it for a server of the run in ``run``. Raises UserError if a token is missing."""
+        return cls(run_token(run, audience), names, metrics=run_token(run, "metrics"))
 
     def refusal(self, method: str, path: str, address: str | None, headers: Headers) -> tuple[int, str] | None:
         """Return the status and the reason with which to refuse a request; None if it may pass.
@@ -141,7 +151,9 @@ class Access:
             return None
         if any(hmac.compare_digest(word, self._token) for word in offered):
             return None
-        return 401, "the token is missing or wrong; it is the content of a file in RUN/keys (docs/security.md)"
+        if self._metrics and path == METRICS and method == "GET":
+            return None if any(hmac.compare_digest(word, self._metrics) for word in offered) else UNAUTHORISED
+        return UNAUTHORISED
 
     def _is_known(self, host: str, address: str | None) -> bool:
         name = _bare(host)

@@ -35,12 +35,22 @@ def join_supervisor() -> None:
     answer_with_stacks()
 
 
+def wait_policy() -> dict[str, str]:
+    """The variable that says how threads of OpenMP wait for one another: asleep, unless it is set.
+
+    They otherwise spin at every barrier, on cores that another process, or the thread they wait for, needs.
+    """
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+
+
 def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncError], int] | None = None) -> int:
     """Do the work of the role ``name`` and return its exit code: 0 at its end, EXIT_USER for a mistake of the user.
 
     ``exits`` has the codes of other errors that are expected, the most specific first. All may come in an
-    ExceptionGroup. Any other error is a bug and propagates.
+    ExceptionGroup. Any other error is a bug and propagates. OpenMP reads its variables when ``work`` imports torch, so
+    that its threads wait in the same way in a role that no launcher has started.
     """
+    os.environ.update(wait_policy())
     join_supervisor()
     log, exits = setup_logging(name), exits or {}
     expected: tuple[type[BaseException], ...] = (*exits, BaseExceptionGroup)

@@ -3,7 +3,9 @@
 import faulthandler
 import os
 import re
+import shutil
 import signal
+import sys
 
 import msgspec
 
@@ -44,3 +46,11 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
         elif inside:
             break
     return tuple(frames)
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy, which reads another process's stacks: of this Python's environment, or of PATH.
+
+    An environment whose Python was named by its path has its programs beside it, and need not be on PATH.
+    """
+    return shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")

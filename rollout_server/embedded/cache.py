@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from rl_async.errors import UserError
+from rl_async.rollout_server.embedded.routes import RouteRecorder
+
 
 class _SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [slots, kv_heads, length, head_dim]. The owning cache determines where to write."""
@@ -75,11 +78,43 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
+class _SlotRoutes:
+    """The experts that each slot's tokens went through, [slots, length, layers, k], beside their keys and values."""
+
+    def __init__(self, owner: "SlotCache", shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self._owner = owner
+        self.experts = torch.zeros((0, 0, *shape), dtype=dtype, device=owner.device)
+
+    def resize(self, used: int, width: int) -> None:
+        old, owner = self.experts, self._owner
+        self.experts = old.new_zeros((owner.slots, owner.length, *old.shape[2:]))
+        self.experts[:used, :width] = old[:used, :width]
+
+    def update(self, chosen: Tensor) -> None:
+        """Write those of the last pass, [rows, width, layers, k], where it wrote keys and values."""
+        owner, (count, width) = self._owner, chosen.shape[:2]
+        if owner.positions is None:
+            self.experts[owner.first : owner.first + count, :width] = chosen
+        elif owner.picked is None:
+            self.experts[owner.slot_numbers[:count], owner.positions] = chosen[:, 0]
+        else:
+            rows, columns = owner.picked
+            self.experts[owner.first + rows, owner.positions] = chosen[rows, columns]
+
+
 class SlotCache(Cache):
     """Cache of all layers, of at most ``capacity`` tokens. ``prefill_at``, ``extend_at`` or ``decode_at`` determines
-    where the next forward pass writes."""
+    where the next forward pass writes. With a ``recorder`` it also holds the experts that tokens went through."""
 
-    def __init__(self, layers: int, max_slots: int, max_length: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        max_slots: int,
+        max_length: int,
+        capacity: int,
+        device: torch.device,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
         self.max_slots, self.max_length, self.capacity, self.device = max_slots, max_length, capacity, device
         self.slots = self.length = 0
         self.slot_numbers = torch.arange(max_slots, device=device)
@@ -87,6 +122,8 @@ class SlotCache(Cache):
         self.positions: Tensor | None = None
         self.picked: tuple[Tensor, Tensor] | None = None  # rows and columns of a padded pass that are real tokens
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
+        self._recorder = recorder
+        self._routes = None if recorder is None else _SlotRoutes(self, recorder.shape, recorder.dtype)
         super().__init__(layers=list(self._slot_layers))
 
     @property
@@ -109,6 +146,8 @@ class SlotCache(Cache):
             self.slots, self.length = self._size(slots, length)
             for layer in self._slot_layers:
                 layer.resize(used, width)
+            if self._routes is not None:
+                self._routes.resize(used, width)
 
     def _size(self, slots: int, length: int) -> tuple[int, int]:
         """Return a size with room to grow, as far as the capacity allows."""
@@ -140,6 +179,22 @@ class SlotCache(Cache):
             a, b = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
             for layer in self._slot_layers:
                 layer.move(a, b, width)
+            if self._routes is not None:
+                self._routes.experts[b, :width] = self._routes.experts[a, :width]
+
+    def record(self, rows: int, width: int) -> None:
+        """Keep the experts that the tokens [rows, width] of the last pass went through, if they are recorded."""
+        if self._routes is not None and self._recorder is not None:
+            self._routes.update(self._recorder.take(rows, width))
+
+    def routes(self, slot: int, start: int, end: int) -> Tensor | None:
+        """Return a copy of the experts of a slot's tokens, [end - start, layers, k]; None if none are recorded."""
+        return None if self._routes is None else self._routes.experts[slot, start:end].clone()
+
+    def write_routes(self, slot: int, experts: Tensor) -> None:
+        """Write the experts of a slot's first tokens, which ``routes`` returned."""
+        assert self._routes is not None
+        self._routes.experts[slot, : len(experts)] = experts
 
     def read(self, slot: int, start: int, end: int) -> Tensor:
         """Return a copy of a slot's keys and values, [layers, 2, kv_heads, end - start, head_dim]."""
@@ -155,8 +210,29 @@ class SlotCache(Cache):
             layer.values[slot, :, : data.shape[3]] = part[1]
 
     def nbytes(self) -> int:
-        """Return the bytes allocated for keys and values of all layers."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)
+        """Return the bytes allocated for keys and values of all layers, and for records of experts."""
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)
+        return held + (0 if self._routes is None else self._routes.experts.nbytes)
+
+
+def cache_tokens(
+    model: Any, max_batch: int, max_length: int, cache_bytes: int | None, recorder: RouteRecorder | None = None
+) -> int:
+    """Return the tokens that the cache holds. Raises UserError if the longest sequence would not fit."""
+    config, most = model.config, 2 * max_batch * max_length
+    if cache_bytes is None:
+        return most
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    elements = 2 * config.num_hidden_layers * (config.num_key_value_heads or heads) * head_dim
+    each = elements * next(model.parameters()).dtype.itemsize
+    each += 0 if recorder is None else math.prod(recorder.shape) * recorder.dtype.itemsize
+    if cache_bytes < each * max_length:
+        raise UserError(
+            f"rollout.cache_bytes: {cache_bytes:,} bytes do not hold one sequence of rollout.max_model_len="
+            f"{max_length} tokens, of {each:,} bytes each; raise it to at least {each * max_length}, or lower that"
+        )
+    return min(most, cache_bytes // each)
 
 
 def _doubled(number: int) -> int:

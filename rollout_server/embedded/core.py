@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from rl_async.errors import UserError
 from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
-from rl_async.rollout_server.embedded.cache import SlotCache
+from rl_async.rollout_server.embedded.cache import SlotCache, cache_tokens
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, visible_in_prompts, why_not_served
 from rl_async.rollout_server.embedded.grammars import restrict
-from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined
+from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined, joined_routes
+from rl_async.rollout_server.embedded.routes import make_recorder
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
@@ -52,7 +54,8 @@ class EngineCore:
     """The scheduler: waiting and running sequences, and their caches. ``version`` names the weights in use.
 
     Keys and values take at most ``cache_bytes``, and no more than twice what ``max_batch`` sequences of ``max_length``
-    can use; what running sequences leave of it holds prefixes, with ``reuse_prefixes``.
+    can use; what running sequences leave of it holds prefixes, with ``reuse_prefixes``. With ``record_routes``
+    sequences say which experts of a mixture their tokens went through.
     """
 
     def __init__(
@@ -64,13 +67,15 @@ class EngineCore:
         cache_bytes: int | None = None,
         reuse_prefixes: bool = True,
         min_iteration_s: float = 0.0,
+        record_routes: bool = False,
     ) -> None:
         _check_served(model)
         self.model: Any = model  # nn.Module has no types for what a Transformers model holds
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
-        self.cache_tokens = _cache_tokens(self.model, max_batch, max_length, cache_bytes)  # at its largest
+        self._recorder = make_recorder(model) if record_routes else None
+        self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)  # at its largest
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
         self.held: list[Sequence] = []  # arrived while ``holding``, not admitted before ``release``
@@ -88,7 +93,7 @@ class EngineCore:
     def _new_cache(self) -> None:
         self.device = next(self.model.parameters()).device
         layers = self.model.config.num_hidden_layers
-        self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device)
+        self._cache = SlotCache(layers, self.max_batch, self.max_length, self.cache_tokens, self.device, self._recorder)
         self._prefixes = PrefixCache()
         self._output_weight: Tensor | None = None
 
@@ -131,6 +136,9 @@ class EngineCore:
         """Finish the requests of an id, one sequence, or all (None) with reason ``abort``, and return them."""
         everyone = (*self.running, *self.waiting, *self.held)
         gone = [s for s in everyone if which is None or s is which or s.request_id == which]
+        for slot, sequence in enumerate(self.running):
+            if sequence in gone:
+                self._record(slot, sequence)
         for sequence in gone:
             sequence.finish_reason = "abort"
         self.waiting = deque(s for s in self.waiting if s.finish_reason is None)
@@ -143,6 +151,8 @@ class EngineCore:
     def preempt(self) -> None:
         """Move all running sequences back to the head of the queue; their caches will be recomputed."""
         self.preemptions += len(self.running)
+        for slot, sequence in enumerate(self.running):
+            self._record(slot, sequence)
         self.waiting.extendleft(sorted(self.running, key=lambda s: s.number, reverse=True))
         self.running = []
         self._sampler, self._outdated = None, False
@@ -226,6 +236,8 @@ class EngineCore:
         """The same for prompts whose first blocks are known."""
         for row, blocks in enumerate(known):
             self._cache.write(first + row, joined(blocks))
+            if (experts := joined_routes(blocks)) is not None:
+                self._cache.write_routes(first + row, experts)
         starts = [BLOCK * len(blocks) for blocks in known]
         ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         width, view = max(map(len, ends)), max(map(len, prompts))
@@ -240,13 +252,25 @@ class EngineCore:
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-        return self.model.model(
+        hidden = self.model.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
+        self._cache.record(*tokens.shape)
+        return hidden
+
+    def _record(self, slot: int, sequence: Sequence) -> None:
+        """Add the experts of the tokens that were fed since the last time to those of a sequence.
+
+        What is computed again, under newer weights, has been recorded as it was when the next token was sampled.
+        """
+        known = 0 if sequence.routes is None else len(sequence.routes)
+        experts = self._cache.routes(slot, known, len(sequence.tokens) - 1)
+        if experts is not None:
+            sequence.routes = experts if sequence.routes is None else torch.cat([sequence.routes, experts])
 
     def _decode(self) -> list[Sequence]:
         lengths = self._make_room()
@@ -266,6 +290,7 @@ class EngineCore:
         """Preempt the youngest sequences until all fit, and return the lengths of those that run."""
         while not self._cache.fits(len(self.running), max(len(s.tokens) for s in self.running)):
             youngest = max(self.running, key=lambda s: s.number)
+            self._record(self.running.index(youngest), youngest)
             self.preemptions += 1
             self.waiting.appendleft(youngest)
             self._compact([s is not youngest for s in self.running])
@@ -283,7 +308,8 @@ class EngineCore:
         """Keep what a slot holds of these tokens as a prefix of later prompts."""
         if self._reuse_prefixes and not self._outdated:
             room = self.cache_tokens - self._cache.tokens
-            self._prefixes.keep(tokens, lambda start, end: self._cache.read(slot, start, end), room)
+            read, routes = partial(self._cache.read, slot), partial(self._cache.routes, slot)
+            self._prefixes.keep(tokens, read, room, routes)
 
     def _count(self, batch: list[Sequence], known: dict[Prompt, list[Block]]) -> None:
         """Note how much of each sequence was not computed for it. ``batch`` has the first of a prompt first."""
@@ -314,9 +340,10 @@ class EngineCore:
 
     def _append(self, batch: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[Sequence]:
         self.sampled_tokens += len(batch)
-        finished = []
-        for sequence, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
-            if sequence.append(token, logprob, self.version, self.max_length):
+        finished, first = [], len(self.running) - len(batch)
+        for n, (sequence, token, logprob) in enumerate(zip(batch, tokens.tolist(), logprobs.tolist(), strict=True)):
+            ends = partial(self._record, first + n, sequence)
+            if sequence.append(token, logprob, self.version, self.max_length, ends):
                 finished.append(sequence)
                 self._generators.pop(sequence, None)
             if sequence.progress is not None and sequence.part_is_full:
@@ -364,20 +391,3 @@ def _threads(config: Any, rows: int, device: torch.device) -> Iterator[None]:
     finally:
         if few:
             torch.set_num_threads(threads)
-
-
-def _cache_tokens(model: Any, max_batch: int, max_length: int, cache_bytes: int | None) -> int:
-    """Return the tokens that the cache holds. Raises UserError if the longest sequence would not fit."""
-    config, most = model.config, 2 * max_batch * max_length
-    if cache_bytes is None:
-        return most
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    elements = 2 * config.num_hidden_layers * (config.num_key_value_heads or heads) * head_dim
-    each = elements * next(model.parameters()).dtype.itemsize
-    if cache_bytes < each * max_length:
-        raise UserError(
-            f"rollout.cpu_cache_bytes: {cache_bytes:,} bytes do not hold one sequence of rollout.max_model_len="
-            f"{max_length} tokens, of {each:,} bytes each; raise it to at least {each * max_length}, or lower that"
-        )
-    return min(most, cache_bytes // each)

@@ -1,9 +1,12 @@
 """Bodies of vLLM's dialect, as the embedded engine accepts and answers them. Unknown sampling keys are refused."""
 
+import base64
+import io
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from rl_async.messages import Sampling
@@ -31,6 +34,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
     stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
     structured_outputs: StructuredOutputs | None = None
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0  # the first token whose experts the answer names
 
 
 class GenerateBody(msgspec.Struct):
@@ -84,7 +88,18 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
     return delta(sequence, start, len(sequence.logprobs)) | {
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.tokens[-1] if sequence.finish_reason == "stop" else None,
+        "routed_experts": _routes(sequence),
     }
+
+
+def _routes(sequence: Sequence) -> str | None:
+    """Return the experts of the tokens from ``routed_from`` on as vLLM does, an .npy file in base64, if any."""
+    if sequence.routes is None:
+        return None
+    experts = sequence.routes[sequence.routed_from :].cpu().numpy()
+    file = io.BytesIO()
+    np.save(file, experts if experts.dtype == np.uint8 else experts.astype(np.uint16), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def answer(sequences: list[Sequence], model: str) -> dict[str, object]:

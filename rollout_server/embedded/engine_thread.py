@@ -5,6 +5,7 @@ a command when there is nothing to decode, and while paused or asleep. Unblocked
 """
 
 import concurrent.futures
+import itertools
 import logging
 import threading
 from collections import deque
@@ -18,8 +19,10 @@ from torch import nn
 
 from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.experts import single
 
 T = TypeVar("T")
 log = logging.getLogger("rl_async.engine")
@@ -35,9 +38,10 @@ class EngineThread:
         self.core, self._on_crash = core, on_crash
         self.paused = False
         self._weights_changed = False
+        self._requantizer = Requantizer(core.model)
         self._cache_asleep = False
         self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is freed
-        self._unsent: set[str] = set()  # parameters whose memory is back but whose values have not been sent
+        self._unsent: set[str] = set()  # weights whose memory is back but whose values have not been sent
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._drained: list[concurrent.futures.Future[None]] = []
@@ -139,7 +143,8 @@ class EngineThread:
         return self.call(action)
 
     def load_weights(self, pieces: Items[Piece]) -> None:
-        """Copy pieces into the parameters of the same Hugging Face name, blocking until that is done.
+        """Copy pieces into the weights of the same name, quantising those that are held in 8 bits, blocking until that
+        is done.
 
         Raises WeightSyncError for an unknown name, a wrong shape, or weights whose memory is freed.
         """
@@ -149,17 +154,20 @@ class EngineThread:
                 if self._shapes:
                     raise WeightSyncError("the engine sleeps without its weights; wake it up for weights first")
                 self.core.weights_changed()
-                parameters = dict(self.core.model.named_parameters())
+                weights = dict(single(self.core.model.named_parameters()))
                 for piece in pieces:
-                    name, end = piece.name, piece.start + piece.data.numel()
-                    if name not in parameters:
-                        raise WeightSyncError(f"the engine's model has no parameter {name!r}")
-                    if parameters[name].shape != piece.shape:
+                    name = piece.name
+                    if name not in weights:
+                        raise WeightSyncError(f"the engine's model has no weights {name!r}")
+                    if weights[name].shape != piece.shape:
                         raise WeightSyncError(
-                            f"{name} has shape {list(piece.shape)}, the engine's has {list(parameters[name].shape)}"
+                            f"{name} has shape {list(piece.shape)}, the engine's has {list(weights[name].shape)}"
                         )
-                    parameters[name].view(-1)[piece.start : end].copy_(piece.data)
-                    if end == parameters[name].numel():  # pieces come in order
+                    if name in self._requantizer:
+                        self._requantizer.store(piece, weights[name])
+                    else:
+                        piece.copy_into(weights[name])
+                    if piece.start + piece.data.numel() == piece.total:  # pieces come in order
                         self._unsent.discard(name)
             self._weights_changed = True
 
@@ -174,7 +182,7 @@ class EngineThread:
         def action() -> None:
             if self._unsent:
                 raise WeightSyncError(
-                    f"{len(self._unsent)} parameters have not been sent since the engine slept: "
+                    f"{len(self._unsent)} weights have not been sent since the engine slept: "
                     f"{', '.join(sorted(self._unsent)[:3])}, ..."
                 )
             self.core.version = version
@@ -191,8 +199,8 @@ class EngineThread:
                 self._shapes = {name: p.shape for name, p in self.core.model.named_parameters()}
                 for parameter in self.core.model.parameters():
                     parameter.data = parameter.data.new_empty(0)
-            if self.core.device.type == "cuda":
-                torch.cuda.empty_cache()  # PyTorch would keep the memory for itself
+            if self.core.device.type != "cpu":
+                torch.accelerator.empty_cache()  # PyTorch would keep the memory for itself
 
         return self.call(action)
 
@@ -206,7 +214,7 @@ class EngineThread:
             if (not tags or "weights" in tags) and self._shapes:
                 for name, parameter in self.core.model.named_parameters():
                     parameter.data = parameter.data.new_empty(self._shapes[name])
-                self._unsent = set(self._shapes)
+                self._unsent = {name for name, _ in single(self.core.model.named_parameters())}
                 self._shapes = {}
             if not tags or "kv_cache" in tags:
                 self._cache_asleep = False
@@ -252,8 +260,9 @@ class EngineThread:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """Return xxh3_128 of the bytes of each parameter, by name."""
+    """Return xxh3_128 of the bytes of each of a model's weights, by the name under which it is sent, and of scales."""
+    scales = ((f"{name}.scales", tensor) for name, tensor in named_scales(model))
     return {
         name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        for name, p in model.named_parameters()
+        for name, p in itertools.chain(single(model.named_parameters()), scales)
     }

@@ -18,10 +18,11 @@ Key = tuple[int, tuple[int, ...]]  # number of the block before it, its tokens
 
 @dataclass(frozen=True)
 class Block:
-    """``data`` is [layers, 2, kv_heads, BLOCK, head_dim]: keys and values."""
+    """``data`` is [layers, 2, kv_heads, BLOCK, head_dim]: keys and values; ``routes`` [BLOCK, layers, k]: experts."""
 
     number: int
     data: Tensor
+    routes: Tensor | None = None  # None: not recorded
 
 
 class PrefixCache:
@@ -41,22 +42,32 @@ class PrefixCache:
         """Return the blocks of the longest known prefix that leaves at least one token to compute."""
         return self._walk(tokens[:-1])
 
-    def keep(self, tokens: Sequence[int], read: Callable[[int, int], Tensor], room: int) -> None:
+    def keep(
+        self,
+        tokens: Sequence[int],
+        read: Callable[[int, int], Tensor],
+        room: int,
+        routes: Callable[[int, int], Tensor | None] = lambda start, end: None,
+    ) -> None:
         """Keep the whole blocks of ``tokens``, evicting others so that all together hold at most ``room`` tokens.
 
-        ``read(start, end)`` returns keys and values, [layers, 2, kv_heads, end - start, head_dim].
+        ``read(start, end)`` returns keys and values, [layers, 2, kv_heads, end - start, head_dim], and ``routes`` the
+        experts that these tokens went through, [end - start, layers, k], if they are recorded.
         """
         end = min(len(tokens), room) // BLOCK * BLOCK
         known = self._walk(tokens[:end])
         start = len(known) * BLOCK
         if start == end:
             return
-        data = read(start, end)
+        data, experts = read(start, end), routes(start, end)
         number = known[-1].number if known else 0
         for at in range(start, end, BLOCK):
-            block = Block(next(self._numbers), data[..., at - start : at - start + BLOCK, :].clone())
+            part = slice(at - start, at - start + BLOCK)
+            chosen = None if experts is None else experts[part].clone()
+            block = Block(next(self._numbers), data[..., part, :].clone(), chosen)
             self._blocks[number, tuple(tokens[at : at + BLOCK])] = block
-            number, self._block_bytes = block.number, block.data.nbytes
+            number = block.number
+            self._block_bytes = block.data.nbytes + (0 if chosen is None else chosen.nbytes)
         self._walk(tokens[:end])
         self.shrink(room)
 
@@ -88,3 +99,9 @@ class PrefixCache:
 def joined(blocks: Sequence[Block]) -> Tensor:
     """Return the blocks' keys and values as one tensor [layers, 2, kv_heads, tokens, head_dim]."""
     return torch.cat([block.data for block in blocks], dim=-2)
+
+
+def joined_routes(blocks: Sequence[Block]) -> Tensor | None:
+    """Return the experts of the blocks' tokens as one tensor [tokens, layers, k]; None if none are recorded."""
+    parts = [block.routes for block in blocks if block.routes is not None]
+    return torch.cat(parts) if parts else None

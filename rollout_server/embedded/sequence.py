@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import FinishReason
 from rl_async.rollout_server.embedded.grammars import Matcher
@@ -33,6 +35,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     prompt_length: int = 0
     cached_tokens: int = 0  # of the prompt, that were not computed for it
+    routed_from: int = 0  # the first token whose experts the answer names
+    routes: Tensor | None = None  # [tokens, layers, k], experts of the first tokens, as they were first computed
     number: int = 0  # in the order of arrival
 
     def __post_init__(self) -> None:
@@ -43,8 +47,11 @@ class Sequence:
         """The sampled tokens, without the prompt."""
         return self.tokens[self.prompt_length :]
 
-    def append(self, token: int, logprob: float, version: str, max_length: int) -> bool:
-        """Append one sampled token. Returns whether the sequence is now finished."""
+    def append(
+        self, token: int, logprob: float, version: str, max_length: int, ends: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Append one sampled token. Returns whether the sequence is now finished; ``ends`` is called before other
+        threads can see that it is."""
         if self.stuck:
             self.finish_reason = "abort"
             return True
@@ -55,8 +62,10 @@ class Sequence:
         if self.matcher is not None:
             self.matcher.accept(token)
         if token in self.stop_token_ids:
+            ends()
             self.finish_reason = "stop"
         elif len(self.logprobs) >= self.max_tokens or len(self.tokens) >= max_length:
+            ends()
             self.finish_reason = "length"
         return self.finish_reason is not None
 

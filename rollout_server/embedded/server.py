@@ -9,7 +9,7 @@ import msgspec
 import torch
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.messages import Version
@@ -18,10 +18,12 @@ from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.grammars import Grammars, Matcher
+from rl_async.rollout_server.embedded.load import EngineCollector
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
+from rl_async.telemetry.exposition import metrics_text, text_response
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -48,6 +50,7 @@ class EngineServer:
         self._mixed = False  # an update was started, and none has finished since
         self._transfer = asyncio.Lock()  # the receiver handles one call at a time
         self._numbers = itertools.count()
+        self._metrics_text = metrics_text(EngineCollector(engine))
         routes: dict[str, Callable[[Request], Any]] = {
             "POST /inference/v1/generate": self.generate,
             "POST /abort_requests": self.abort,
@@ -59,6 +62,7 @@ class EngineServer:
             "POST /update_weights": self.update,
             "POST /finish_weight_update": self.finish_update,
             "GET /weight_info": self.weight_info,
+            "GET /get_world_size": self.world_size,
             "POST /weight_checker": self.weight_checker,
             "POST /sleep": self.sleep,
             "POST /wake_up": self.wake,
@@ -139,6 +143,7 @@ class EngineServer:
                 progress=post if body.stream else None,
                 stream_interval=params.stream_interval,
                 matcher=None if matcher is None else matcher.copy(),
+                routed_from=params.routed_experts_prompt_start,
             )
             for index in range(params.n)
         ]
@@ -239,6 +244,9 @@ class EngineServer:
     async def weight_info(self, request: Request) -> Response:
         return _json({"weight_version": self.engine.core.version})
 
+    async def world_size(self, request: Request) -> Response:
+        return _json({"world_size": 1})
+
     async def weight_checker(self, request: Request) -> Response:
         msgspec.json.decode(await read_body(request), type=dialect.CheckerBody)
         current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
@@ -262,17 +270,5 @@ class EngineServer:
         return _json({"server_load": self.engine.core.unfinished})
 
     async def metrics(self, request: Request) -> Response:
-        """Report the engine's load as Prometheus text, under vLLM's names."""
-        core = self.engine.core
-        values = {
-            "vllm:num_requests_running": len(core.running),
-            "vllm:num_requests_waiting": len(core.waiting) + len(core.held),
-            "vllm:generation_tokens_total": core.sampled_tokens,
-            "vllm:num_preemptions_total": core.preemptions,
-            "vllm:prefix_cache_queries_total": core.prompt_tokens,
-            "vllm:prefix_cache_hits_total": core.cached_tokens,
-            "rl_async:kv_cache_bytes": core.cache_bytes,
-            "vllm:kv_cache_usage_perc": sum(len(s.tokens) for s in list(core.running)) / core.cache_tokens,
-            'vllm:engine_sleep_state{sleep_state="awake"}': int(not self.engine.asleep),
-        }
-        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+        """Report the engine's load to Prometheus and to our clients, under vLLM's names."""
+        return text_response(self._metrics_text())

@@ -14,29 +14,28 @@ from starlette.types import Receive, Scope, Send
 from rl_async.rollout_server.embedded import dialect
 from rl_async.rollout_server.embedded.sequence import Sequence
 
-HEAD = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
-}
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 END = b"data: [DONE]\n\n"
 
 SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
 
 
 class SequenceStream:
-    """An ASGI response. ``abort`` is called with each sequence that is unfinished when the client disconnects."""
+    """An ASGI response. ``abort`` is called with each sequence that is unfinished when the client disconnects.
+
+    The head goes out with the first part: by itself it would wake the client, which cannot do anything with it.
+    """
 
     def __init__(self, sequences: list[Sequence], events: SequenceEvents, abort: Callable[[Sequence], object]) -> None:
         self._events, self._abort = events, abort
         self._sent = dict.fromkeys(sequences, 0)  # tokens sent, of each sequence whose last part was not
+        self._begun = False  # the head was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send parts until all sequences are finished or the client disconnects."""
         disconnect = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
         disconnect.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
-            await send(HEAD)
             while self._sent:
                 changed = {await self._events.get(): None}  # an ordered set
                 while not self._events.empty():
@@ -44,11 +43,10 @@ class SequenceStream:
                 if None in changed:
                     return
                 if stuck := dialect.stuck(sequence for sequence in changed if sequence):
-                    error = msgspec.json.encode({"error": {"message": stuck, "code": 400}})
-                    await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n" + END})
+                    await self._send(send, {"error": {"message": stuck, "code": 400}}, more=False)
                     return
                 if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
-                    await send(self._message(parts))
+                    await self._send(send, {"choices": parts}, more=bool(self._sent))
         finally:
             disconnect.cancel()
             for sequence in self._sent:
@@ -68,6 +66,11 @@ class SequenceStream:
         self._sent[sequence] = count
         return dialect.delta(sequence, start, count) if count > start else None
 
-    def _message(self, parts: list[dict[str, object]]) -> dict[str, object]:
-        body = b"data: " + msgspec.json.encode({"choices": parts}) + b"\n\n"
-        return {"type": "http.response.body", "body": body if self._sent else body + END, "more_body": bool(self._sent)}
+    async def _send(self, send: Send, event: dict[str, object], *, more: bool) -> None:
+        """Send an event, before the first one the head, and after the last one the mark of the end."""
+        body = b"data: " + msgspec.json.encode(event) + (b"\n\n" if more else b"\n\n" + END)
+        if not self._begun:
+            self._begun = True
+            length = [] if more else [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *length]})
+        await send({"type": "http.response.body", "body": body, "more_body": more})

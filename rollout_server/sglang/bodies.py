@@ -86,6 +86,12 @@ class ModelInfo(msgspec.Struct):
     weight_version: str | None = None
 
 
+class ServerInfo(msgspec.Struct):
+    """Reply of ``GET /server_info``; unknown fields are ignored."""
+
+    tp_size: int
+
+
 class RankChecksums(msgspec.Struct):
     """Checksums of one worker's tensors, by name."""
 

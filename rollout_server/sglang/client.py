@@ -6,7 +6,7 @@ and the states between them are those of ``sglang/srt/entrypoints/http_server.py
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
@@ -24,6 +24,7 @@ from rl_async.rollout_server.sglang.bodies import (
     SampleBody,
     SampleReply,
     SamplingBody,
+    ServerInfo,
     VersionBody,
 )
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
@@ -105,6 +106,13 @@ class SglangEngine:
         """Continue decoding after ``pause``."""
         await self._http.call("POST", "/continue_generation", {})
 
+    async def workers(self) -> int:
+        """Return how many workers hold parts of the weights: SGLang's tensor-parallel ranks."""
+        return self._http.decode(await self._http.call("GET", "/server_info"), ServerInfo).tp_size
+
+    async def boxes(self, tensors: Mapping[str, list[int]]) -> None:
+        """Return None: SGLang's workers take whole tensors."""
+
     async def init_transfer(self, init: InitInfo) -> None:
         """Join a weight-transfer group, leaving the earlier one, and one of the same name that another trainer left
         behind."""
@@ -170,16 +178,20 @@ class SglangEngine:
         return None if name is None or name == NO_VERSION else parse_version(self.url, name, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """Return the engine's checksum of each loaded tensor, by name."""
+        """Return the engine's checksum of each loaded tensor, by name after the worker's number."""
         raw = await self._control("/weights_checker", {"action": "checksum"})
         ranks = self._http.decode(raw, ChecksumReply).ranks
-        return {name: value for rank in ranks for name, value in rank.checksums.items()}
+        return {f"tp{i}:{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused."""
-        tags = ["kv_cache"] if level == 1 else ["kv_cache", "weights"]
-        await self._http.call("POST", "/release_memory_occupation", {"tags": tags})
-        self._asleep |= set(tags)
+        """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused.
+
+        Tags that sleep are left out, since SGLang would exit; it takes no tags for all of them.
+        """
+        tags = [tag for tag in (["kv_cache"] if level == 1 else ["kv_cache", "weights"]) if tag not in self._asleep]
+        if tags:
+            await self._http.call("POST", "/release_memory_occupation", {"tags": tags})
+            self._asleep |= set(tags)
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Take back the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both.
@@ -196,14 +208,14 @@ class SglangEngine:
         return bool(self._asleep)
 
     async def load(self) -> EngineLoad:
-        """Read the engine's load. SGLang reports the requests that are retracted now, which stand in for the number of
-        preemptions since its start."""
+        """Read the engine's load. SGLang reports which preempted requests wait, but counts no preemptions."""
         raw = await self._http.call("GET", "/v1/loads", params={"include": "core,queues"})
         loads = self._http.decode(raw, LoadReply).loads
         return EngineLoad(
-            requests=sum(load.num_running_reqs + load.num_waiting_reqs for load in loads),
+            running=sum(load.num_running_reqs for load in loads),
+            waiting=sum(load.num_waiting_reqs for load in loads),
             cache_usage=max((load.token_usage for load in loads), default=0.0),
-            preemptions=sum(load.queues.retracted for load in loads if load.queues is not None),
+            preempted=sum(load.queues.retracted for load in loads if load.queues is not None),
         )
 
     async def health(self) -> bool:

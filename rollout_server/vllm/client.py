@@ -5,19 +5,36 @@ mode for the control routes, and ``--logprobs-mode processed_logprobs``, so that
 sampling distribution.
 """
 
+import base64
+import io
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 
 import msgspec
+import numpy as np
 
 from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.answers import EMPTY, IncomingAnswer, ReadVersion, join, parse_version
-from rl_async.rollout_server.api import EngineLoad, FinishReason, GenerateRequest, GenerateResult, PauseMode
+from rl_async.rollout_server.api import (
+    EngineLoad,
+    EngineTokens,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PauseMode,
+)
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
-from rl_async.weight_sync.protocol import FinishUpdateBody, InitInfo, InitTransferBody, UpdateInfo, UpdateWeightsBody
+from rl_async.weight_sync.protocol import (
+    Box,
+    FinishUpdateBody,
+    InitInfo,
+    InitTransferBody,
+    UpdateInfo,
+    UpdateWeightsBody,
+)
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
@@ -26,6 +43,10 @@ LOAD = (
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
 )
 GENERATE = "/inference/v1/generate"
 STREAM_INTERVAL = 16  # tokens per part of an answer, the most that are lost with an engine
@@ -53,6 +74,7 @@ class _SamplingBody(msgspec.Struct):
     seed: int | None
     n: int
     structured_outputs: _StructuredOutputs | None
+    routed_experts_prompt_start: int
     ignore_eos: bool = True  # the request names its stop tokens
     stream_interval: int = STREAM_INTERVAL
 
@@ -84,6 +106,7 @@ class _StreamChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_WeightSpan] | None = None  # of all tokens so far; None: not known yet
+    routed_experts: str | None = None  # an .npy file in base64, with the last part
 
 
 class _Error(msgspec.Struct):
@@ -98,6 +121,14 @@ class _Chunk(msgspec.Struct):
 
 class _WeightInfo(msgspec.Struct):
     weight_version: str | None = None
+
+
+class _OfWorkers(msgspec.Struct):
+    results: list[list[list[Box]] | None]
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
 
 
 class _Checksums(msgspec.Struct):
@@ -175,7 +206,8 @@ class VllmEngine:
                     answer.add(choice.token_ids, logprobs)
                     ended = choice.finish_reason is not None
                     if ended or choice.weight_versions is not None:
-                        pending.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort"))
+                        experts = self._experts(choice.routed_experts)
+                        pending.add(answer.part(choice.weight_versions or [], choice.finish_reason or "abort", experts))
                     if ended:
                         pending.end()
 
@@ -187,6 +219,15 @@ class VllmEngine:
             numbers = ", ".join(str(choice.index) for choice in chunk.choices) or "none"
             raise EngineRejected(f"{self.url} answered with choices {numbers}, but {count} were requested")
         return chunk.choices
+
+    def _experts(self, encoded: str | None) -> np.ndarray | None:
+        if encoded is None:
+            return None
+        try:
+            experts: np.ndarray = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise EngineRejected(f"{self.url} answered with experts that are no .npy file: {error}") from error
+        return experts
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all of them; its waiting caller gets what was sampled so far."""
@@ -201,8 +242,18 @@ class VllmEngine:
         """Continue decoding after ``pause``."""
         await self._http.call("POST", "/resume")
 
+    async def workers(self) -> int:
+        """Return how many workers hold parts of the weights."""
+        return self._http.decode(await self._http.call("GET", "/get_world_size"), _WorldSize).world_size
+
+    async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
+        """Return the parts of tensors that each worker needs; None while an unfinished update hides them."""
+        body = {"method": "weight_boxes", "args": [msgspec.json.encode(tensors).decode()]}
+        results = self._http.decode(await self._http.call("POST", "/collective_rpc", body), _OfWorkers).results
+        return None if None in results else [boxes for boxes in results if boxes is not None]
+
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a weight-transfer group, leaving any earlier one."""
+        """Join a weight-transfer group with all workers, leaving any earlier one."""
         await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
 
     async def start_update(self, staged: bool = False) -> None:
@@ -238,7 +289,7 @@ class VllmEngine:
         return parse_version(self.url, info.weight_version, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """Return the engine's checksum of each loaded tensor, by name."""
+        """Return the engine's checksum of each loaded tensor, by name; vLLM's begin with the worker's place."""
         raw = await self._http.call("POST", "/weight_checker", {"action": "checksum"})
         return self._http.decode(raw, _Checksums).checksums
 
@@ -266,8 +317,14 @@ class VllmEngine:
             name = key.partition("{")[0]
             if name in total:
                 total[name] += value
-        running, waiting, usage, preemptions = total.values()
-        return EngineLoad(requests=int(running + waiting), cache_usage=usage, preemptions=int(preemptions))
+        running, waiting, usage, preemptions, prompt, sampled, looked_up, found = total.values()
+        return EngineLoad(
+            running=int(running),
+            waiting=int(waiting),
+            cache_usage=usage,
+            preemptions=int(preemptions),
+            tokens=EngineTokens(prompt=int(prompt), sampled=int(sampled), looked_up=int(looked_up), found=int(found)),
+        )
 
     async def _metrics(self) -> list[tuple[str, float]]:
         """Parse the Prometheus text into (name with labels, value)."""
@@ -300,5 +357,6 @@ def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
             seed=request.seed,
             n=samples,
             structured_outputs=_StructuredOutputs(request.json_schema) if request.json_schema else None,
+            routed_experts_prompt_start=request.routed_from,
         ),
     )

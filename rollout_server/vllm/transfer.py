@@ -9,7 +9,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import WeightReceiver
 
 
@@ -34,11 +34,11 @@ class WeightTransfer(WeightTransferEngine):
         return msgspec.convert(update_dict, UpdateInfo)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a weight-transfer group, leaving any earlier one. Raises ValueError for an engine of several workers."""
-        workers = self.parallel_config.world_size_across_dp
-        if workers > 1:
-            raise ValueError(f"weights are sent to one worker per engine, and this engine has {workers}")
-        self._receiver.init(init_info)
+        """Join a weight-transfer group, leaving any earlier one, with a rank or a group of its own."""
+        rank = self.parallel_config.rank
+        if not init_info.workers:
+            init_info = msgspec.structs.replace(init_info, rank_offset=init_info.rank_offset + rank)
+        self._receiver.init(of_worker(init_info, rank))
 
     def start_weight_update(self) -> None:
         """Start an update. vLLM may keep sampling with the old weights until the first bucket is loaded."""
@@ -60,7 +60,7 @@ class WeightTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive, verify and load one bucket."""
-        self._receiver.update(update_info)
+        self._receiver.update(of_worker(update_info, self.parallel_config.rank))
 
     def finish_weight_update(self) -> None:
         """Load the staged buckets, if any, and complete the layers."""

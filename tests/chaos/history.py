@@ -6,12 +6,13 @@ producer announced, no token staler than the bound; and no admitted group is mis
 """
 
 import gzip
-import hashlib
 import json
 import struct
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
 
 Row = tuple[int, int, int]  # group, sample, segment
 
@@ -50,7 +51,7 @@ def _trained(run: Path) -> tuple[dict[int, tuple[int, dict[Row, str]]], list[str
         rows, row = steps[line["step"]][line["lineage"]], (line["group"], line["sample"], line["segment"])
         if row in rows:
             found.append(f"row {row} was trained twice in step {line['step']} of lineage {line['lineage']}")
-        rows[row] = line["tokens_sha256"]
+        rows[row] = line["tokens_hash"]
     newest = {step: max(lineages) for step, lineages in steps.items()}
     in_order = [newest[step] for step in sorted(newest)]
     if in_order != sorted(in_order):
@@ -94,7 +95,7 @@ def _trajectories(run: Path, step: int, lineage: int, rows: dict[Row, str], stal
                 key = (row["group_id"], row["sample"], row["segment"])
                 there.add(key)
                 tokens = row["token_ids"]
-                if hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest() != rows.get(key):
+                if xxh3_128_hexdigest(struct.pack(f"<{len(tokens)}i", *tokens)) != rows.get(key):
                     found.append(f"step {step}: row {key} has other tokens than were trained")
                 oldest = min((version_step for (_, version_step), _, _ in row["versions"]), default=step)
                 if step - oldest > staleness:
@@ -114,7 +115,8 @@ def _ledger(run: Path, trained: dict[int, tuple[int, dict[Row, str]]], expected:
             case "drop" | "dead_letter":
                 dropped.add(line["group"])
             case "put":
-                announced[line["group"], line["sample"]].update(line["tokens_sha256"])
+                for group, sample, digests in line["stored"]:
+                    announced[group, sample].update(digests)
             case "reserve":
                 reserved[line["step"]] = set(line["groups"])
     found = []

@@ -16,6 +16,7 @@ from rl_async import messages as m
 from rl_async.errors import QueueLost, RowsLost
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client.verbs import ClientSettings
 from tests.support.queue_clients import async_client, settings
 
 CHECKPOINT_EVERY = 5
@@ -82,7 +83,7 @@ async def produce(run: Path, name: str, client: QueueClient, group: m.LeasedGrou
         reward=float(sample),
     )
     if isinstance(await client.put(row), m.Done):
-        write(run / f"{name}.jsonl", {"group": group.group_id, "sample": sample, "tokens": row.tokens_sha256()})
+        write(run / f"{name}.jsonl", {"group": group.group_id, "sample": sample, "tokens": row.tokens_hash()})
 
 
 class Saved(msgspec.Struct):
@@ -98,7 +99,8 @@ def train(run: Path, address: str) -> None:
     saved = msgspec.msgpack.decode(file.read_bytes(), type=Saved) if file.exists() else Saved()
     lineage = int(count.read_text()) + 1 if count.exists() else 0
     replace(count, str(lineage).encode())
-    with SyncQueueClient(address, **settings(run, "trainer", 30, PATIENCE_S), lineage=lineage) as queue:
+    trainer: ClientSettings = {**settings(run, "trainer", 30, PATIENCE_S), "lineage": lineage}
+    with SyncQueueClient(address, **trainer) as queue:
         if lineage:
             queue.resume(saved.step, lineage, saved.queue)
             write(run / "trained.jsonl", {"resumed": saved.step})
@@ -125,7 +127,7 @@ def train(run: Path, address: str) -> None:
 def trained(row: m.Trajectory) -> dict[str, Any]:
     """What of a row is compared."""
     oldest = min(run.version.step for run in row.versions)
-    return {"group": row.group_id, "sample": row.sample, "tokens": row.tokens_sha256(), "oldest": oldest}
+    return {"group": row.group_id, "sample": row.sample, "tokens": row.tokens_hash(), "oldest": oldest}
 
 
 def publish(run: Path, queue: SyncQueueClient, version: m.Version) -> None:

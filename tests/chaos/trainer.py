@@ -98,7 +98,7 @@ def trained(run: Path) -> dict[int, list[tuple[int, int, str]]]:
     for line in (run / "trained.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows = steps.setdefault(row["step"], {}).setdefault(row["lineage"], [])
-        rows.append((row["group"], row["sample"], row["tokens_sha256"]))
+        rows.append((row["group"], row["sample"], row["tokens_hash"]))
     return {step: sorted(lineages[max(lineages)]) for step, lineages in sorted(steps.items())}
 
 

@@ -2,11 +2,27 @@
 
 import fcntl
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e.browser import CHROMIUM
 from tests.e2e.command import HARDLY_WARM, succeed
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright."""
+    install = "install Chromium and its driver: apt-get install chromium; pip install 'rl-async[browser]'"
+    playwright = pytest.importorskip("playwright.sync_api", reason=install)
+    if CHROMIUM is None:
+        pytest.skip(install)
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,22 @@ ROOT = Path(__file__).parents[2]
 LINKS = {path.name for path in (ROOT / "rl_async").iterdir() if path.is_symlink()}
 EXTRAS = {  # modules that only an extra's package lets one import, by that package
     "rl_async.launcher.ray.executor": "ray",
+    "rl_async.rollout_server.vllm.slices": "vllm",
+    "rl_async.rollout_server.vllm.int8": "vllm",
     "rl_async.rollout_server.vllm.transfer": "vllm",
     **{
         f"rl_async.trainer.backends.megatron.{part}": "megatron"
-        for part in ("backend", "model", "optimizer", "outputs", "parallel", "parts", "weights")
+        for part in (
+            "backend",
+            "checkpoint",
+            "model",
+            "optimizer",
+            "outputs",
+            "parallel",
+            "passes",
+            "routing",
+            "weights",
+        )
     },
 }
 

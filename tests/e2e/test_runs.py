@@ -69,8 +69,9 @@ def start(home: Path) -> Iterator[Callable[..., Run]]:
     ) -> Run:
         command = ["launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
         if installed:
-            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            process: Run = subprocess.Popen([RL_ASYNC, *command], cwd=home, text=True, **output)
+            process: Run = subprocess.Popen(
+                [RL_ASYNC, *command], cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
         else:
             process = command_line.start(home, *command)
         launched.append(process)

@@ -2,8 +2,6 @@
 never run."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,25 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rl_async.messages import Turn
 from tests.conftest import make_rows
+from tests.e2e.browser import SIZES, Tab
 from tests.support.recordings import HOSTILE, conversation, make_run, write_evaluation, write_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
-CHROMIUM = os.environ.get("RL_ASYNC_CHROMIUM") or shutil.which("chromium")
 LONG = 1 << 20  # characters of one line
 LONG_TOKENS = 50_000
-SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    install = "install Chromium and its driver: apt-get install chromium; pip install 'rl-async[browser]'"
-    playwright = pytest.importorskip("playwright.sync_api", reason=install)
-    if CHROMIUM is None:
-        pytest.skip(install)
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
@@ -62,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile.token_ids = np.array(tokenizer.encode(HOSTILE).ids, np.int32)
     hostile.loss_mask = np.ones(len(hostile.token_ids), bool)
     hostile.logprobs = np.full(len(hostile.token_ids), -0.5, np.float32)
-    hostile.turns = conversation("tokens of the worst kind", HOSTILE)
+    hostile.turns = conversation("tokens of the worst kind 天気がいい", HOSTILE)
     hostile.turns[1].start, hostile.turns[1].end = 0, len(hostile.token_ids)
     (long,) = make_rows(10, groups=1, samples=1)
     long.token_ids = np.full(LONG_TOKENS, tokenizer.token_to_id("x"), np.int32)
@@ -76,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_step(first, 3, [hostile, long, instructed])
     write_evaluation(first, 0, [[1.0], [0.0]], ["math", "math"])
     write_evaluation(first, 4, [[0.0], [1.0]], ["math", "math"])
-    make_run(folder / "other", steps=2)
+    write_evaluation(make_run(folder / "other", steps=2), 2, [[1.0], [1.0]], ["math", "math"])
     return folder
 
 
@@ -102,34 +87,6 @@ def wait_for_index(url: str, run: str) -> None:
                 return
             time.sleep(0.1)
     raise AssertionError(state)
-
-
-class Tab:
-    """A page that must not complain, nor ask anybody else for anything."""
-
-    def __init__(self, browser: Any, address: str, size: str = "wide", scheme: str = "light") -> None:
-        width, height = SIZES[size]
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
-        self.complaints: list[str] = []
-        self.requested: list[str] = []
-        self.page.on(
-            "console", lambda message: self.complaints.append(message.text) if message.type == "error" else None
-        )
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requested.append(request.url))
-        self.base = address.partition("/open/")[0]
-        self.page.goto(address)
-
-    def open(self, place: str) -> Any:
-        self.page.goto(f"{self.base}#{place}" if self.base.startswith("file:") else f"{self.base}/#{place}")
-        return self.page
-
-    def close(self) -> None:
-        self.context.close()
-        assert self.complaints == []
-        assert all(url.startswith(self.base) for url in self.requested)
 
 
 @pytest.fixture
@@ -265,6 +222,48 @@ def test_evaluations_show_regressions_first(tab: Tab) -> None:
     page.get_by_role("heading", name="version 4").wait_for()
 
 
+def test_evaluations_of_two_runs_are_compared(tab: Tab) -> None:
+    page = tab.open("/evaluation/first")
+    page.get_by_label("compared with").select_option("other")
+    page.locator(".compared th", has_text="other, version 2").wait_for()
+    line = page.locator("table.evaluations").last.locator("tbody tr")
+    source, tasks, before, after, changed, worse, better, p = line.locator("td").all_inner_texts()
+    assert (source, tasks, before, after, worse, better, p) == ("math", "2", "0.5", "1", "0", "1", "1")
+    assert changed.startswith("+0.5 (")
+    page.locator(".compared tbody tr", has_text="question 0").locator("a").last.click()
+    page.get_by_role("heading", name="version 2").wait_for()
+    told = page.request.get(tab.base + str(page.get_by_role("link", name="JSON").get_attribute("href"))).json()
+    assert (told["task_id"], told["step"], told["reward"]) == ("test:0", 2, 1.0)
+    assert page.get_by_label("run", exact=True).input_value() == "other"
+
+
+def test_it_says_which_tool_fails_and_finds_its_calls(tab: Tab) -> None:
+    page = tab.open("/trajectories/first")
+    page.locator("details.usage summary").click()
+    worst = page.locator("details.usage tbody tr").first
+    assert worst.locator("td").all_inner_texts() == [
+        "browser",
+        "1",
+        "1",
+        "100 %",
+        "500 ms",
+        "500 ms",
+        "1 × no_such_page",
+    ]
+    worst.get_by_role("link", name="1").click()
+    page.locator("p", has_text="1 trajectories").wait_for()
+
+
+def test_a_step_of_a_curve_leads_to_its_trajectories(tab: Tab) -> None:
+    page = tab.open("/run/first")
+    curve = page.locator("figure", has_text="reward").first.locator(".u-over")
+    box = curve.bounding_box()
+    assert box is not None
+    curve.click(position={"x": box["width"] - 2, "y": box["height"] / 2})
+    page.locator("p", has_text="3 trajectories").wait_for()
+    assert page.get_by_label("step from").input_value() == page.get_by_label("step to").input_value() == "3"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_page_fits_its_window(browser: Any, address: str, size: str, scheme: str) -> None:
@@ -297,6 +296,9 @@ def test_a_report_opens_from_disk(browser: Any, runs: Path, tmp_path: Path) -> N
     page.locator("tbody tr:first-child", has_text="question t8").wait_for()  # only step 2 has weights of 0
     page.get_by_label("search trajectories").fill('"worst kind"')
     page.locator("p", has_text="1 trajectories").wait_for()
+    for signs, found in (("気が", 1), ("気い", 0), ("worst kind", 1)):
+        page.get_by_label("search trajectories").fill(signs)
+        page.locator("p", has_text=f"{found} trajectories; the run has 55").wait_for()
     page.locator("tbody tr").first.click()
     page.locator(".tokens .token").nth(3).click()
     page.get_by_label("the story of a token").get_by_text("+1.5").first.wait_for()

@@ -116,6 +116,7 @@ class EngineTarget:
         Route("POST", "/update_weights", _UPDATE),
         Route("POST", "/finish_weight_update", {"weight_version": "0.1"}),
         Route("GET", "/weight_info"),
+        Route("GET", "/get_world_size"),
         Route("POST", "/weight_checker", {"action": "checksum"}),
         Route("POST", "/sleep", queries=("?level=1", "?level=2", "?level=3", "?level=x", "")),
         Route("POST", "/wake_up", queries=("?tags=weights", "?tags=kv_cache", "?tags=x", "")),

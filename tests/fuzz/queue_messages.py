@@ -37,6 +37,7 @@ def requests(rng: random.Random, row: m.Trajectory, key: str) -> list[m.Request]
     header.shards = rng.choice([[], ["s"], ["s", "s"], ["unknown"]])
     header.reward = rng.choice([0.5, 1.0, 1e39, float("nan")])
     media = [(group, medium.sha256) for medium in row.media]
+    length = rng.choice([len(codec.encode(row))] * 4 + [5, 0, -1, 1 << 62])
     wait_s = rng.choice([0.0, 0.01, -1.0, float("nan"), float("inf")])
     task = m.Task(task_id="own", data_source="", prompt=[], ground_truth="", agent=rng.choice(["", "evil.py:run"]))
     return [
@@ -45,7 +46,7 @@ def requests(rng: random.Random, row: m.Trajectory, key: str) -> list[m.Request]
         ),
         m.Lease(worker="f", max_groups=rng.choice([2, 0, -1, 1 << 62]), wait_s=wait_s, task=rng.choice([None, task])),
         m.Renew(worker="f", held=rng.choice([None, [], [(group, sample, row.attempt)]])),
-        m.Put(worker=rng.choice(["f", "other"]), samples=[[header]], media=media),
+        m.Put(worker=rng.choice(["f", "other"]), samples=[[header]], lengths=[length], media=media),
         m.Fail(worker="f", group_id=group, sample=sample, attempt=row.attempt, error="e"),
         m.Reserve(step=step, wait_s=0.0, lineage=lineage),
         m.Fetch(rows=[row.key], lineage=optional),
@@ -57,6 +58,7 @@ def requests(rng: random.Random, row: m.Trajectory, key: str) -> list[m.Request]
         m.Commit(step=step, lineage=lineage),
         m.Publish(version=m.Version(lineage, step), engines=["e"]),
         m.Confirm(engine_id="e", version=m.Version(lineage, step)),
+        m.Withdraw(engine_ids=["e"], lineage=lineage),
         m.Snapshot(lineage=optional),
         m.Resume(step=step, lineage=rng.randrange(2), snapshot=b""),
         m.Retire(step=step, lineage=lineage),

@@ -34,7 +34,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = RunConfig(
-            model=ModelConfig(path=str(model_folder), device="cuda"),
+            model=ModelConfig(path=str(model_folder), device="gpu"),
             data=DataConfig(path="none"),
             algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
             critic=critic,
@@ -61,7 +61,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
 def test_the_engine_agrees_with_a_plain_forward_pass_on_cuda(model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval().to("cuda")
     core = EngineCore(model, max_batch=8, max_length=64)
     todo = [
         Sequence(str(i), list(range(3, 8 + i)), Sampling(), 20, frozenset(), None, lambda _: None) for i in range(20)

@@ -15,6 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 from benchmarks.processes.ranks import run_ranks
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.tensors import collate
 from tests.conftest import make_rows
 
@@ -36,7 +37,12 @@ def logprobs(folder: Path, dtype: str, config: TrainerConfig) -> tuple[Tensor, f
     backend = Fsdp2Backend(str(folder), dtype, "cuda:0", config)
     found = backend.forward(batch).logprobs
     assert found is not None
-    _, norm = backend.step([batch], lambda _, outputs: -torch.where(batch.mask, outputs.logprobs, 0.0).mean())
+
+    def loss_fn(_: int, outputs: Outputs) -> Tensor:
+        assert outputs.logprobs is not None
+        return -torch.where(batch.mask, outputs.logprobs, 0.0).mean()
+
+    _, norm = backend.step([batch], loss_fn)
     return found[batch.mask].float(), norm
 
 

@@ -1,5 +1,6 @@
-"""Buckets from GPU to GPU, between two processes. Needs two GPUs, since NCCL refuses two ranks on one."""
+"""Buckets from GPU to GPU, never on the host, between two processes. Needs two GPUs, since NCCL refuses two on one."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -22,7 +23,11 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 
 torch.cuda.set_device(1)
-receiver = WeightReceiver(lambda pieces: print(sum(float(piece.data.double().sum()) for piece in pieces), flush=True))
+def load(pieces):
+    assert all(piece.data.device == torch.device("cuda:1") for piece in pieces)
+    print(sum(float(piece.data.double().sum()) for piece in pieces), flush=True)
+
+receiver = WeightReceiver(load, "cuda:1")
 receiver.init(msgspec.json.decode(sys.stdin.readline(), type=InitInfo))
 for line in sys.stdin:
     receiver.update(msgspec.json.decode(line, type=UpdateInfo))
@@ -31,7 +36,7 @@ for line in sys.stdin:
 
 def test_buckets_cross_from_one_gpu_to_another() -> None:
     torch.cuda.set_device(0)
-    sender = NcclSender(1, "weights-0", 60)
+    sender = NcclSender((1,), "weights-0", 60)
     process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -39,6 +44,7 @@ def test_buckets_cross_from_one_gpu_to_another() -> None:
         process.stdin.flush()
         sender.connect()
         for bucket in make_buckets([("w", torch.arange(1000.0)), ("v", torch.ones(500, dtype=torch.bfloat16))], 2000):
+            bucket = dataclasses.replace(bucket, data=bucket.data.cuda())
             process.stdin.write(msgspec.json.encode(sender.stage(bucket)).decode() + "\n")
             process.stdin.flush()
             sender.send(bucket)

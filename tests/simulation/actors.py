@@ -98,11 +98,12 @@ class _WorkerLife:
                 continue
             headers = self._headers(group, sample, since)
             samples.append(headers)
-            rows += [header.tokens_sha256.encode() for header in headers]
+            rows += [header.tokens_hash.encode() for header in headers]
         if samples:
             for headers in samples:
                 world.rules.put(headers)
-            message, disk = yield m.Put(worker=self.name, samples=samples), rows
+            put = m.Put(worker=self.name, samples=samples, lengths=list(map(len, rows)))
+            message, disk = yield put, wire.join(rows)
             if disk == world.host.disk.run_id:
                 world.rules.answered(samples, message.reply)
 
@@ -129,7 +130,7 @@ class _WorkerLife:
                 reward=reward,
                 finish_reason="stop",
                 versions=runs,
-                tokens_sha256=f"{self.name}:{group.group_id}.{sample}.{segment}:{group.attempt}",
+                tokens_hash=f"{self.name}:{group.group_id}.{sample}.{segment}:{group.attempt}",
             )
             for segment in range(1 + (group.group_id + sample) % 2)
         ]

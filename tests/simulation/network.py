@@ -178,7 +178,7 @@ class RouterSocket:
         """At once."""
         return len(self.inbox)
 
-    def recv_multipart(self, _flags: int) -> list[Any]:
+    def recv_multipart(self, _flags: int, *, copy: bool = True) -> list[Any]:
         """The next message. Raises zmq.Again without one."""
         if not self.inbox:
             raise zmq.Again

@@ -82,7 +82,7 @@ class Rules:
 
     def put(self, headers: Sequence[TrajectoryHeader]) -> None:
         """A worker hands over a sample."""
-        self._puts.add(tuple(header.tokens_sha256 for header in headers))
+        self._puts.add(tuple(header.tokens_hash for header in headers))
 
     def answered(self, samples: Sequence[Sequence[TrajectoryHeader]], reply: Reply) -> None:
         """What was answered as taken must be trained with these tokens."""
@@ -93,7 +93,7 @@ class Rules:
             if isinstance(refused, Refused):
                 self._check(refused.code == "fenced", f"a put is taken or fenced, not {refused}")
                 continue
-            tokens = [header.tokens_sha256 for header in headers]
+            tokens = [header.tokens_hash for header in headers]
             before = self._taken.setdefault((first.group_id, first.sample), tokens)
             self._check(before == tokens, f"one sample was taken twice: {before} and {tokens}")
 
@@ -128,8 +128,8 @@ class Rules:
             oldest = min(run.version.step for run in header.versions)
             bound = self._settings.max_staleness
             self._check(step - oldest <= bound, f"staleness of {name} at step {step}: {step - oldest} > {bound}")
-            self._check(row.decode() == header.tokens_sha256, f"{name} has the header of other tokens")
-            batch.setdefault((header.group_id, header.sample), []).append(header.tokens_sha256)
+            self._check(row.decode() == header.tokens_hash, f"{name} has the header of other tokens")
+            batch.setdefault((header.group_id, header.sample), []).append(header.tokens_hash)
         for key, tokens in batch.items():
             self._check(tuple(tokens) in self._puts, f"{key} was trained with {tokens}, which nobody put")
             taken = self._taken.get(key, tokens)
@@ -160,7 +160,7 @@ class Rules:
 
     def consumed(self, record: Record, group: DeliveredGroup, rows: Sequence[str]) -> None:
         """A consumer takes one group more, with the rows that were put."""
-        tokens = [header.tokens_sha256 for header in group.headers]
+        tokens = [header.tokens_hash for header in group.headers]
         self._check(list(rows) == tokens, f"group {group.group_id} was delivered with other rows")
         trained = self._trained.get(group.step, {})
         known = [token for (of, _), each in sorted(trained.items()) if of == group.group_id for token in each]

@@ -29,7 +29,7 @@ def explained(row: Trajectory, masked: int = 0) -> Explanation:
 
 def conversation(question: str, answer: str, *, tool: str = "shell", error: str = "") -> list[Turn]:
     """A question, a call of a tool and an answer, which the tokens from 4 on are."""
-    call = ToolCall(name=tool, arguments='{"x":1}', result="" if error else "ok", error=error)
+    call = ToolCall(name=tool, arguments='{"x":1}', result="" if error else "ok", error=error, seconds=0.5)
     return [
         Turn(role="user", text=question, start=0, end=4),
         Turn(role="assistant", text=answer, start=4, end=8, tool_calls=[call], reward=0.25, reason="on time"),

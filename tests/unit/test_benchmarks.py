@@ -1,14 +1,28 @@
-"""The parts of benchmarks/real_model.py that compute rather than measure."""
+"""The parts of benchmarks that compute rather than measure."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from benchmarks import __main__ as every
+from benchmarks.algorithms import batch, loss_work
+from benchmarks.planned.published import HALVINGS, bisect, predict, tables
+from benchmarks.processes.telemetry_peers import scraped
 from benchmarks.processes.whole_run import Arm, TrlRun
 from benchmarks.real.steps import MODES, SHAPES, lengthened, overrides_of, sums
 from benchmarks.real.time_to_reward import Step, first_above
+from benchmarks.runbook import ITEMS
 from rl_async.configs.load.loader import load_config
+from rl_async.launcher.plan.planning import plan
+from rl_async.process.http_auth import make_tokens
+from rl_async.telemetry.targets import Target, write_targets
+from rl_async.trainer.algorithms.losses import LOSSES
 
 
 class Words:
@@ -84,3 +98,119 @@ def test_both_arms_get_the_tasks_of_the_preset(tmp_path: Path) -> None:
     assert len(held_out) == load_config("smollm2").eval.tasks
     asked = {row["prompt"][-1]["content"] for row in held_out}
     assert not asked & {row["prompt"][-1]["content"] for row in sums(tmp_path)}
+
+
+def test_every_benchmark_of_one_command_is_a_module_that_writes_a_file() -> None:
+    folder = Path(every.__file__).parent
+    modules = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    modules |= {path.parent.name: path.read_text() for path in folder.glob("*/__main__.py")}
+    for name, benchmark in every.BENCHMARKS.items():
+        assert "--json" in modules[name] or "parser(" in modules[name], name
+        assert all(option in modules[name] for option, _ in benchmark.peers), name
+
+
+def test_a_peer_that_is_there_is_passed_on_and_a_missing_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.touch(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(every.PEERS, "vLLM", every.Peer("bin/python", "install it"))
+    monkeypatch.setitem(every.PEERS, "TRL", every.Peer("/nowhere/python", "make it"))
+    benchmark = every.BENCHMARKS["real_model"]
+    assert every.missing(benchmark) == {"TRL": "make it"}
+    assert every.command("real_model", benchmark, Path("f"))[1:] == [
+        *("-m", "benchmarks.real_model", *benchmark.arguments, "--vllm", str(program), "--json", "f")
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_is_measured(name: str) -> None:
+    values = batch(2, 8)
+    work, reads = loss_work(LOSSES[name], values)
+    work()
+    assert all(read.shape == (2, 8) for read in reads)
+
+
+@contextmanager
+def scraped_server(run: Path, status: int) -> Iterator[threading.Event]:
+    """List a process that answers every scrape with ``status``; yields what is set once it was asked."""
+    asked = threading.Event()
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            asked.set()
+
+    make_tokens(run / "keys")
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        write_targets(run, "queue", [Target(f"127.0.0.1:{server.server_port}", "queue", "queue")])
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_scrapes_that_are_answered_are_counted(tmp_path: Path) -> None:
+    with scraped_server(tmp_path, 200) as asked, scraped(tmp_path, every_s=0.01) as answers:
+        assert asked.wait(30)
+    assert answers["queue"] >= 1
+
+
+def test_a_benchmark_of_telemetry_ends_if_its_scrapes_are_refused(tmp_path: Path) -> None:
+    with scraped_server(tmp_path, 401) as asked, pytest.raises(SystemExit), scraped(tmp_path, every_s=0.01):
+        assert asked.wait(30)
+
+
+def test_a_benchmark_of_telemetry_ends_if_no_process_is_listed(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), scraped(tmp_path, every_s=0.01):
+        pass
+
+
+def test_the_runbook_for_gpus_explains_every_item() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "gpu.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    for name in ITEMS:
+        assert sum(line.startswith(f"| `{name}` |") for line in lines) == 2, f"{name}: what it prints, and if it fails"
+
+
+def test_runs_of_the_runbook_fit_on_eight_gpus(tmp_path: Path) -> None:
+    runs = [item.command for item in ITEMS.values() if "launch" in item.command]
+    assert len(runs) == 9
+    for command in runs:
+        given = command[command.index("launch") + 1 :]
+        config = load_config(given[given.index("--config") + 1], [word for word in given if "=" in word])
+        config = msgspec.structs.replace(config, mode=given[given.index("--mode") + 1])
+        planned = plan(config, tmp_path, gpus=8)
+        used = [device for process in planned.processes for device in process.device.removeprefix("gpu:").split(",")]
+        assert {*used} - {"cpu"} <= {str(gpu) for gpu in range(8)}, command
+
+
+def test_published_tables_are_whole() -> None:
+    for table in tables():
+        assert table.source.startswith("https://") and table.predicted
+        if (run := table.measured) is not None:
+            assert run.generate_s + run.train_s <= 1.1 * run.step_s, "the phases of a colocated step follow one another"
+            assert run.logprob_s < run.train_s
+        else:
+            assert all(0 < (each.sampled or 0) < table.max_tokens for each in table.predicted)
+        assert all(each.step_s > 0 and each.ranks > 0 for each in table.predicted)
+
+
+def test_a_run_whose_answers_have_known_lengths_is_predicted_from_the_data_sheet() -> None:
+    (table,) = (table for table in tables() if table.model.startswith("Llama"))
+    run = table.predicted[0]
+    runs = [msgspec.structs.replace(run, sampled=sampled) for sampled in (200, 1000)]
+    short, long = predict(msgspec.structs.replace(table, groups=8, predicted=runs))
+    assert short.own_error is None and long.step_s > 2 * short.step_s
+    costly = msgspec.structs.replace(table, groups=8, predicted=runs[:1], forwards=200)
+    assert predict(costly)[0].step_s > 1.2 * short.step_s
+
+
+def test_a_length_is_found_with_which_the_generation_takes_as_long() -> None:
+    assert bisect(lambda x: x * x, 0.0, 16.0, 25.0) == pytest.approx(5.0, abs=16 / 2**HALVINGS)

@@ -1,7 +1,6 @@
 """The checker of chaos runs accepts a good history and notices each kind of damage."""
 
 import gzip
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from tests.chaos.history import Expected, problems
 
@@ -27,12 +27,12 @@ def history() -> Lines:
         rows = files.setdefault(f"trajectories/step-{step:06d}-lineage{lineage}-rank0.jsonl.gz", [])
         for sample in (0, 1):
             tokens = [step, sample, 7]
-            digest = hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).hexdigest()
+            digest = xxh3_128_hexdigest(np.array(tokens, dtype="<i4").tobytes())
             key = {"step": step, "lineage": lineage, "group": step, "sample": sample, "segment": 0}
-            files["trained.jsonl"].append(key | {"tokens_sha256": digest})
+            files["trained.jsonl"].append(key | {"tokens_hash": digest})
             if (lineage, step) != (1, 1):  # a rollback trains what was put before
                 files["ledger.jsonl"].append(
-                    {"event": "put", "group": step, "sample": sample, "tokens_sha256": [digest]},
+                    {"event": "put", "stored": [[step, sample, [digest]]]},
                 )
             rows.append(
                 {"group_id": step, "sample": sample, "segment": 0, "token_ids": tokens, "versions": [[[0, 0], 0, 2]]}

@@ -14,7 +14,7 @@ from rl_async.configs.load.loader import load_config, preset_names
 from rl_async.launcher.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "artifacts"}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
@@ -26,9 +26,13 @@ SUFFIXES = (".md", ".sqlite", ".py", ".yaml", ".json", ".jsonl", ".txt")
 
 
 def lines(page: Path) -> Iterator[str]:
-    """Indented lines of ``page``, which are commands and code, with continued lines joined."""
-    text = page.read_text().replace("\\\n", " ")
-    return (line.strip() for line in text.splitlines() if line.startswith("    "))
+    """Indented lines of ``page`` and those between fences, which are commands and code, with continued lines joined."""
+    fenced = False
+    for line in page.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            yield line.strip()
 
 
 def headings(page: Path) -> set[str]:
@@ -52,14 +56,15 @@ def test_every_command_parses(command: str, monkeypatch: pytest.MonkeyPatch) -> 
         return namespace, left
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
-    _, *words = shlex.split(command.split(" >")[0].replace(" [--address HOST:6379]", ""), comments=True)
+    command = re.split(r" [>|&](?: |$)", command)[0].replace(" [--address HOST:6379]", "")
+    _, *words = shlex.split(command, comments=True)
     assert main(words) == 0
     (arguments,) = seen
     if getattr(arguments, "config", None) in preset_names() and hasattr(arguments, "overrides"):
         load_config(arguments.config, arguments.overrides, mode=getattr(arguments, "mode", None) or "disaggregated")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for file, heading in LINK.findall(page.read_text()):
         target = page.parent / file if file else page
@@ -68,7 +73,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert heading in headings(target), f"{file}#{heading}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """Add a new page to ``nav`` in docs/site/site.yaml."""
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "docs/site/site.yaml").read_text().partition("\nnav:")[2])
+    pages = [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")]
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in pages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_exists(page: Path) -> None:
     """Paths below the repository's folders, and modules given to ``python -m``."""
     text = page.read_text()
@@ -78,7 +90,7 @@ def test_every_path_exists(page: Path) -> None:
     assert {path for path in PATH.findall(text) if not (ROOT / path).exists()} | missing == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_config_key_is_one(page: Path) -> None:
     """Names in backquotes that begin with a section of the config."""
     keys = set(all_keys())

@@ -1,6 +1,7 @@
 """Imports point one way between packages and inside them, and heavy packages stay where they belong."""
 
 import ast
+import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -26,9 +27,13 @@ HOME_OF = {
         "trainer",
         "weight_sync",
         "rollout_server/embedded",
+        "rl_async/eight_bits.py",
+        "rl_async/torch_device.py",
         "rl_async/output_layer.py",  # what the engine and the trainer must compute alike
         "rl_async/windowed_attention.py",  # the same
-        "rollout_server/vllm/plugin.py",  # these two run inside vLLM's own process
+        "rollout_server/vllm/int8.py",  # these run inside vLLM's own process
+        "rollout_server/vllm/plugin.py",
+        "rollout_server/vllm/slices.py",
         "rollout_server/vllm/transfer.py",
         "reward_loop/server",
         "transfer_queue/client/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
@@ -150,3 +155,13 @@ def _node(path: Path) -> str:
     where = path.relative_to(ROOT)
     alone = path.name in ("__main__.py", "__init__.py") or len(where.parts) == 2
     return where.as_posix() if alone else where.parent.as_posix()
+
+
+NAMES_ONE_MAKE = re.compile(r"torch\.cuda|\.cuda\(|is_cuda|[\"']cuda|CUDA_VISIBLE")
+
+
+def test_one_module_names_makes_of_accelerators() -> None:
+    """What else names one runs on that make only: Megatron-Core calls CUDA itself."""
+    exempt = {ROOT / "rl_async" / "accelerators.py", ROOT / "trainer" / "backends" / "megatron" / "cpu.py"}
+    files = [*FILES, *(ROOT / "rl_async").glob("*.py"), *(ROOT / "rl_async" / "process").glob("*.py")]
+    assert [str(path) for path in files if path not in exempt and NAMES_ONE_MAKE.search(path.read_text())] == []

@@ -21,8 +21,8 @@ class Outputs(msgspec.Struct, frozen=True):
     """Results of one forward pass for tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
     ``values`` comes from a value head (always for a critic, on request for a policy that shares its backbone with one),
-    everything else from a policy head; what was not requested is None. Beyond the end of a row (``Tensors.lengths``)
-    the numbers are finite and meaningless.
+    everything else from a policy head; what was not requested is None, and so is ``agreement`` unless experts are
+    replayed. Beyond the end of a row (``Tensors.lengths``) the numbers are finite and meaningless.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
@@ -30,6 +30,7 @@ class Outputs(msgspec.Struct, frozen=True):
     sum_squares: Tensor | None = None  # [B, T-1] sum over the vocabulary of pi^2
     distribution: Tensor | None = None  # [B, T-1, V] log-probabilities of all tokens
     values: Tensor | None = None  # [B, T-1] value of the state in which each token was chosen
+    agreement: Tensor | None = None  # [B, T-1] share of layers whose router agrees with the experts that were replayed
 
 
 def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputName]) -> Outputs:
@@ -60,6 +61,7 @@ class Backend(Protocol):
 
     device: str
     row_cost: RowCost  # how much work a row is
+    replays_routers: bool  # whether tokens go through the experts that engines recorded, ``Tensors.experts``
     data_parallel: DataParallel
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
@@ -78,7 +80,8 @@ class Backend(Protocol):
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         """Return this rank's shards of the weights that engines get, and the layout over all ranks.
 
-        Names are Hugging Face's; tied duplicates and a value head are left out. Weights are sent in the model's dtype,
+        Names are those of published checkpoints (``weight_sync/experts.py`` for experts); tied duplicates and a value
+        head are left out. Weights are sent in the model's dtype,
         without a copy if they are held as they are published. A backend that trains adapters gives the weights merged
         with them, the base without them, or the adapters alone, in float32 and named as in
         ``weight_sync/buckets/adapters.py``.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from rl_async.experts import experts_of
+
 
 @dataclass(frozen=True)
 class RowCost:
@@ -63,14 +65,9 @@ def _latent_attention(config: Any) -> tuple[int, int]:
     return weights + heads * value * hidden, scored + value
 
 
-def _experts(config: Any) -> int:
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return next((count for name in names if (count := getattr(config, name, None))), 0)
-
-
 def _mlp_layers(config: Any) -> tuple[int, int]:
     """Layers with one MLP, and layers with experts."""
-    if not _experts(config):
+    if not experts_of(config):
         return config.num_hidden_layers, 0
     dense = min(getattr(config, "first_k_dense_replace", 0) or 0, config.num_hidden_layers)
     return dense, config.num_hidden_layers - dense
@@ -78,9 +75,9 @@ def _mlp_layers(config: Any) -> tuple[int, int]:
 
 def _expert_weights(config: Any) -> int:
     """Weights of the router and of the experts that one token meets in a layer."""
-    if not _experts(config):
+    if not experts_of(config):
         return 0
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     met = config.num_experts_per_tok * width + (getattr(config, "n_shared_experts", 0) or 0) * width
     met += getattr(config, "shared_expert_intermediate_size", 0) or 0
-    return config.hidden_size * (3 * met + _experts(config))
+    return config.hidden_size * (3 * met + experts_of(config))

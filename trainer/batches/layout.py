@@ -175,6 +175,12 @@ def cost_imbalance(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: Ro
     return max(imbalance([sum(sizes.work(micro) for micro in micros) for micros in mini.ranks]) for mini in plan)
 
 
+def forward_flops(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: RowCost) -> int:
+    """Floating-point operations of one forward pass over the batch, on all ranks together."""
+    sizes = Sizes(headers, cost)
+    return sum(sizes.work(micro) for mini in plan for micros in mini.ranks for micro in micros)
+
+
 def _first_fit(rows: list[int], sizes: Sizes, max_tokens: int) -> list[list[list[int]]]:
     """Few micro-batches within the budget: each group that fits into one, largest first, goes into the first that has
     room, and a larger one is divided."""

@@ -35,6 +35,7 @@ class PackedTree:
     predictions: Tensor  # int64 [K], of the M, for every token of a row but its first
     places: Tensor  # int64 [K], where those stand in [B, T-1] when it is flat
     shape: tuple[int, int]  # B, T-1
+    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
@@ -80,6 +81,7 @@ def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
         predictions=on_device(order[np.concatenate(followers)]),
         places=on_device(np.concatenate(cells)),
         shape=(rows, width - 1),
+        experts=None if batch.experts is None else on_device(batch.experts.flatten(0, 1).numpy()[tree.places]),
     )
 
 

@@ -25,6 +25,7 @@ class Packed:
     predicts: Tensor  # int64 [M], positions that a token follows
     places: Tensor  # int64 [M], where those stand in [B, T-1] when it is flat
     shape: tuple[int, int]  # B, T-1
+    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers. Our attention reads ``packed_groups``, FlashAttention the rest."""
@@ -54,6 +55,7 @@ class Packed:
             groups=(*self.groups, (missing, 1)) if missing else self.groups,
             targets=pad(self.targets, (0, missing))[mine],
             temperature=pad(self.temperature, (0, missing), value=1.0)[mine],
+            experts=None if self.experts is None else pad(self.experts, (0, 0, 0, 0, 0, missing), value=-1)[mine],
         )
 
     def predicting(self, hidden: Tensor) -> Tensor:
@@ -79,7 +81,9 @@ def pack(batch: Tensors) -> Packed:
     sizes, counts = lengths.unique_consecutive(return_counts=True)
 
     device = batch.tokens.device
-    source, predicts, row = ((row * width + position).to(device), predicts.to(device), row.to(device))
+    source = row * width + position
+    experts = None if batch.experts is None else batch.experts.flatten(0, 1).index_select(0, source).to(device)
+    source, predicts, row = source.to(device), predicts.to(device), row.to(device)
     tokens = batch.tokens.flatten().index_select(0, source)
     return Packed(
         tokens=tokens[None],
@@ -90,4 +94,5 @@ def pack(batch: Tensors) -> Packed:
         predicts=predicts,
         places=places.to(device),
         shape=(rows, width - 1),
+        experts=experts,
     )

@@ -37,9 +37,16 @@ class PrefixTree:
 
 
 def prefix_tree(
-    tokens: np.ndarray, lengths: Sequence[int], temperatures: Sequence[float], least: int = LEAST
+    tokens: np.ndarray,
+    lengths: Sequence[int],
+    temperatures: Sequence[float],
+    least: int = LEAST,
+    experts: np.ndarray | None = None,
 ) -> PrefixTree | None:
-    """Find what the rows [B, T] share; None if that is nothing. Runs shorter than ``least`` are not shared."""
+    """Find what the rows [B, T] share; None if that is nothing. Runs shorter than ``least`` are not shared.
+
+    Tokens that went through other ``experts`` [B, T, layers, k] are not the same.
+    """
     building = _Building(least)
     paths: dict[int, np.ndarray] = {}
     places, befores = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -49,7 +56,11 @@ def prefix_tree(
     for last, row in pairwise([None, *order]):
         assert row is not None
         alike = last is not None and temperatures[last] == temperatures[row]
-        shared = building.add(len(rows[row]), _common(rows[last], rows[row]) if alike and last is not None else 0)
+        common = _common(rows[last], rows[row]) if alike and last is not None else 0
+        if common and experts is not None:
+            differ = (experts[last, :common] != experts[row, :common]).any((1, 2))
+            common = int(differ.argmax()) if differ.any() else common
+        shared = building.add(len(rows[row]), common)
         new = np.arange(building.tokens - (len(rows[row]) - shared), building.tokens)
         path = paths[row] = np.concatenate([path[:shared], new])
         places.append(row * tokens.shape[1] + np.arange(shared, len(path)))

@@ -52,7 +52,7 @@ class Absence:
             self._logged = now
             log.warning(
                 "%s waits without a deadline: no agent program has asked a gateway for an episode for %.0f s; start "
-                "one (docs/gateway.md), `rl-async gateway ls RUN` shows who plays",
+                "one (docs/how-to/gateway.md), `rl-async gateway ls RUN` shows who plays",
                 self._what,
                 reply.unattended_s,
             )
@@ -102,7 +102,7 @@ class QueueSource:
         try:
             return self._queue.fetch_announced(headers)
         except RowsChanged as error:
-            self._refused(self._step, error.tokens_sha256)
+            self._refused(self._step, error.tokens_hash)
             raise
 
     def commit(self, step: int) -> None:

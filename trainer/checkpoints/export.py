@@ -1,6 +1,7 @@
 """Exports a checkpoint's shards as Hugging Face safetensors, which other tools read."""
 
 import glob
+import json
 import shutil
 from pathlib import Path
 
@@ -8,12 +9,11 @@ from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.trainer.checkpoints.adapters import ADAPTER_FOLDER, write_merged
 from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints
-from rl_async.trainer.checkpoints.shards import write_whole
+from rl_async.trainer.checkpoints.shards import MOMENT, write_whole
 from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE
 
 SHARDS = "shards"
 WEIGHTS = "lm."  # prefix of the language model's parameters
-MOMENT = "|"  # separates the name of a parameter from that of a tensor of AdamW
 WHOLE = "model.safetensors"
 
 
@@ -27,7 +27,8 @@ def write_model(folder: Path, target: Path | None = None) -> None:
     if (folder / ADAPTER_FOLDER).is_dir():
         write_merged(folder / ADAPTER_FOLDER, target)
     else:
-        write_whole(folder / SHARDS, target, _hf_name)
+        config = json.loads((folder / MODEL_FOLDER / "config.json").read_text())
+        write_whole(folder / SHARDS, target, _hf_name, config["model_type"])
 
 
 def _hf_name(name: str) -> str | None:

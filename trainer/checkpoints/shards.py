@@ -11,17 +11,20 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from rl_async.errors import CheckpointDamaged, CheckpointFailed, RlAsyncError
+from rl_async.trainer.model.parts import own_part, read_part
+from rl_async.weight_sync.experts import expert_parts, published
 
 DTYPES = {  # names as in a safetensors header
     torch.float64: "F64",
@@ -37,13 +40,22 @@ DTYPES = {  # names as in a safetensors header
 }
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SUFFIX = ".safetensors"
+MOMENT = "|"  # separates the name of a parameter from that of a tensor of AdamW
 SHARDING = "DCP_SHARDING_INFO"  # a key in the header's metadata
 NO_NOTES: Mapping[str, str] = {}
 FAILURES = (OSError, SafetensorError)  # a full disk raises either, depending on who was writing
-UNREADABLE = (*FAILURES, RuntimeError, ValueError, KeyError, AssertionError)  # what DCP raises for other tensors
+UNREADABLE = (*FAILURES, ValueError, KeyError)  # a tensor of another shape, or none
 ON_HOST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
+
+
+class StoredPart(NamedTuple):
+    """A part of a tensor in a file: where it begins in the whole, and its shape."""
+
+    offset: Sequence[int]
+    shape: Sequence[int]
+    path: str
 
 
 def host_copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,21 +76,21 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessG
 def _write_own(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write what is for this rank to write: each part of a tensor is written by one rank, known without asking any."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: part for name, tensor in state.items() if (part := _own_part(name, tensor)) is not None}
+    parts = {name: part for name, tensor in state.items() if (part := _part_to_write(name, tensor)) is not None}
     if parts:
         sizes = {name: (DTYPES[part.dtype], list(part.shape)) for name, (part, _) in parts.items()}
-        offsets = json.dumps({name: {"saved_offsets": offset} for name, (_, offset) in parts.items()})
+        offsets = json.dumps({n: {"saved_offsets": [at.start for at in where]} for n, (_, where) in parts.items()})
         target = folder / f"shard-{dist.get_rank() + 1:05d}-model-00001-of-00001{SUFFIX}"
         write_tensors(target, sizes, (part for part, _ in parts.values()), {SHARDING: offsets})
 
 
-def _own_part(name: str, tensor: Tensor) -> tuple[Tensor, list[int]] | None:
-    """Return the part of ``tensor`` that this rank writes, and its offset; None if other ranks write all of it.
+def _part_to_write(name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]] | None:
+    """Return the part of ``tensor`` that this rank writes, and its place; None if other ranks write all of it.
 
     Of the ranks that hold the same part one writes it, another one for each name. Rank 0 writes what is not sharded.
     """
     if not isinstance(tensor, DTensor):
-        return (tensor, [0] * tensor.dim()) if dist.get_rank() == 0 else None
+        return own_part(tensor) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh
     copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
     writer = zlib.crc32(name.encode())
@@ -86,14 +98,14 @@ def _own_part(name: str, tensor: Tensor) -> tuple[Tensor, list[int]] | None:
         writer, chosen = divmod(writer, mesh.size(dim))
         if mesh.get_local_rank(dim) != chosen:
             return None
-    part = tensor.to_local()
-    (chunk,) = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
-    return (part, list(chunk.offsets)) if part.numel() else None
+    part, where = own_part(tensor)
+    return (part, where) if part.numel() else None
 
 
 def read_shards(state: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the tensors of ``state``, sharded or whole, in place. A collective of all ranks.
 
+    Stacked experts may be stored one by one (``weight_sync/experts.py``).
     Raises CheckpointDamaged on all ranks if one of them could not read.
     """
     try:
@@ -103,13 +115,66 @@ def read_shards(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _read_own(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Read this rank's parts. A load plan is local: ``dcp.load`` would only send it around."""
-    reader, planner = HuggingFaceStorageReader(str(folder)), DefaultLoadPlanner()
-    found = reader.read_metadata()
-    planner.set_up_planner(dict(state), found, is_coordinator=True)
-    reader.set_up_storage_reader(found, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    """Read this rank's parts, slice by slice."""
+    shards = StoredShards(folder)
+    for name, tensor in state.items():
+        local, where = own_part(tensor.detach())
+        parameter, separator, kind = name.partition(MOMENT)
+        parts = [] if name in shards.sizes else expert_parts(parameter, tensor.shape)
+        if not parts:
+            shards.read_into(local, name, where, tensor.shape)
+        for part in parts:
+            if part.expert in range(where[0].start, where[0].stop):
+                expert = local[part.expert - where[0].start, part.rows.start : part.rows.stop]
+                shards.read_into(expert, f"{part.name}{separator}{kind}")
+
+
+class StoredShards:
+    """The tensors of a folder of shards, of which any part can be read. ``sizes`` has the shape of each by its name.
+
+    A file is open for one slice: mapped pages count as a rank's memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        found = stored(folder)
+        self.sizes: dict[str, torch.Size] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for name, described in found.state_dict_metadata.items():
+            assert isinstance(described, TensorStorageMetadata)
+            self.sizes[name], self.dtypes[name] = described.size, described.properties.dtype
+        self._parts: dict[str, list[StoredPart]] = defaultdict(list)
+        for index, place in found.storage_data.items():
+            self._parts[index.fqn].append(StoredPart(index.offset, place.shape, place.relative_path))
+
+    def whole(self, name: str) -> Tensor:
+        """Assemble a tensor. Raises KeyError if there is none of the name."""
+        whole = torch.empty(self.sizes[name], dtype=self.dtypes[name])
+        self.read_into(whole, name)
+        return whole
+
+    def read_into(
+        self, local: Tensor, name: str, where: Sequence[slice] | None = None, size: Sequence[int] | None = None
+    ) -> None:
+        """Fill ``local`` with the part ``where`` of a tensor, by default all of it.
+
+        Raises KeyError if there is no such tensor, and ValueError if it has not the shape ``size``, by default that
+        of ``local``, or parts of it are missing.
+        """
+        where = [slice(0, count) for count in local.shape] if where is None else where
+        if tuple(self.sizes[name]) != tuple(local.shape if size is None else size):
+            raise ValueError(f"{name} is {list(self.sizes[name])} there, not {list(size or local.shape)}")
+        left = local.numel()
+        for begin, shape, path in self._parts[name]:
+            stops = [offset + count for offset, count in zip(begin, shape, strict=True)]
+            common = [(max(at.start, b), min(at.stop, s)) for at, b, s in zip(where, begin, stops, strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            piece = read_part(path, name, tuple(slice(i - b, j - b) for (i, j), b in zip(common, begin, strict=True)))
+            at_home = tuple(slice(i - at.start, j - at.start) for (i, j), at in zip(common, where, strict=True))
+            local[at_home].copy_(piece)
+            left -= piece.numel()
+        if left:
+            raise ValueError(f"{name} lacks {left} of its numbers there")
 
 
 def on_all_ranks(
@@ -140,22 +205,21 @@ def stored(folder: Path) -> Metadata:
     return HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
-def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None]) -> None:
+def write_whole(folder: Path, target: Path, rename: Callable[[str], str | None], kind: str = "") -> None:
     """Assemble the tensors of ``folder`` into the safetensors file ``target``, one at a time.
 
-    ``rename`` maps each tensor's name to its name there, or to None to omit it. Not a collective: one process does it.
+    ``rename`` maps each tensor's name to its name in a model of Transformers, or to None to omit it; experts get the
+    names of published files of ``kind``, a ``model_type`` (``weight_sync/experts.py``). Not a collective: one process
+    does it.
     """
-    found = stored(folder)
-    names = {name: new for name in sorted(found.state_dict_metadata) if (new := rename(name)) is not None}
-    sizes = {}
-    for name, new in names.items():
-        size = found.state_dict_metadata[name]
-        assert isinstance(size, TensorStorageMetadata)
-        sizes[new] = (DTYPES[size.properties.dtype], list(size.size))
-    parts = defaultdict(list)
-    for index, place in found.storage_data.items():
-        parts[index.fqn].append((index.offset, place.relative_path))
-    write_tensors(target, sizes, (_whole(found, name, parts[name]) for name in names))
+    shards = StoredShards(folder)
+    names = {name: new for name in sorted(shards.sizes) if (new := rename(name)) is not None}
+    empty = (
+        (new, torch.empty(shards.sizes[name], dtype=shards.dtypes[name], device="meta")) for name, new in names.items()
+    )
+    sizes = {new: (DTYPES[tensor.dtype], list(tensor.shape)) for new, tensor in published(kind, empty)}
+    wholes = ((new, shards.whole(name)) for name, new in names.items())
+    write_tensors(target, sizes, (tensor for _, tensor in published(kind, wholes)))
 
 
 def write_tensors(
@@ -179,15 +243,3 @@ def write_tensors(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _whole(found: Metadata, name: str, parts: Sequence[tuple[Sequence[int], str]]) -> Tensor:
-    """Assemble one tensor from ``parts``: the offset of each part, and its file."""
-    size = found.state_dict_metadata[name]
-    assert isinstance(size, TensorStorageMetadata)
-    whole = torch.empty(size.size, dtype=size.properties.dtype)
-    for offset, path in parts:
-        with safe_open(path, framework="pt") as file:
-            part = file.get_tensor(name)
-        whole[tuple(slice(begin, begin + count) for begin, count in zip(offset, part.shape, strict=True))] = part
-    return whole

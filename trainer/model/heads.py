@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
+from rl_async.experts import experts_of
 from rl_async.trainer.backends.interface import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batches.packed_tree import PackedTree, pack_tree
 from rl_async.trainer.batches.packing import Packed, pack
@@ -19,6 +20,8 @@ from rl_async.trainer.model.families import logit_form, why_not_shared, why_padd
 from rl_async.trainer.model.kernels import apply_liger, attention, why_prefixes_apart
 from rl_async.trainer.model.logprobs import Head as LogitHead
 from rl_async.trainer.model.logprobs import head_logits, token_stats
+from rl_async.trainer.model.pretrained import Pretrained, StoredWeights, skeleton
+from rl_async.trainer.model.routing import RouterReplay, check_records, is_replayed, why_not_replayed
 from rl_async.trainer.model.ulysses import Sharing, gathered
 
 log = logging.getLogger("rl_async.trainer")
@@ -57,11 +60,14 @@ class Headed(torch.nn.Module):
         self.packs = why_padded(lm.config) is None
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
+        self.replay: RouterReplay | None = None
 
     def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
         """One pass over a micro-batch: packed if the model can be, with shared prefixes if it has any, else padded."""
         if not self.packs:
             return Outputs(**self(batch, requested))
+        if self.replay is not None and batch.experts is not None:
+            check_records(batch.experts, self.lm.config)
         packed = pack(batch) if batch.tree is None or not self.shares_prefixes else pack_tree(batch, batch.tree)
         flat: dict[str, Tensor | None]
         if self.sharing is None or isinstance(packed, PackedTree):
@@ -89,11 +95,17 @@ class Headed(torch.nn.Module):
         inputs = packed.backbone_inputs()
         if self.sharing is not None:
             inputs["sharing_ranks"] = self.sharing.group
-        hidden = packed.predicting(self.lm.base_model(**inputs).last_hidden_state[0])
         outputs: dict[str, Tensor | None] = {}
+        if self.replay is None or packed.experts is None:
+            states = self.lm.base_model(**inputs).last_hidden_state[0]
+        else:
+            self.replay.begin()
+            states = self.lm.base_model(**inputs, routed_experts=packed.experts).last_hidden_state[0]
+            outputs["agreement"] = packed.predicting(self.replay.end()[:, None])[:, 0]
+        hidden = packed.predicting(states)
         if self.has_logits:
             head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
-            outputs = token_stats(hidden, head, packed.targets, packed.temperature, requested)._asdict()
+            outputs |= token_stats(hidden, head, packed.targets, packed.temperature, requested)._asdict()
             if "distribution" in requested:
                 outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
         if not self.has_logits or "values" in requested:
@@ -116,22 +128,23 @@ class Headed(torch.nn.Module):
         return self.value_head(hidden).float()
 
 
-def load_headed(
+def build_headed(
     path: str,
     head: Head,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     options: TrainerConfig | None = None,
     sharing: Sharing | None = None,
-) -> Headed:
-    """Read float32 weights from a Hugging Face folder, or from the ``critic`` folder of a checkpoint with its head.
+) -> tuple[Headed, Pretrained]:
+    """Build the float32 model of a Hugging Face folder, or of the ``critic`` folder of a checkpoint with its head.
 
-    The device and the dtype are those that the model will compute on and in. Raises UserError if there is no model
-    of the kind, or if it cannot compute as ``options`` say.
+    The language model's parameters have no memory yet; the second result fills them. The device and the dtype are
+    those that the model will compute on and in. Raises UserError if there is no model of the kind, or if it cannot
+    compute as ``options`` say.
     """
     options = options or TrainerConfig()
     saved = Path(path) / MODEL_FOLDER
-    folder = str(saved) if saved.is_dir() else path
+    folder = saved if saved.is_dir() else Path(path)
     kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
     key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
     try:
@@ -139,16 +152,10 @@ def load_headed(
         if sharing is not None and (reason := why_not_shared(config, sharing.size)):
             raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
         how = attention(config, device, dtype, options)
-        lm = kind.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation=how,
-            config=config,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        lm = skeleton(kind, config, how)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
+    pretrained = Pretrained(lm, StoredWeights(folder, key))
     if options.kernels == "liger":
         apply_liger(lm, device)
     if reason := why_padded(lm.config):
@@ -159,4 +166,15 @@ def load_headed(
     weights = Path(path) / VALUE_HEAD_FILE
     if model.value_head is not None and weights.is_file():
         model.value_head.load_state_dict(load_file(weights))
-    return model
+    return model, pretrained
+
+
+def replay_routers(model: Headed, options: TrainerConfig) -> None:
+    """Let a policy replay the experts that engines chose, as ``trainer.router_replay`` says.
+
+    Raises UserError if it is to and its routers cannot.
+    """
+    config = model.lm.config
+    reason = why_not_replayed(config, packs=model.packs, compiled=options.compile)
+    if is_replayed(options, experts_of(config), reason):
+        model.replay = RouterReplay(model.lm)

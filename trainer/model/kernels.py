@@ -17,7 +17,7 @@ def attention(config: Any, device: str, dtype: torch.dtype, options: TrainerConf
     Raises UserError when ``trainer.attention=flash`` cannot be honoured for this model and device.
     """
     padded = why_padded(config)
-    suits = device.startswith("cuda") and dtype == torch.bfloat16
+    suits = device != "cpu" and dtype == torch.bfloat16
     if options.attention == "flash":
         if padded is not None:
             raise UserError(f"trainer.attention=flash is for rows that can be packed, and {padded}; use auto")
@@ -42,7 +42,7 @@ def why_prefixes_apart(config: Any, implementation: str, device: str, options: T
         return f"its rows are not packed: {reason}"
     if options.sequence_parallel > 1:
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
-    if implementation != packed_attention.NAME or not device.startswith("cpu"):
+    if implementation != packed_attention.NAME or device != "cpu":
         return "attention over shared prefixes is made for CPUs"
     if options.compile:
         return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"
@@ -56,7 +56,7 @@ def apply_liger(lm: Any, device: str) -> None:
     Liger replaces the rotary embedding for all models of the kind in this process. Raises UserError where there is no
     GPU, no Liger, or none for this kind of model.
     """
-    if not device.startswith("cuda"):
+    if device == "cpu":
         raise UserError(f"trainer.kernels=liger needs a GPU, and the model is on {device}; use trainer.kernels=torch")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance

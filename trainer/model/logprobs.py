@@ -12,7 +12,8 @@ from torch import Tensor
 from rl_async.output_layer import bfloat16_products, output_logits, widened
 from rl_async.trainer.model.families import LogitForm
 
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # on the CPU the fastest of those measured; a GPU needs larger matrices
+CPU_CHUNK_LOGITS = 2**23  # the fastest of those measured
+GPU_CHUNK_LOGITS = 2**26  # a GPU needs larger matrices
 
 
 class TokenStats(NamedTuple):
@@ -48,7 +49,8 @@ def token_stats(
         requested: of "entropy" and "sum_squares"; other names are ignored.
         chunk_logits: logits in memory at once; None: what suits the device.
     """
-    chunk = max(1, (chunk_logits or CHUNK_LOGITS[hidden.device.type]) // head.weight.shape[0])
+    usual = CPU_CHUNK_LOGITS if hidden.device.type == "cpu" else GPU_CHUNK_LOGITS
+    chunk = max(1, (chunk_logits or usual) // head.weight.shape[0])
     flags = "entropy" in requested, "sum_squares" in requested
     result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, chunk)
     return TokenStats(*result)
@@ -172,7 +174,7 @@ def _by_logits(logp: Tensor, x: _Rows) -> Tensor:
 
 def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
     """total [V, H] += dz^T hidden, in the precision of ``total``."""
-    if total.is_cuda and total.dtype != dz.dtype:
+    if total.device.type != "cpu" and total.dtype != dz.dtype:
         total += dz.t() @ hidden
         return
     with bfloat16_products(dz.dtype):

@@ -4,6 +4,7 @@ An adapter of ``layers.0.self_attn.q_proj`` is the parameters ``layers.0.self_at
 [rank, in] and ``...lora_B.default.weight`` [out, rank]; the layer's own weight [out, in] is ``...base_layer.weight``.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import UserError
+from rl_async.trainer.model.parts import own_part
 from rl_async.weight_sync.buckets.adapters import add
 
 BASE_LAYER = ".base_layer"
@@ -20,8 +22,9 @@ SEED = 0  # every rank draws the same A; B is zero, so that the model begins as 
 
 
 def attach(lm: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
-    """Freeze ``lm`` in ``dtype`` and add float32 adapters that train. Returns the names of the layers that have one.
+    """Freeze ``lm`` in ``dtype`` and add float32 adapters that train, without memory; ``draw`` gives them values.
 
+    Returns the names of the layers that have one.
     Raises UserError if PEFT is missing, or a target is no linear layer of the decoder.
     """
     try:
@@ -33,16 +36,30 @@ def attach(lm: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
     for parameter in lm.parameters():  # not the buffers: rotary frequencies stay float32
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        inject_adapter_in_model(
-            PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0), lm
-        )
+    inject_adapter_in_model(
+        PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0),
+        lm,
+        low_cpu_mem_usage=True,
+    )
     for name, parameter in lm.named_parameters():
         if name.endswith(NAMES):
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
     return targets
+
+
+def draw(lm: Any) -> None:
+    """Set this rank's part of the first values of all adapters. Not a collective."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(SEED)
+        for name, parameter in lm.named_parameters():
+            if not name.endswith(NAMES):
+                continue
+            whole = torch.zeros(parameter.shape)
+            if name.endswith(NAMES[0]):
+                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))  # as PEFT does
+            local, part = own_part(parameter)
+            local.copy_(whole[part])
 
 
 def chosen(lm: Any, targets: tuple[str, ...]) -> list[str]:

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rl_async.accelerators import collectives_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RanksLost, UserError
 from rl_async.process.heartbeat import who_is_missing
 from rl_async.process.private_folder import RENDEZVOUS
+from rl_async.torch_device import pick_device
 from rl_async.weight_sync.transports.rendezvous import (
     bind_groups,
     file_store,
@@ -56,8 +58,9 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     """Join the trainer's process group and seed this rank; return this rank's device and the ranks' store."""
     if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
         torch.set_num_threads(config.launcher.threads)
-    cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # counts and flags are reduced on the host with gloo
+    device = pick_device(config.model.device)
+    # counts and flags are reduced on the host with gloo
+    backends = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{collectives_of(device)}"
     rank, ranks = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
     timeout_s = config.trainer.collective_timeout_s
     store: dist.Store = dist.HashStore()
@@ -69,12 +72,12 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
-    if not cuda:
+    if device == "cpu":
         return "cpu", store
-    local = rank % torch.cuda.device_count()
-    torch.cuda.set_device(local)
-    dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL needs all ranks in the first exchange of a group
-    return f"cuda:{local}", store
+    local = rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(local)
+    dist.all_reduce(torch.zeros(1, device=device))  # NCCL needs all ranks in the first exchange of a group
+    return f"{device}:{local}", store
 
 
 def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.Store:

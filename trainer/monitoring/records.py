@@ -20,18 +20,18 @@ class RefusedRow(msgspec.Struct, frozen=True):
     group: int
     sample: int
     segment: int
-    tokens_sha256: str  # of what came
+    tokens_hash: str  # of what came
     rank: int
 
 
 def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajectory]) -> None:
     """Append one line per row and force them to disk, before the queue is told that the batch was trained."""
-    _append(path, lineage, [TrainedRow(lineage, step, *row.key, row.tokens_sha256()) for row in rows])
+    _append(path, lineage, [TrainedRow(lineage, step, *row.key, row.tokens_hash()) for row in rows])
 
 
-def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_sha256: Mapping[RowKey, str]) -> None:
+def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_hash: Mapping[RowKey, str]) -> None:
     """Append one line per row that came to a rank with other tokens than were announced."""
-    _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_sha256.items()])
+    _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_hash.items()])
 
 
 def _append(path: Path, lineage: int, rows: Iterable[msgspec.Struct]) -> None:

@@ -84,6 +84,8 @@ def swanlab(config: RunConfig, folder: Path) -> Destination:
 
 def wandb(config: RunConfig, folder: Path) -> Destination:
     """Log to Weights & Biases; offline it writes to ``wandb/`` in the run folder."""
+    if config.tracking.offline:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, in offline mode too
     import wandb
 
     run = wandb.init(
@@ -97,11 +99,14 @@ def wandb(config: RunConfig, folder: Path) -> Destination:
 
 
 def mlflow(config: RunConfig, folder: Path) -> Destination:
-    """Log to MLflow at MLFLOW_TRACKING_URI, or else to ``mlflow/`` in the run folder."""
+    """Log to MLflow at MLFLOW_TRACKING_URI, or else to the database ``mlflow/mlflow.db`` in the run folder."""
+    if config.tracking.offline:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which its makers get, wherever the metrics go
     import mlflow
 
     if "MLFLOW_TRACKING_URI" not in os.environ:
-        mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
+        (folder / "mlflow").mkdir(exist_ok=True)
+        mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow' / 'mlflow.db').resolve()}")
     mlflow.set_experiment(config.tracking.project)
     mlflow.start_run(run_name=config.name)
 
@@ -127,6 +132,7 @@ class Tracking:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Start the trackers. Raises ConfigError naming the one that cannot start and what to install."""
         self._live: dict[str, Destination] = {}
+        self.latest: Metrics = {}  # the newest value of each metric
         names: tuple[TrackerName, ...] = ("jsonl", *config.tracking.backends)
         for name in dict.fromkeys(names):
             try:
@@ -142,6 +148,7 @@ class Tracking:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Send one step's metrics to all trackers; one other than jsonl that fails is dropped with a warning."""
+        self.latest = {**self.latest, **metrics}  # another object: others read it meanwhile
         for name, tracker in list(self._live.items()):
             self._guard(name, partial(tracker.log, step, metrics))
 

@@ -27,11 +27,15 @@ class CanaryEngine(Generator, Protocol):
 
 @dataclass(frozen=True)
 class Canary:
-    """A sample of one engine: ``logprobs`` belong to the last ``len(logprobs)`` tokens of ``token_ids``."""
+    """A sample of one engine: ``logprobs`` belong to the last ``len(logprobs)`` tokens of ``token_ids``.
+
+    ``experts`` [tokens, layers, k] are those that the first tokens went through, if the engine records them.
+    """
 
     engine_id: str
     token_ids: list[int]
     logprobs: list[float]
+    experts: np.ndarray | None = None
 
 
 class Canaries:
@@ -91,4 +95,5 @@ class Canaries:
             await engine.close()
         if not got.token_ids:  # aborted before its first token
             return None
-        return Canary(record.engine_id, request.token_ids + got.token_ids, got.logprobs)
+        experts = None if got.routes is None else got.routes.experts
+        return Canary(record.engine_id, request.token_ids + got.token_ids, got.logprobs, experts)

@@ -112,6 +112,7 @@ class WatchedPublisher:
 def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mismatch | None:
     """Compare rank 0's canaries with the backend's weights, on all ranks; None if there are none. A collective."""
     tokens, lengths, behaviour, mask = _broadcast(drawn)
+    experts = _broadcast_experts(drawn, tokens.shape)
     if len(tokens) == 0:
         return None
     device = backend.device
@@ -121,6 +122,7 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mi
             lengths=lengths,
             mask=mask.to(device),
             temperature=torch.full((len(tokens), 1, 1), temperature, device=device),
+            experts=experts,
         )
     )
     assert outputs.logprobs is not None
@@ -151,3 +153,22 @@ def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]
     for tensor in (tokens, lengths, behaviour, mask) if rows else ():
         dist.broadcast(tensor, 0)
     return tokens, lengths, behaviour, mask
+
+
+def _broadcast_experts(drawn: Sequence[Canary], shape: Sequence[int]) -> Tensor | None:
+    """Broadcast the experts that rank 0's canaries went through, int16 [B, T, layers, k], -1 where none were recorded.
+
+    None if no engine records any.
+    """
+    recorded = {
+        row: torch.from_numpy(c.experts.astype("int32")) for row, c in enumerate(drawn) if c.experts is not None
+    }
+    sizes = torch.tensor(next((part.shape[1:] for part in recorded.values()), (0, 0)))
+    dist.broadcast(sizes, 0)
+    if not sizes.all():
+        return None
+    experts = torch.full((*shape, *sizes.tolist()), -1, dtype=torch.int32)  # gloo knows no int16
+    for row, part in recorded.items():
+        experts[row, : len(part)] = part
+    dist.broadcast(experts, 0)
+    return experts.to(torch.int16)

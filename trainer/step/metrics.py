@@ -29,6 +29,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     episode its reward is the mean of theirs, and ``reward/mean/ROLE`` is each one's.
     """
     baselines = list(episode_rewards(h for h in headers if h.baseline).values())
+    nbytes = float(sum(h.nbytes for h in headers))  # fetched from the queue
     without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
     headers = [h for h in headers if not h.baseline]
     episodes = [h for h in headers if h.segment == 0]
@@ -46,6 +47,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "staleness/max": float(max((age for age, _ in runs), default=0)),
         "batch/trajectories": float(len(headers)),
         "batch/episodes": float(len(episodes)),
+        "batch/bytes": nbytes,
         **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
         **{f"reward/mean/{role}": reward for role, reward in mean_role_rewards(headers).items()},
     }

@@ -1,7 +1,9 @@
 """The models that take part in a step, and how the config makes them."""
 
+import functools
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rl_async.configs.schema.run import RunConfig
@@ -62,39 +64,30 @@ def build_models(config: RunConfig, device: str) -> Models:
 
     Raises UserError naming the key whose model cannot be loaded.
     """
-    kl = config.algorithm.kl
-    models = BACKENDS[config.trainer.backend](config, device)
-    return replace(models, whole_distributions=kl.coef > 0 and kl.estimator == "full")
-
-
-def _fsdp2(config: RunConfig, device: str) -> Models:
     model, critic, kl = config.model, config.critic, config.algorithm.kl
+    make = functools.partial(BACKENDS[config.trainer.backend](), dtype=model.dtype, device=device)
     shared = critic is not None and critic.shared
-    policy = Fsdp2Backend(model.path, model.dtype, device, policy_training(config), "both" if shared else "policy")
-    reference = None
+    models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))
     if kl.coef > 0:
-        path = kl.reference_path or model.path
-        reference = Fsdp2Backend(path, model.dtype, device, config.trainer, trains=False)
-    if critic is None or shared:
-        return Models(policy, reference)
-    training = critic_training(config.trainer, critic)
-    return Models(policy, reference, Fsdp2Backend(critic.path or model.path, model.dtype, device, training, "value"))
+        reference = make(kl.reference_path or model.path, config=config.trainer, trains=False)
+        models = replace(models, reference=reference, whole_distributions=kl.estimator == "full")
+    if critic is not None and not shared:
+        training = critic_training(config.trainer, critic)
+        models = replace(models, critic=make(critic.path or model.path, config=training, head="value"))
+    return models
 
 
-def _megatron(config: RunConfig, device: str) -> Models:
+def _fsdp2() -> Callable[..., Backend]:
+    return Fsdp2Backend
+
+
+def _megatron() -> Callable[..., Backend]:
     with warnings.catch_warnings():  # at every import: it could use them, and does without
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
         from rl_async.trainer.backends.megatron.backend import MegatronBackend  # an optional installation
     log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
     logging.getLogger("megatron").setLevel(logging.WARNING)
-
-    model, kl = config.model, config.algorithm.kl
-    policy = MegatronBackend(model.path, model.dtype, device, config.trainer)
-    reference = None
-    if kl.coef > 0:
-        path = kl.reference_path or model.path
-        reference = MegatronBackend(path, model.dtype, device, config.trainer, trains=False)
-    return Models(policy, reference)
+    return MegatronBackend
 
 
 BACKENDS = {"fsdp2": _fsdp2, "megatron": _megatron}

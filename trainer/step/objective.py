@@ -15,7 +15,7 @@ from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, gather
 
-SUMS = ("kl", "entropy", "clipped", "tokens")
+SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed")
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,23 @@ class LossSums:
     ranks: DataParallel
     sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
     first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
+    routed: set[tuple[int, ...]] = field(default_factory=set)  # rows whose agreement was added
 
     def add(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add the values of the tokens where ``mask`` is true."""
         value = torch.where(mask, values.detach().double(), 0.0).sum()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_routes(self, micro: MicroBatch, outputs: Outputs) -> None:
+        """Add how many tokens' experts were replayed, and the share of layers that would have chosen the same, in the
+        first pass over each row of the step."""
+        experts, agreement = micro.tensors.experts, outputs.agreement
+        if experts is None or agreement is None or tuple(micro.rows) in self.routed:
+            return
+        self.routed.add(tuple(micro.rows))
+        recorded = micro.tensors.mask & (experts[:, :-1, 0, 0] >= 0).to(agreement.device)
+        self.add("routed", torch.ones_like(agreement), recorded)
+        self.add("agreed", agreement, recorded)
 
     def first_pass(self, micros: Sequence[MicroBatch], shape: tuple[int, int]) -> Tensor:
         """Gather log pi_theta [N, T] as it was when each token's mini-batch was first trained. A collective."""
@@ -53,12 +65,13 @@ class LossSums:
         zero = torch.zeros((), dtype=torch.float64)
         totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
         self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens = totals.tolist()
-        return {
+        kl, entropy, clipped, tokens, routed, agreed = totals.tolist()
+        metrics = {
             "loss/kl_reference": kl / max(tokens, 1),
             "loss/entropy": entropy / max(tokens, 1),
             "loss/clip_fraction": clipped / max(tokens, 1),
         }
+        return metrics | ({"router/agreement": agreed / routed} if routed else {})
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class Objective:
             micro, logprobs = parts[number], outputs.logprobs
             assert logprobs is not None
             self.sums.first.setdefault(tuple(micro.rows), logprobs.detach())
+            self.sums.add_routes(micro, outputs)
             corrected = self._corrected(micro, logprobs)
             inputs = LossInputs(
                 logprobs=torch.where(corrected.keep, logprobs, 0.0),

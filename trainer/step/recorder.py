@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_async import tracing
 from rl_async.messages import RowKey, Trajectory
-from rl_async.recording import write_trajectories
+from rl_async.recording import forget_trained, trained_file, write_trajectories
 from rl_async.tracing import EPISODE
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
@@ -30,7 +30,9 @@ class Recorder:
     waits for the file.
     """
 
-    def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool) -> None:
+    def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool, keep: int | None = None) -> None:
+        """``keep``: newest steps whose trajectories stay; None: all."""
+        self._keep, self._forgotten = keep, 0  # steps before this one have no files of this rank
         self._folder, self._lineage, self._rank, self._is_recorder = folder, lineage, rank, is_recorder
         self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
         self._in_flight: deque[Future[None]] = deque()
@@ -45,11 +47,12 @@ class Recorder:
         keys = sorted(batch.rows)
         rows = [batch.rows[key] for key in keys]
         places = {header.key: index for index, header in enumerate(batch.headers)}
-        file = self._folder / "trajectories" / f"step-{batch.step:06d}-lineage{self._lineage}-rank{self._rank}.jsonl.gz"
+        file = trained_file(self._folder, batch.step, self._lineage, self._rank)
 
         def write() -> None:
             explanations = [explain(row, places[key], outcomes) for key, row in zip(keys, rows, strict=True)]
             write_trajectories(file, rows, explanations)
+            self._forget(batch.step)
 
         self._submit(write)
         append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
@@ -57,9 +60,19 @@ class Recorder:
             about = {"rl_async.step": batch.step, "rl_async.rank": self._rank}
             tracing.add(name, "train", began, about, parent=EPISODE)
 
-    def refused(self, step: int, tokens_sha256: Mapping[RowKey, str]) -> None:
+    def _forget(self, step: int) -> None:
+        """Delete what is too old when ``step`` is recorded: of an earlier process all, else this rank's next file."""
+        until = 0 if self._keep is None else max(0, step + 1 - self._keep)
+        if until == self._forgotten + 1:
+            for lineage in range(self._lineage + 1):
+                trained_file(self._folder, self._forgotten, lineage, self._rank).unlink(missing_ok=True)
+        elif until > self._forgotten:
+            forget_trained(self._folder, until)
+        self._forgotten = until
+
+    def refused(self, step: int, tokens_hash: Mapping[RowKey, str]) -> None:
         """Record rows that came to this rank with other tokens than were announced, for the audit."""
-        append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_sha256)
+        append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_hash)
 
     def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
         """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""

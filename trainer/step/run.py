@@ -15,13 +15,17 @@ from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches.sources import BatchSource
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState
 from rl_async.trainer.checkpoints.saver import Saver
+from rl_async.trainer.monitoring.engine_loads import EngineLoads
 from rl_async.trainer.monitoring.evaluation import Evaluator
 from rl_async.trainer.monitoring.guard import Guard
+from rl_async.trainer.monitoring.memory import MemoryWatch
+from rl_async.trainer.monitoring.profiling import StepProfiler
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.publisher import Publisher
 from rl_async.trainer.step.models import Models
+from rl_async.trainer.step.performance import compute_rates, device_name
 from rl_async.trainer.step.recorder import Recorder
 
 log = logging.getLogger("rl_async.trainer")
@@ -29,7 +33,7 @@ log = logging.getLogger("rl_async.trainer")
 
 @dataclass
 class Run:
-    """Everything the loop works with. Evaluations, depth and tracking exist on rank 0 only."""
+    """Everything the loop works with. Evaluations, depth, engines and tracking exist on rank 0 only."""
 
     config: RunConfig
     folder: Path
@@ -44,8 +48,11 @@ class Run:
     saver: Saver
     stop: StopRequest
     recorder: Recorder
+    profiler: StepProfiler
+    memory: MemoryWatch
     evaluations: Evaluator | None = None
     depth: QueueDepth | None = None
+    engines: EngineLoads | None = None
     tracking: Tracking | None = None
 
     @property
@@ -53,8 +60,10 @@ class Run:
         return dist.get_rank()
 
     def at(self, step: int, phase: Phase) -> None:
-        """Record where this rank is, for ``rl-async doctor``."""
+        """Record where this rank is, for ``rl-async doctor`` and in a profile."""
         beat(self.folder, self.rank, step, phase)
+        self.profiler.at(step, phase)
+        self.memory.at(phase)
 
     def checkpoint(self, completed: int) -> None:
         """Begin to save. The source keeps what came before until ``retire`` finds the checkpoint durable."""
@@ -81,7 +90,10 @@ class Run:
         if self.tracking is None:
             return
         metrics["tokens/per_s"] = metrics["rollout/tokens"] / max(metrics["time/step_s"], 1e-9)
+        device, dtype = device_name(self.models.policy.device), self.config.model.dtype
+        metrics |= compute_rates(metrics, dist.get_world_size(), device, dtype)
         metrics |= self.depth.depth() if self.depth else {}
+        metrics |= self.engines.metrics() if self.engines else {}
         evaluated = self.evaluations.after_step(step + 1, published.step) if self.evaluations else None
         metrics |= evaluated.metrics() if evaluated else {}
         head = {"step": step, "version": step + 1, "lineage": self.lineage, "time": time.time()}
@@ -120,6 +132,7 @@ class Run:
 
     def _close(self) -> None:
         self.recorder.flush()
+        self.profiler.close()
         if self.tracking:
             self.tracking.close()
         dist.barrier()

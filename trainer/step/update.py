@@ -5,6 +5,8 @@ advantages   advantages and correction, pure functions of the whole batch
 train        epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch, and the critic's
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +32,10 @@ from rl_async.trainer.step.critic import CriticUpdate, critic_update
 from rl_async.trainer.step.explanation import TokenOutcomes, attributed
 from rl_async.trainer.step.models import Models
 from rl_async.trainer.step.objective import LossSums, Objective, Precomputed
+from rl_async.trainer.step.performance import model_flops
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, assemble, gather
+
+log = logging.getLogger("rl_async.trainer")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     whole = assemble(ranks, batch, mask_bound(config), trains)
     minis = [[micro_batch(batch, whole, rows, models) for rows in mini.ranks[ranks.rank]] for mini in batch.plan]
     micros = [micro for mini in minis for micro in mini]
-    before = precompute(models, whole, micros, algorithm)
+    sums = LossSums(ranks)
+    before = precompute(models, whole, micros, algorithm, sums)
     whole = whole.without_masks(before.proximal)
     corrected = None
     if algorithm.decoupled:
@@ -64,7 +70,6 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     )
     advantages = algorithm.advantage(inputs)
     advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
-    sums = LossSums(ranks)
     objective = Objective(
         whole=whole,
         precomputed=before,
@@ -90,6 +95,13 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.row_cost)
     metrics["batch/shared_tokens"] = shared_tokens(ranks, micros)
+    metrics["compute/model_flops"] = model_flops(
+        models,
+        batch,
+        epochs=config.trainer.epochs,
+        trains_policy=trains_policy(config, batch.step),
+        recomputes=bool(algorithm.precompute) or recomputes(algorithm, whole),
+    )
     return Updated(metrics, TokenOutcomes(attributed(corrected, whole, ~trains), target, advantages))
 
 
@@ -142,24 +154,50 @@ def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models
         return MicroBatch(rows, empty_tensors(device))
     payloads = [batch.rows[batch.headers[i].key] for i in rows]
     width = max(max(len(row.token_ids) for row in payloads) - 1, 1)
-    share = models.row_cost.shares_prefixes
-    return MicroBatch(rows, collate(payloads, device=device, mask=whole.mask[rows, :width], share_prefixes=share))
+    tensors = collate(
+        payloads,
+        device=device,
+        mask=whole.mask[rows, :width],
+        share_prefixes=models.row_cost.shares_prefixes,
+        replay_routers=models.policy.replays_routers,
+    )
+    if models.policy.replays_routers and tensors.experts is None:
+        warn_unrecorded()
+    return MicroBatch(rows, tensors)
 
 
-def precompute(models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm) -> Precomputed:
+@functools.cache  # once per process
+def warn_unrecorded() -> None:
+    """Say that rows of a mixture of experts came without a record of its routers."""
+    log.warning(
+        "rows do not say which experts the engine chose, so the trainer's routers choose again, perhaps others; see "
+        "trainer.router_replay"
+    )
+
+
+def recomputes(algorithm: Algorithm, whole: WholeBatch) -> bool:
+    """Whether log pi_old is computed. The weight of a token that was sampled under a grammar's mask needs it whatever
+    the algorithm asks for."""
+    return algorithm.decoupled or bool(whole.constrained.any())
+
+
+def precompute(
+    models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm, sums: LossSums
+) -> Precomputed:
     """Run the forward passes without gradient that the algorithm asks for. A collective.
 
-    The weight of a token that was sampled under a grammar's mask needs log pi_old whatever the algorithm asks for.
+    ``sums`` hears which experts the policy's tokens met.
     """
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
         return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.shape)
 
     found = Precomputed(proximal=whole.behaviour)
-    recomputes = algorithm.decoupled or bool(whole.constrained.any())
-    if algorithm.precompute or recomputes:
+    if algorithm.precompute or recomputes(algorithm, whole):
         outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in micros]
-        if recomputes:
+        for micro, output in zip(micros, outputs, strict=True):
+            sums.add_routes(micro, output)
+        if recomputes(algorithm, whole):
             passed = whole_batch([o.logprobs for o in outputs])
             bypassed = torch.where(whole.constrained, passed, whole.behaviour)
             found = replace(found, proximal=passed if algorithm.decoupled else bypassed)
@@ -261,7 +299,7 @@ def train_minibatches(
 
     Returns the mean loss (summed over ranks) and gradient norm per mini-batch, and what the critic learned.
     """
-    train_policy = _observe if config.critic and batch.step < config.critic.warmup_steps else _step
+    train_policy = _step if trains_policy(config, batch.step) else _observe
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
     for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
@@ -282,6 +320,11 @@ def train_minibatches(
     models.data_parallel.all_reduce(losses)
     metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
     return metrics | (critic.metrics() if critic else {})
+
+
+def trains_policy(config: RunConfig, step: int) -> bool:
+    """Whether the policy's weights change in this step, and not only those of a critic that warms up."""
+    return config.critic is None or step >= config.critic.warmup_steps
 
 
 def _step(

@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import zmq
-import zmq.asyncio
 
 from rl_async import messages as m
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import conversations
+from rl_async.transfer_queue.client.loop_socket import LoopSocket
 from rl_async.transfer_queue.client.outbox import Outbox
-from rl_async.transfer_queue.client.session import RequestExchange, Retry, send
+from rl_async.transfer_queue.client.session import RequestExchange, Retry
 from rl_async.transfer_queue.client.verbs import ClientSettings, ClientVerbs
 
 T = TypeVar("T")
@@ -30,19 +30,17 @@ class QueueClient(ClientVerbs):
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
         super().__init__(address, **settings)
         self._shards: dict[str, QueueClient] = {}  # by url
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: LoopSocket | None = None
         self._hello_id = b""
         self._connection = 0  # counts connections
-        self._reconnecting = asyncio.Lock()
         self._pending: dict[bytes, asyncio.Future[wire.ReplyMessage]] = {}
         self._broken: QueueLost | ProtocolError | None = None
         self._outbox = Outbox(self.put_parcels)
 
     async def __aenter__(self) -> Self:
-        self._context = zmq.asyncio.Context()
-        await self._connect()
+        self._context = zmq.Context()
+        self._connect()
         return self
 
     async def __aexit__(
@@ -51,7 +49,7 @@ class QueueClient(ClientVerbs):
         for url in list(self._shards):
             await self._part(url)
         self._end(QueueLost("the client of the transfer queue was closed"))
-        await self._disconnect()
+        self._disconnect()
         if self._context is not None:
             self._context.term()
 
@@ -66,51 +64,45 @@ class QueueClient(ClientVerbs):
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
-    async def _connect(self) -> None:
+    def _connect(self) -> None:
         if self._context is None:
             raise RuntimeError("use the queue client as `async with`")
         self._session.check_place()
         self._connection += 1
-        self._socket = self._context.socket(zmq.DEALER)
-        self._session.prepare(self._socket)
-        self._socket.connect(self._session.address)
+        socket = self._context.socket(zmq.DEALER)
+        self._session.prepare(socket)
+        socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        await send(self._socket, frames)
-        self._reader = asyncio.create_task(self._receive(self._socket), name="queue client reader")
+        self._socket = LoopSocket(socket, self._receive)
+        self._socket.send(frames)
 
-    async def _disconnect(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.cancel()
-            await asyncio.wait([reader])
+    def _disconnect(self) -> None:
         if self._socket is not None:
             self._session.abandon()
-            self._socket.close(0)
+            self._socket.close()
 
-    async def _reconnect(self, connection: int) -> None:
+    def _reconnect(self, connection: int) -> None:
         """Replace the connection, unless another request has done so since ``connection`` was counted."""
-        async with self._reconnecting:
-            if connection == self._connection and self._broken is None:
-                self._session.check_place()  # the old connection stays if there is no place for another
-                await self._disconnect()
-                await self._connect()
+        if connection == self._connection and self._broken is None:
+            self._session.check_place()  # the old connection stays if there is no place for another
+            self._disconnect()
+            self._connect()
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        """Consumes replies; produces the results of pending requests. Waits for the socket; ended by cancellation.
+    def _receive(self, parts: Sequence[Any]) -> None:
+        """Give a reply to the request that waits for it.
 
         An error that concerns the whole connection ends every request, present and future.
         """
         try:
-            while True:
-                message = wire.decode_reply(await socket.recv_multipart(copy=False))
-                if message.request_id == self._hello_id:
-                    self._session.welcome(message.reply)
-                    continue
-                future = self._pending.get(message.request_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+            message = wire.decode_reply(parts)
+            if message.request_id == self._hello_id:
+                self._session.welcome(message.reply)
         except (QueueLost, ProtocolError) as error:
             self._end(error)
+            return
+        future = self._pending.get(message.request_id)
+        if future is not None and not future.done():
+            future.set_result(message)
 
     def _end(self, error: QueueLost | ProtocolError) -> None:
         """Fail every request, present and future, with ``error``."""
@@ -134,7 +126,7 @@ class QueueClient(ClientVerbs):
                 connection = self._connection
                 if self._socket is None:
                     raise RuntimeError("use the queue client as `async with`")
-                await send(self._socket, exchange.frames)
+                self._socket.send(exchange.frames)
                 await asyncio.wait([future], timeout=exchange.patience_s())
                 outcome = exchange.after(future.result() if future.done() else None)
                 if not isinstance(outcome, Retry):
@@ -142,7 +134,7 @@ class QueueClient(ClientVerbs):
                 if outcome.pause_s:
                     await asyncio.sleep(outcome.pause_s)
                 if outcome.reconnect:
-                    await self._reconnect(connection)
+                    self._reconnect(connection)
         finally:
             self._pending.pop(exchange.request_id, None)
 

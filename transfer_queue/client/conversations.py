@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from rl_async import messages as m
 from rl_async.errors import ProtocolError, QueueLost, RowsLost
@@ -65,13 +66,18 @@ class Parcel(NamedTuple):
     """One sample to hand over: headers and rows, in the same order, and the bytes of media by hash."""
 
     headers: list[m.TrajectoryHeader]
-    rows: list[Frame]
+    rows: Sequence[Frame]
     media: Mapping[str, Frame] = {}
 
     @property
     def group(self) -> int:
         """The id of the group that the sample belongs to."""
         return self.headers[0].group_id
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and media together."""
+        return sum(map(len, self.rows)) + (sum(map(len, self.media.values())) if self.media else 0)
 
     @property
     def key(self) -> m.SampleKey:
@@ -82,10 +88,19 @@ class Parcel(NamedTuple):
 
 def parcel(rows: Sequence[m.Trajectory], media: Mapping[str, bytes] | None) -> Parcel:
     """What is sent of one sample. Raises ProtocolError if a row refers to media that are not given."""
-    headers, media = [row.header() for row in rows], media or {}
-    if missing := {sha256 for header in headers for sha256 in header.media} - media.keys():
+    headers: list[m.TrajectoryHeader] = []
+    encoded: list[Frame] = []
+    media, missing = media or {}, set[str]()
+    for row in rows:
+        frame, header = codec.encode(row), row.header()
+        header.payload_xxh3 = xxh3_64_intdigest(frame)
+        if header.media:
+            missing |= set(header.media) - media.keys()
+        headers.append(header)
+        encoded.append(frame)
+    if missing:
         raise ProtocolError(f"a row refers to media that are not given to put: {', '.join(sorted(missing))}")
-    return Parcel(headers, [codec.encode(row) for row in rows], media)
+    return Parcel(headers, encoded, media)
 
 
 class Sending:
@@ -128,9 +143,10 @@ def _put_here(worker: str, parcels: Sequence[Parcel], sending: Sending) -> Conve
     left, media = list(range(len(parcels))), sending.unsent(parcels)
     while left:
         some = [parcels[index] for index in left]
-        request = m.Put(worker=worker, samples=[each.headers for each in some], media=list(media))
-        payload = [*(row for each in some for row in each.rows), *media.values()]
-        (outcome,) = yield [PeerCall(QUEUE, request, payload)]
+        rows = [row for each in some for row in each.rows]
+        headers, lengths = [each.headers for each in some], list(map(len, rows))
+        request = m.Put(worker=worker, samples=headers, lengths=lengths, media=list(media))
+        (outcome,) = yield [PeerCall(QUEUE, request, [*wire.join(rows), *media.values()])]
         reply = _answered(outcome).reply
         if isinstance(reply, m.Refused) and reply.code == wire.SHARDED:
             return None
@@ -205,7 +221,7 @@ def _store(
         ids = places[index]
         if ids and failed.isdisjoint(ids):
             new = {key: media[ids[0]].pop(key) for key in _media_keys(each) if key in media[ids[0]]}
-            stored.append((index, _kept_by(each, ids, sum(memoryview(data).nbytes for data in new.values()))))
+            stored.append((index, _kept_by(each, ids, sum(map(len, new.values())))))
     return stored, failed
 
 
@@ -216,7 +232,7 @@ def _media_keys(parcel: Parcel) -> list[m.MediaKey]:
 def _kept_by(parcel: Parcel, shards: list[str], media_bytes: int) -> Parcel:
     """The sample with headers that name its shards; the media that went along for it count for its first row."""
     pairs = zip(parcel.headers, parcel.rows, strict=True)
-    headers = [msgspec.structs.replace(h, shards=shards, nbytes=memoryview(row).nbytes) for h, row in pairs]
+    headers = [msgspec.structs.replace(h, shards=shards, nbytes=len(row)) for h, row in pairs]
     headers[0].nbytes += media_bytes
     return Parcel(headers, parcel.rows, parcel.media)
 
@@ -224,7 +240,7 @@ def _kept_by(parcel: Parcel, shards: list[str], media_bytes: int) -> Parcel:
 def _store_call(url: str, load: Sequence[Parcel], media: Mapping[m.MediaKey, Frame]) -> PeerCall:
     samples = [(parcel.key, parcel.rows) for parcel in load]
     samples += [((group, m.media_sample(sha256), 0), [data]) for (group, sha256), data in media.items()]
-    lengths = [[memoryview(row).nbytes for row in rows] for _, rows in samples]
+    lengths = [list(map(len, rows)) for _, rows in samples]
     request = m.StoreRows(samples=[key for key, _ in samples], lengths=lengths)
     return PeerCall(url, request, wire.join([row for _, rows in samples for row in rows]))
 

@@ -25,7 +25,7 @@ def read_batches(client: SyncQueueClient, *, steps: int | None = None, timeout_s
 
     Asking for the next batch says that the last one is done: it is committed, published as a new version, which frees
     its slots, and retired. A reader that dies before gets it again. One reader a queue. Raises QueueLost when no batch
-    came within ``timeout_s``, saying what was missing, and RowsChanged for rows with other tokens than were put.
+    came within ``timeout_s``, saying what was missing, and RowsChanged for rows with other bytes than were put.
     """
     published = client.status().published
     client.lineage = published.lineage

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from rl_async import messages as m
 from rl_async.errors import AccessDenied, ProtocolError, QueueLost, TrainerReplaced, UserError
-from rl_async.messages import codec
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.handshakes import HandshakeWatch
@@ -26,8 +24,6 @@ R = TypeVar("R")
 
 FIRST_PAUSE_S = 0.1  # before a request that was refused as too many is sent again; doubled each time, up to
 LONGEST_PAUSE_S = 2.0
-
-decode_row = codec.decoder(m.Trajectory)
 
 
 class Session:
@@ -94,19 +90,13 @@ class Session:
         )
 
 
-async def send(socket: zmq.asyncio.Socket, frames: Sequence[Frame]) -> None:
+def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
     """Hand a message to the socket, or drop it if the queue has refused the connection: libzmq then has no other.
 
     It does not wait, since nothing would end the wait; the request is sent again on the next connection.
     """
     with contextlib.suppress(zmq.Again):
-        await socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-
-def send_sync(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
-    """Hand a message to the socket as ``send`` does, from a thread that may block."""
-    with contextlib.suppress(zmq.Again):
-        socket.send_multipart(frames, zmq.NOBLOCK)
+        wire.send(socket, frames)
 
 
 def wait_of(request: m.Request[Any]) -> float:

@@ -13,7 +13,7 @@ from rl_async.errors import QueueLost
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import conversations
-from rl_async.transfer_queue.client.session import RequestExchange, Retry, send_sync
+from rl_async.transfer_queue.client.session import RequestExchange, Retry, send
 from rl_async.transfer_queue.client.verbs import ClientSettings, ClientVerbs
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class SyncQueueClient(ClientVerbs):
         self._session.prepare(self._socket)
         self._socket.connect(self._session.address)
         self._hello_id, frames = self._session.hello()
-        send_sync(self._socket, frames)
+        send(self._socket, frames)
         return self._socket
 
     def exchange(
@@ -82,7 +82,7 @@ class SyncQueueClient(ClientVerbs):
         exchange = RequestExchange(self._session, request, payload, timeout_s, self._patience_s)
         socket = self._socket or self._connect()
         while True:
-            send_sync(socket, exchange.frames)
+            send(socket, exchange.frames)
             until = time.monotonic() + exchange.patience_s()
             outcome = exchange.after(self._receive(socket, exchange.request_id, until))
             if not isinstance(outcome, Retry):

@@ -19,17 +19,14 @@ from typing import (
 )
 
 from rl_async import messages as m
-from rl_async.messages import codec
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client import conversations
-from rl_async.transfer_queue.client.announced import check_announced
+from rl_async.transfer_queue.client.announced import announced_rows, decode_rows
 from rl_async.transfer_queue.client.conversations import SHARD_S, Conversation
 from rl_async.transfer_queue.client.session import PATIENCE_S, Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_decode_row = codec.decoder(m.Trajectory)
 
 
 class _Awaiting(Protocol):
@@ -108,17 +105,17 @@ def _put(client: "ClientVerbs", parcels: Sequence[conversations.Parcel]) -> Conv
 def _fetch(client: "ClientVerbs", rows: Sequence[m.RowKey]) -> Conversation[list[m.Trajectory]]:
     """The trajectories of these rows. Raises RowsLost if some were lost with a payload shard."""
     found = yield from conversations.fetch(rows, client.timeout_s, client.lineage)
-    return [_decode_row(row) for row in found]
+    return decode_rows(found)
 
 
 def _fetch_announced(client: "ClientVerbs", headers: Sequence[m.TrajectoryHeader]) -> Conversation[list[m.Trajectory]]:
-    """The trajectories of these headers, with the tokens that were announced.
+    """The trajectories of these headers, just as they were put.
 
-    Raises RowsLost if some were lost with a payload shard, RowsChanged if some came with other tokens.
+    Raises RowsLost if some were lost with a payload shard, RowsChanged if some came with other bytes.
     """
-    rows = yield from _fetch(client, [header.key for header in headers])
-    check_announced(headers, rows)
-    return rows
+    keys = [header.key for header in headers]
+    found = yield from conversations.fetch(keys, client.timeout_s, client.lineage)
+    return announced_rows(headers, found)
 
 
 def _fetch_media(client: "ClientVerbs", rows: Sequence[m.Trajectory]) -> Conversation[dict[str, bytes]]:
@@ -210,6 +207,7 @@ class ClientVerbs:
     register_engine = _verb(m.RegisterEngine)
     remove_engine = _trainer_verb(m.RemoveEngine)
     confirm = _verb(m.Confirm)
+    withdraw = _trainer_verb(m.Withdraw)
     shards = _verb(m.ListShards)
     register_shard = _verb(m.RegisterShard)
     sweep = _verb(m.Sweep)

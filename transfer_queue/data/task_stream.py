@@ -137,6 +137,11 @@ def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
 
 
+def held_out_tasks(config: RunConfig) -> list[Task]:
+    """Return the held-out tasks of one evaluation, however long they are. Raises DataError for a bad row."""
+    return _held_out(_held_out_sources(config, listed_code(config)), config.eval.tasks)
+
+
 def _training_sources(config: RunConfig) -> list[_Source]:
     data, listed = config.data, listed_code(config)
     sources = []

@@ -9,7 +9,7 @@ from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.state.transitions import Transition
 
-JOURNAL_SCHEMA = 3  # raise it when an older process would misread a transition or a dump of the store
+JOURNAL_SCHEMA = 5  # raise it when an older process would misread a transition or a dump of the store
 
 
 class Recovered(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from rl_async.messages.codec import Frame
+from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.transitions import (
     Acknowledged,
     DeadLettered,
@@ -54,15 +55,22 @@ class Payloads:
 
     def __init__(self) -> None:
         self._groups: dict[int, dict[Hashable, Sequence[Frame]]] = {}
-        self._freed = 0  # bytes since memory was given back
+        self._held = self._peak = 0  # bytes now, and at most since memory was given back
 
     def groups(self) -> list[int]:
         """Ids of the groups of which rows are kept."""
         return list(self._groups)
 
     def put(self, group: int, sample: Hashable, rows: Sequence[Frame]) -> None:
-        """Keep the rows of one sample, by segment, unless they are kept already."""
-        self._groups.setdefault(group, {}).setdefault(sample, rows)
+        """Keep the rows of one sample, by segment, unless they are kept already.
+
+        Small ones are copied: a view would keep the frame that they came in for its longest-lived row.
+        """
+        samples = self._groups.setdefault(group, {})
+        if sample not in samples:
+            samples[sample] = [row if len(row) >= wire.ALONE_BYTES else bytes(row) for row in rows]
+            self._held += sum(map(len, rows))
+            self._peak = max(self._peak, self._held)
 
     def get(self, group: int, sample: Hashable, segment: int) -> Frame | None:
         """One row; None if it is not kept."""
@@ -70,12 +78,15 @@ class Payloads:
         return rows[segment] if 0 <= segment < len(rows) else None
 
     def free(self, groups: Iterable[int] | None) -> None:
-        """Forget the payloads of these groups, or of all groups if None."""
+        """Forget the payloads of these groups, or of all groups if None.
+
+        Memory is given back when less than half of what was held is left: what a steady run frees, it needs again.
+        """
         freed = list(self._groups.values()) if groups is None else [self._groups.pop(g, {}) for g in groups]
         if groups is None:
             self._groups.clear()
-        self._freed += sum(memoryview(row).nbytes for samples in freed for rows in samples.values() for row in rows)
+        self._held -= sum(len(row) for samples in freed for rows in samples.values() for row in rows)
         del freed
-        if self._freed > TRIM_BYTES:
-            self._freed = 0
+        if self._peak - self._held > max(TRIM_BYTES, self._held):
+            self._peak = self._held
             trim()

@@ -252,7 +252,7 @@ class RedisJournal:
         if sample in samples:
             return
         self._next_payload += 1
-        lengths = [memoryview(row).nbytes for row in rows]
+        lengths = list(map(len, rows))
         place = samples[sample] = _PayloadPlace(self._key(f"payload:{self._nonce}:{self._next_payload}"), lengths)
         self._payloads[place.key] = b"".join(rows)
         self._placed[f"{group}:{sample}"] = _encode(place)

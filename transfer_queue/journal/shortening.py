@@ -11,7 +11,7 @@ import msgspec
 
 from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, FREEING, freed_by
 from rl_async.transfer_queue.journal.segments import SegmentPlace
-from rl_async.transfer_queue.state.transitions import SampleStored, Transition, TransitionType
+from rl_async.transfer_queue.state.transitions import SamplesStored, Transition, TransitionType
 
 Key = tuple[int, int]  # group and sample; media have negative sample numbers
 FOREVER = 1 << 62
@@ -44,7 +44,7 @@ class History:
 
     def _read(self, db: sqlite3.Connection) -> None:
         (self._end,) = db.execute("SELECT coalesce(max(seq) + 1, ?) FROM log", (self._dumped,)).fetchone()
-        kinds = [SampleStored.__name__, *(kind.__name__ for kind in FREEING)]
+        kinds = [SamplesStored.__name__, *(kind.__name__ for kind in FREEING)]
         query = f"SELECT seq, body FROM log WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY seq"
         events = [(seq, _transition.decode(body)) for seq, body in db.execute(query, kinds)]
         fresh = max((seq for seq, event in events if freed_by(event) is ALL_GROUPS), default=-1)
@@ -68,9 +68,10 @@ class History:
         for group, sample in self._rows:
             born.setdefault(group, {})[sample] = self._dumped - 1
         for seq, event in reversed(events):
-            if isinstance(event, SampleStored) and not event.headers[0].shards:
-                samples = born.setdefault(event.headers[0].group_id, {})
-                samples |= dict.fromkeys([event.headers[0].sample, *(key for key in samples if key < 0)], seq)
+            for headers in event.samples if isinstance(event, SamplesStored) else ():
+                if not headers[0].shards:
+                    samples = born.setdefault(headers[0].group_id, {})
+                    samples |= dict.fromkeys([headers[0].sample, *(key for key in samples if key < 0)], seq)
         return born
 
     def places(self) -> dict[Key, SegmentPlace]:

@@ -29,8 +29,9 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     group: int = -1
     partition: str = ""
     samples: int = 0
-    sample: int = -1
-    tokens_sha256: list[str] = []  # by segment
+    stored: list[tuple[int, int, list[str]]] = []  # (group, sample, hashes of its tokens by segment)
+    sample: int = -1  # in ledgers of older versions, which had a line for each sample
+    tokens_sha256: list[str] = []  # of that, by segment
     step: int = -1
     groups: list[int] = []
     lineage: int = 0
@@ -49,7 +50,13 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     sample: int
     segment: int = 0
-    tokens_sha256: str
+    tokens_hash: str = ""
+    tokens_sha256: str = ""  # in files of older versions, in its place
+
+    @property
+    def digest(self) -> str:
+        """The hash of the row's tokens, of the kind that the ledger of its time has."""
+        return self.tokens_hash or self.tokens_sha256
 
 
 class RefusedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +143,8 @@ class Admissions:
                 self.groups[line.group] = line.samples
                 self._admits = True
             case "put":
-                self.tokens[line.group, line.sample] = line.tokens_sha256
+                for group, sample, hashes in line.stored or [(line.group, line.sample, line.tokens_sha256)]:
+                    self.tokens[group, sample] = hashes
             case "lost":
                 for group, sample in line.rows:  # the trainer may have read them before
                     self.lost[group, sample].append(self.tokens.pop((group, sample), []))
@@ -235,7 +243,7 @@ def _violations_of_rows(admissions: Admissions, rows: Rows) -> Iterator[str]:
         elif group not in admissions.batches.get(trained[-1].step, set()):
             yield f"{name} was trained ({steps}) but not reserved for that step"
         sampled = {digest for rows in admissions.sampled(group, sample) for digest in rows[segment : segment + 1]}
-        if sampled and any(row.tokens_sha256 not in sampled for row in trained):
+        if sampled and any(row.digest not in sampled for row in trained):
             yield f"{name} was trained ({steps}) on other tokens than were sampled"
 
 

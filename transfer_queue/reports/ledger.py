@@ -8,8 +8,10 @@ cut, whatever is missing or torn can be written again.
 """
 
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from rl_async.transfer_queue.state.transitions import (
     GroupReady,
     RolledBack,
     RunFinished,
-    SampleStored,
+    SamplesStored,
     ShardLost,
     Transition,
 )
@@ -52,6 +54,7 @@ class Ledger:
         self._seq = 0  # of the next transition
         self._known = 0  # transitions whose lines are in the file already
         self._claimed = 0  # the same, with those of lines that were cut off
+        self._journal = ""  # that is followed
 
     def follow(self, journal: str, count: int) -> bool:
         """Continue after ``count`` transitions of this journal; return whether it is the one followed so far.
@@ -59,11 +62,12 @@ class Ledger:
         If it is not, a line will say so. Raises JournalError if lines are torn that the journal cannot restore.
         """
         self._seq = count
-        last, torn, known = None, None, 0
-        for number, (offset, line) in enumerate(_numbered(self._path), start=1):
+        start, last = _settled(self._path)
+        torn, known, self._journal = None, 0, journal
+        for offset, line in _numbered(self._path, start):
             if line is None:
                 if torn is None:
-                    torn, known = (number, offset), self._known if last == journal else -1
+                    torn, known = offset, self._known if last == journal else -1
             elif line.event == "journal":
                 last, self._known = line.id, 0
             elif last == journal:
@@ -73,11 +77,12 @@ class Ledger:
             self._lines.append(msgspec.json.encode({"event": "journal", "id": journal}) + b"\n")
         self._claimed = self._known
         if torn is not None:
-            self._cut_torn(*torn, known)
+            self._cut_torn(torn, known)
         return last == journal
 
-    def _cut_torn(self, number: int, offset: int, known: int) -> None:
-        """Cut off line ``number`` and the rest, if the journal has all but the first ``known`` transitions."""
+    def _cut_torn(self, offset: int, known: int) -> None:
+        """Cut off the line at ``offset`` and the rest, if the journal has all but the first ``known`` transitions."""
+        number = 1 + self._path.read_bytes()[:offset].count(b"\n")
         if known < self._seq:
             raise JournalError(
                 f"{self._path}:{number} is damaged, and the journal does not have what was there; move the file away, "
@@ -153,7 +158,7 @@ class Ledger:
 
     def compacting(self) -> None:
         """Force to disk what the journal is about to forget."""
-        self._lines.append(_encode({"event": COMPACTED, "seq": self._seq - 1}) + b"\n")
+        self._lines.append(_encode({"event": COMPACTED, "seq": self._seq - 1, "id": self._journal}) + b"\n")
         self.force()
 
     def close(self) -> None:
@@ -168,10 +173,44 @@ def tells_samples(path: Path) -> bool:
 
 def tells_end(path: Path) -> bool:
     """Whether the last that a ledger says of its run is that it ended; False without one. Torn lines do not count."""
-    if not path.exists():
-        return False
-    last = [line.event for _, line in _numbered(path) if line is not None and line.event in ("finish", "resume")]
-    return last[-1:] == ["finish"]
+    with _mapped(path) as lines:
+        finished, resumed = (next(_newest(lines, event), (-1, None))[0] for event in ("finish", "resume"))
+    return finished > resumed
+
+
+def _settled(path: Path) -> tuple[int, str | None]:
+    """Where a ledger need not be read before, and the journal that is followed there.
+
+    That is the last line but one that says that those before it are on the disk: the journal forgot nothing before the
+    next such line was written. 0 if there is none, so that what a long run has written is not read whole at each start.
+    """
+    with _mapped(path) as lines:
+        places = _newest(lines, COMPACTED)
+        next(places, None)
+        offset, line = next(places, (0, None))
+    return (offset, line.id) if line is not None and line.id else (0, None)
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
+    """The bytes of a file without reading those that nobody looks at; none if it is not there."""
+    if not path.exists() or not path.stat().st_size:
+        yield b""
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        yield lines
+
+
+def _newest(lines: bytes | mmap.mmap, event: str) -> "Iterator[tuple[int, _Numbered]]":
+    """The whole lines of one event with their offsets, newest first.
+
+    Their beginning occurs nowhere else: a string in JSON has no bare quotes.
+    """
+    beginning, at = b'{"event":"%b"' % event.encode(), len(lines)
+    while (at := lines.rfind(beginning, 0, at)) >= 0:
+        end = lines.find(b"\n", at)
+        with suppress(msgspec.MsgspecError):
+            yield at, msgspec.json.decode(lines[at : end if end >= 0 else len(lines)], type=_Numbered)
 
 
 class _Numbered(msgspec.Struct):
@@ -180,11 +219,11 @@ class _Numbered(msgspec.Struct):
     id: str = ""
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, _Numbered | None]]:
-    """The lines with their offsets, None for one that is no line of a ledger."""
+def _numbered(path: Path, offset: int = 0) -> Iterator[tuple[int, _Numbered | None]]:
+    """The lines from ``offset`` on with their offsets, None for one that is no line of a ledger."""
     decoder = msgspec.json.Decoder(_Numbered)
-    offset = 0
     with path.open("rb") as file:
+        file.seek(offset)
         for line in file:
             try:
                 yield offset, decoder.decode(line)
@@ -203,13 +242,10 @@ def _admit(event: Admitted) -> dict[str, Any]:
     }
 
 
-def _put(event: SampleStored) -> dict[str, Any]:
-    return {
-        "event": "put",
-        "group": event.headers[0].group_id,
-        "sample": event.headers[0].sample,
-        "tokens_sha256": [header.tokens_sha256 for header in event.headers],  # by segment
-    }
+def _put(event: SamplesStored) -> dict[str, Any]:
+    """One line for all samples: (group, sample, the hash of each row's tokens by segment)."""
+    stored = [(rows[0].group_id, rows[0].sample, [header.tokens_hash for header in rows]) for rows in event.samples]
+    return {"event": "put", "stored": stored}
 
 
 def _lost(event: ShardLost) -> dict[str, Any]:
@@ -229,7 +265,7 @@ def _resume(event: RolledBack) -> dict[str, Any]:
 
 _LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
     Admitted: _admit,
-    SampleStored: _put,
+    SamplesStored: _put,
     GroupReady: lambda event: {"event": "ready", "group": event.group},
     BatchReserved: lambda event: {"event": "reserve", "step": event.step, "groups": event.groups},
     BatchCommitted: lambda event: {"event": "commit", "step": event.step},

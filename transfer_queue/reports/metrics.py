@@ -1,34 +1,42 @@
-"""The queue's state for Prometheus: ``GET /metrics`` in its text format.
+"""The queue's state for Prometheus.
 
 The thread that answers asks the queue as any client does, so the queue's own thread shares nothing with it.
 """
 
-import asyncio
 import contextlib
-import socket
-import threading
 from collections.abc import Iterator, Mapping
 
-import uvicorn
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from rl_async.errors import ProtocolError, QueueLost, RequestRefused
 from rl_async.messages import Inspection
-from rl_async.process.http_auth import Access
-from rl_async.process.http_server import application, server_of
-from rl_async.process.role import bind
+from rl_async.telemetry.exposition import answering, by_label, gauge, metrics_text
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.state.groups import State
 
-HOST = "127.0.0.1"
 ANSWER_S = 5.0  # of the queue to one scrape
-STOP_S = 10.0
 PREFIX = "rl_async_queue_"
+
+
+class QueueCollector:
+    """Asks the queue at ``address`` for its state at each scrape, and refuses the scrape (503) if it does not answer
+    within ``answer_s``."""
+
+    def __init__(self, address: str, keys: ClientKeys | None = None, answer_s: float = ANSWER_S) -> None:
+        self._address, self._keys, self._answer_s = address, keys, answer_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the queue as it is now."""
+        client = SyncQueueClient(
+            self._address, role="metrics", name="metrics", timeout_s=self._answer_s, keys=self._keys
+        )
+        try:
+            with client as queue:
+                report = queue.inspect()
+        except (QueueLost, ProtocolError) as error:
+            raise RequestRefused(f"the queue does not answer: {error}", code="queue_lost", status=503) from error
+        yield from InspectionCollector(report).collect()
 
 
 class InspectionCollector:
@@ -66,14 +74,11 @@ class InspectionCollector:
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, float(value))
+    return gauge(PREFIX + name, text, value)
 
 
 def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([str(key)], float(value))
-    return family
+    return by_label(label, PREFIX + name, text, {str(key): value for key, value in values.items()})
 
 
 @contextlib.contextmanager
@@ -87,37 +92,6 @@ def serve_metrics(
     if port == 0:
         yield
         return
-    with bind(HOST, port, "queue.metrics_port") as listener:
-        listener.listen()
-        server = server_of(_application(address, keys, answer_s), Access(token))
-        thread = threading.Thread(target=_answer, args=[server, listener], name="queue metrics", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            thread.join(STOP_S)
-
-
-def _answer(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Consumes scrapes; produces their answers. Waits for a connection; unblocked by one, or by ``should_exit``."""
-    server.run(sockets=[listener])
-
-
-def _application(address: str, keys: ClientKeys | None, answer_s: float) -> Starlette:
-    one = asyncio.Semaphore()  # scrape at a time: each has a connection to the queue
-
-    def read() -> bytes:
-        client = SyncQueueClient(address, role="metrics", name="metrics", timeout_s=answer_s, keys=keys)
-        with client as queue:
-            return generate_latest(InspectionCollector(queue.inspect()))
-
-    async def scrape(request: Request) -> Response:
-        try:
-            async with one:
-                body = await asyncio.to_thread(read)
-        except (QueueLost, ProtocolError) as error:
-            raise RequestRefused(f"the queue does not answer: {error}", code="queue_lost", status=503) from error
-        return Response(body, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    return application({"GET /metrics": scrape})
+    text = metrics_text(QueueCollector(address, keys, answer_s))
+    with answering(port, "queue.metrics_port", token, text):
+        yield

@@ -18,7 +18,7 @@ from rl_async.transfer_queue.state.transitions import (
     LeaseLost,
     RolledBack,
     SampleFailed,
-    SampleStored,
+    SamplesStored,
     Transition,
 )
 
@@ -52,8 +52,9 @@ class QueueTraces:
                 self._groups[number] = _Group(partition)
             case LeaseGiven(group=number, samples=samples, attempt=attempt):
                 self._leased(number, samples, attempt)
-            case SampleStored(headers=headers):
-                self._stored(headers[0])
+            case SamplesStored(samples=stored):
+                for headers in stored:
+                    self._stored(headers[0])
             case SampleFailed(group=number, sample=sample, error=error):
                 self._given_up(number, [sample], error)
             case LeaseLost(group=number, samples=samples, worker=worker):

@@ -6,6 +6,8 @@ No reply, to a request or to one that was parked, leaves before the flush that m
 one flush serves many requests (group commit); without load every request has its own.
 """
 
+import logging
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -14,7 +16,6 @@ import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import UserError
-from rl_async.messages.codec import Frame
 from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.authenticator import Authenticator, lock
@@ -22,12 +23,15 @@ from rl_async.transfer_queue.auth.keys import ServerKeys
 from rl_async.transfer_queue.auth.sockets import folder_of, is_file
 from rl_async.transfer_queue.server.gate import Outgoing
 
+log = logging.getLogger("rl_async.queue")
+
 TICK_S = 0.05  # deadlines of waits and leases are kept to within this
 MOST_REQUESTS = 64  # of one flush: the first of them waits for the last
 MOST_BYTES = 1 << 23  # of the requests of one flush
 MOST_UNHANDLED = 64  # requests of one connection in the queue's memory; its next ones stay in the network
 MOST_UNREAD = 1 << 14  # replies that one connection leaves unread; it counts as gone with the next
-_COPY_BELOW = 1 << 16  # bytes of a frame for which a copy is cheaper than sharing it with the sending thread
+PROBE_S, PROBES = 5, 2  # a host that has been silent for PROBE_S is probed, and counts as gone after so many probes
+OTHER_FILES = 256  # open files besides those of connections
 
 
 class RequestServer(Protocol):
@@ -77,24 +81,18 @@ def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: i
         zmq.select([socket, auth.socket], [], [], timeout_ms / 1000)
 
 
-def _waiting(socket: "zmq.Socket[bytes]", *, encrypted: bool) -> Iterator[tuple[list[bytes], bytes]]:
+def _waiting(socket: Any, *, encrypted: bool) -> Iterator[tuple[list[zmq.Frame], bytes]]:
     """The messages that have come, as many as one flush should serve, each with the key that encrypted it."""
     nbytes = 0
     for _ in range(MOST_REQUESTS):
         try:
-            parts, user = _receive(socket) if encrypted else (socket.recv_multipart(zmq.NOBLOCK), b"")
+            parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return
-        yield parts, user
+        yield parts, parts[0].get("User-Id").encode() if encrypted else b""
         nbytes += sum(map(len, parts))
         if nbytes > MOST_BYTES:
             return
-
-
-def _receive(socket: Any) -> tuple[list[bytes], bytes]:
-    """The next message, and its sender's public key. Raises zmq.Again if there is none."""
-    identity = socket.recv(zmq.NOBLOCK, copy=False)  # only a frame has its sender's key
-    return [identity.bytes, *socket.recv_multipart()], identity.get("User-Id").encode()
 
 
 def _deliver(
@@ -103,22 +101,21 @@ def _deliver(
     """Flush and send answers, and those that follow from one whose client is gone."""
     while outgoing:
         flush()
-        failed = [message for message in outgoing if not _send(socket, message)]
+        encoded: dict[int, wire.Frame] = {}  # of replies that go to several clients, by the object's id
+        failed = [message for message in outgoing if not _send(socket, message, encoded)]
         outgoing = [answer for message in failed for answer in server.undelivered(message)]
 
 
-def _send(socket: Any, message: Outgoing) -> bool:
+def _send(socket: Any, message: Outgoing, encoded: dict[int, wire.Frame]) -> bool:
     """Whether the client's connection is still there, and its replies are read."""
-    frames: list[Frame] = [
-        message.identity,
-        *wire.encode(message.request_id, message.response.reply, message.response.payload),
-    ]
+    reply = message.response.reply
+    if (body := encoded.get(id(reply))) is None:
+        body = encoded[id(reply)] = wire.encode_message(reply)
+    frames = [message.request_id, body, *message.response.payload]
     try:
-        for frame in frames[:-1]:
-            socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=len(frame) < _COPY_BELOW)
-        socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) < _COPY_BELOW)
+        wire.send(socket, [message.identity, *frames])
     except zmq.ZMQError as error:
-        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both arise with the first frame only
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
         return False
     return True
@@ -146,11 +143,44 @@ def bind(
     socket.set(zmq.LINGER, wire.LINGER_MS)
     socket.set(zmq.RCVHWM, MOST_UNHANDLED)
     socket.set(zmq.SNDHWM, MOST_UNREAD)
-    socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+    # A restarted queue is sought by all clients at once. By default libzmq lets 100 wait to be accepted, and those that
+    # come too late try again after longer and longer pauses, of up to a minute.
+    socket.set(zmq.BACKLOG, limits.clients)
+    _probe_hosts(socket)
     socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone is an error, and its leases are taken back
+    _allow_files(limits.clients + OTHER_FILES)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close(0)
         raise UserError(f"the transfer queue cannot listen on {address}: {error.strerror} (queue.port)") from error
     return socket
+
+
+def _probe_hosts(socket: Any) -> None:
+    """Have the kernel notice a client whose host is gone, after (PROBES + 1) * PROBE_S at most.
+
+    Clients notice the queue's by libzmq's heartbeats. Those have a timer per connection, and libzmq goes through all of
+    its timers to cancel one: with 10,000 clients, heartbeats from here take a third of a processor.
+    """
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, PROBE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, PROBES)
+    socket.set(zmq.TCP_MAXRT, 1000 * PROBE_S * (PROBES + 1))  # with unacknowledged data the kernel sends no probes
+
+
+def _allow_files(most: int) -> None:
+    """Raise this process's limit on open files to ``most``, since each connection takes one, or as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < most:
+            log.warning(
+                "only %d files may be open, too few for queue.limits.clients=%d connections; raise the hard limit "
+                "(ulimit -Hn) to %d",
+                allowed,
+                most - OTHER_FILES,
+                most,
+            )

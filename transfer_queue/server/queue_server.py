@@ -12,7 +12,7 @@ counted; one that does not apply is answered Refused. Neither changes anything.
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_async import messages as m
 from rl_async.configs.schema.queue import QueueLimits
@@ -20,21 +20,17 @@ from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.journal.interface import Journal
+from rl_async.transfer_queue.server.announcing import Announcing
 from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
 from rl_async.transfer_queue.server.leasing import Leasing
-from rl_async.transfer_queue.server.verbs import VERBS, Incoming, Serving, Verb
+from rl_async.transfer_queue.server.parking import Parking
+from rl_async.transfer_queue.server.serving import Incoming, Serving
+from rl_async.transfer_queue.server.verbs import ENGINES_CHANGE, VERBS, Verb
 from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.store import Store
 
 _VERBS = {verb.request: verb for verb in VERBS}
-
-
-class Parked(NamedTuple):
-    """A long poll that waits for the store to change, until its deadline at the latest."""
-
-    incoming: Incoming[Any]
-    deadline: float
 
 
 class QueueServer:
@@ -53,10 +49,10 @@ class QueueServer:
         self._store, self._clock = store, clock
         self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id, allowed)
         self._leasing, self._rates = Leasing(store.delivery), Rates(clock())
-        self._queue = Serving(store, journal, self._leasing, self._rates, clock)
+        self._announcing = Announcing(store.engines)
+        self._queue = Serving(store, journal, self._leasing, self._announcing, self._rates, clock)
         self._changed: set[type[t.Transition]] = set()
-        # By verb, then by request id.
-        self._parked: dict[Verb, dict[bytes, Parked]] = {verb: {} for verb in VERBS if verb.wakes}
+        self._parking = Parking(VERBS)
         feed.subscribe(self._see)
 
     def _see(self, transition: t.Transition) -> None:
@@ -73,9 +69,11 @@ class QueueServer:
         self._gate.refresh()
         now = self._clock()
         self._store.expire(now)
+        if self._announcing.is_due(now):
+            self._changed |= ENGINES_CHANGE
         outgoing = self._wake()
-        for verb, parked in self._parked.items():
-            for incoming in [waiting.incoming for waiting in parked.values() if waiting.deadline <= now]:
+        for verb, incoming in self._parking.due(now):
+            if self._parking.holds(verb, incoming.request_id):
                 outgoing += self._try(verb, incoming, last=True)
         return outgoing + self._wake()
 
@@ -85,9 +83,7 @@ class QueueServer:
         If the client lives, it says hello on a new connection and repeats its requests.
         """
         self._gate.forget(message.identity)
-        for parked in self._parked.values():
-            for request_id in [key for key, waiting in parked.items() if waiting.incoming.identity == message.identity]:
-                del parked[request_id]
+        self._parking.forget(message.identity)
         self._leasing.undelivered(message.request_id, message.identity)
         return self._wake()
 
@@ -96,10 +92,9 @@ class QueueServer:
         outgoing: list[Outgoing] = []
         while self._changed:
             changed, self._changed = self._changed, set()
-            for verb, parked in self._parked.items():
-                if parked and not changed.isdisjoint(verb.wakes):
-                    for incoming in verb.retry(self._queue, [waiting.incoming for waiting in parked.values()]):
-                        outgoing += self._try(verb, incoming, last=False)
+            for verb, parked in self._parking.waking(changed):
+                for incoming in verb.retry(self._queue, parked):
+                    outgoing += self._try(verb, incoming, last=False)
         return outgoing
 
     def _try(self, verb: Verb, incoming: Incoming[Any], *, last: bool) -> list[Outgoing]:
@@ -107,7 +102,7 @@ class QueueServer:
         response = verb.handle(self._queue, incoming, last)
         if response is None:
             return []
-        del self._parked[verb][incoming.request_id]
+        self._parking.remove(verb, incoming)
         return [Outgoing(incoming.identity, incoming.request_id, response)]
 
     def _answer(self, identity: bytes, message: wire.RequestMessage) -> Response | None:
@@ -126,7 +121,7 @@ class QueueServer:
         wait_s = min(self._wait_s(message.request), verb.arrive(self._store, message.request, self._clock()))
         response = verb.handle(self._queue, incoming, wait_s <= 0)
         if response is None:
-            self._parked[verb][message.request_id] = Parked(incoming, self._clock() + wait_s)
+            self._parking.add(verb, incoming, self._clock() + wait_s)
         return response
 
     @staticmethod

@@ -5,25 +5,18 @@ a verb: its request and reply in ``messages/``, a row in VERBS with the roles th
 ``client/verbs.py``.
 """
 
-import hashlib
-import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rl_async import messages as m
-from rl_async.configs.derived.rewards import unbounded
-from rl_async.errors import ProtocolError
-from rl_async.messages.codec import Frame
-from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.roles import EVERYBODY, Role, only
-from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.journal.payloads import FREEING
 from rl_async.transfer_queue.server.gate import Response
-from rl_async.transfer_queue.server.leasing import Leasing
+from rl_async.transfer_queue.server.payloads import fetch, put
+from rl_async.transfer_queue.server.serving import Incoming, Q, Serving
 from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.store import Store
@@ -31,26 +24,6 @@ from rl_async.transfer_queue.state.store import Store
 log = logging.getLogger("rl_async.queue")
 
 MAX_WAIT_S = 60.0  # of a long poll; longer waits are cut to this
-Q = TypeVar("Q", bound=m.Request[Any])
-
-
-class Serving(NamedTuple):
-    """What the handlers of verbs work on."""
-
-    store: Store
-    journal: Journal
-    leasing: Leasing
-    rates: observe.Rates
-    clock: Callable[[], float]
-
-
-class Incoming(NamedTuple, Generic[Q]):
-    """One request, whose connection is ``identity``, and its payload frames."""
-
-    identity: bytes
-    request_id: bytes
-    request: Q
-    payload: Sequence[Frame] = ()
 
 
 def _in_order(queue: Serving, parked: Sequence[Incoming[Any]]) -> Iterable[Incoming[Any]]:
@@ -107,10 +80,13 @@ def _poll(
     *wakes: type[t.Transition],
     waits: Callable[[Q, Any], bool] = lambda _, reply: isinstance(reply, m.NotReady),
     arrive: Callable[[Store, Any, float], float] = _any_wait,
+    idle: Callable[[Store, Q], bool] = lambda *_: False,
 ) -> Verb:
-    """A long poll that ``waits`` while its reply has nothing to say."""
+    """A long poll that ``waits`` while its reply has nothing to say, or is ``idle``, which needs no reply to know."""
 
     def answer(queue: Serving, incoming: Incoming[Q], last: bool) -> Response | None:
+        if not last and idle(queue.store, incoming.request):
+            return None
         reply = handle(queue.store, incoming.request, queue.clock())
         waiting = not last and not isinstance(reply, m.Refused) and waits(incoming.request, reply)
         return None if waiting else Response(reply)
@@ -151,113 +127,19 @@ def _attended(store: Store, reply: m.Reply, now: float) -> m.Reply:
 
 
 def _equal_shares(queue: Serving, parked: Sequence[Incoming[m.Lease]]) -> Iterable[Incoming[m.Lease]]:
-    """Each parked worker with an equal share of the groups that may be leased, the longest unserved first."""
+    """Each parked worker with an equal share of the groups that may be leased, the longest unserved first; nobody else
+    once there are none, except to hear that the run is over."""
+    book = queue.store.book
+    if not book.leasable() and not book.finished:
+        return
     in_turn = sorted(parked, key=lambda incoming: queue.leasing.turn(incoming.request.worker))
     for place, incoming in enumerate(in_turn):
-        share = max(1, -(-queue.store.book.leasable() // (len(in_turn) - place)))
+        leasable = book.leasable()
+        if not leasable and not book.finished:
+            return
+        share = max(1, -(-leasable // (len(in_turn) - place)))
         modest = msgspec.structs.replace(incoming.request, max_groups=min(incoming.request.max_groups, share))
         yield incoming._replace(request=modest)
-
-
-# --- payloads -------------------------------------------------------------------------------------------------------
-
-
-def _put(queue: Serving, incoming: Incoming[m.Put], last: bool) -> Response:
-    request, payload, store = incoming.request, incoming.payload, queue.store
-    if not all(request.samples):
-        raise ProtocolError("a Put of a sample without rows")
-    hashes = {sha256 for headers in request.samples for header in headers for sha256 in header.media}
-    places = {sha256: m.media_sample(sha256) for sha256 in hashes}
-    now = queue.clock()
-    if store.settings.replicas:
-        if payload:
-            return Response(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
-        taken = [_take_headers(store, request.worker, headers, now) for headers in request.samples]
-        return Response(m.Taken(refused=taken))
-    rows = sum(map(len, request.samples))
-    if rows + len(request.media) != len(payload) or not all(map(len, payload)):
-        raise ProtocolError(
-            f"a Put of {[len(headers) for headers in request.samples]} rows and {len(request.media)} media with "
-            f"{len(payload)} payload frames, none of which may be empty"
-        )
-    frames = iter(payload)
-    samples = [(headers, list(itertools.islice(frames, len(headers)))) for headers in request.samples]
-    media = _checked_media(request.media, list(frames))
-    return Response(m.Taken(refused=[_take(queue, request.worker, *sample, media, places) for sample in samples]))
-
-
-def _take_headers(store: Store, worker: str, headers: Sequence[m.TrajectoryHeader], now: float) -> m.Refused | None:
-    """Take a sample whose payload is with shards; None, or why not."""
-    if refused := _unbounded(store, worker, headers, now):
-        return refused
-    reply = store.shards.misplaced(headers) or store.delivery.put(worker, headers, now)
-    return reply if isinstance(reply, m.Refused) else None
-
-
-def _unbounded(store: Store, worker: str, headers: Sequence[m.TrajectoryHeader], now: float) -> m.Refused | None:
-    """Refuse a sample with a reward beyond the bound; its attempt has failed, so it is generated again."""
-    limit, bounded = store.settings.reward_limit, store.settings.reward_parts
-    for header in headers:
-        others = {name: part for name, part in header.reward_parts.items() if name not in bounded}
-        parts = {name: part for name, part in header.reward_parts.items() if name in bounded}
-        problem = unbounded({"the reward": header.reward} | parts, limit) or unbounded(others, sys.float_info.max)
-        if problem:
-            failed = store.delivery.fail(worker, header.group_id, header.sample, header.attempt, problem, now)
-            return failed if isinstance(failed, m.Refused) else m.Refused(code="reward", reason=problem)
-    return None
-
-
-def _take(
-    queue: Serving,
-    worker: str,
-    headers: Sequence[m.TrajectoryHeader],
-    rows: Sequence[Frame],
-    media: dict[m.MediaKey, Frame],
-    places: dict[str, int],
-) -> m.Refused | None:
-    """Take a sample with its payload and the media that its group lacks; ``places`` are their sample numbers."""
-    if refused := _unbounded(queue.store, worker, headers, queue.clock()):
-        return refused
-    journal, group = queue.journal, headers[0].group_id
-    wanted = dict.fromkeys(sha256 for header in headers for sha256 in header.media)
-    new = [sha256 for sha256 in wanted if not journal.has(group, places[sha256])]
-    if missing := [sha256 for sha256 in new if (group, sha256) not in media]:
-        return m.Refused(code=wire.MEDIA, reason=" ".join(missing))
-    headers = [
-        msgspec.structs.replace(header, nbytes=memoryview(row).nbytes, shards=[])
-        for header, row in zip(headers, rows, strict=True)
-    ]
-    headers[0].nbytes += sum(memoryview(media[group, sha256]).nbytes for sha256 in new)
-    reply = queue.store.delivery.put(worker, headers, queue.clock())
-    if isinstance(reply, m.Refused):
-        return reply
-    if group in queue.store.book.groups:  # else its last sample has shown that it is not worth keeping
-        journal.put(group, headers[0].sample, rows)
-        for sha256 in new:
-            journal.put(group, places[sha256], [media[group, sha256]])
-    return None
-
-
-def _checked_media(keys: Sequence[m.MediaKey], frames: Sequence[Frame]) -> dict[m.MediaKey, Frame]:
-    """Media by group and hash. Raises ProtocolError for bytes that have another hash."""
-    for (_, sha256), frame in zip(keys, frames, strict=True):
-        if hashlib.sha256(frame).hexdigest() != sha256:
-            raise ProtocolError(f"the bytes of a medium do not have the hash {sha256[:80]}")
-    return dict(zip(keys, frames, strict=True))
-
-
-def _fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:
-    wanted = incoming.request.rows
-    if len(set(wanted)) != len(wanted):
-        return Response(m.Refused(code="rows", reason="a row is requested twice"))
-    if queue.store.settings.replicas:
-        return Response(queue.store.shards.places(wanted))
-    rows = [queue.journal.get(key) for key in wanted]
-    missing = [key for key, row in zip(wanted, rows) if row is None]
-    if missing:
-        return Response(m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {missing[:8]}"))
-    found = [row for row in rows if row is not None]
-    return Response(m.FetchedRows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
 
 
 # --- registries -----------------------------------------------------------------------------------------------------
@@ -273,6 +155,24 @@ def _sweep_arrived(store: Store, request: m.Sweep, now: float) -> float:
     """Note the shard's sign of life; it must give the next one before it would count as lost."""
     store.shards.hear(request.shard_id, now)
     return min(MAX_WAIT_S, store.settings.lease_s / 4)
+
+
+def _list_engines(queue: Serving, incoming: Incoming[m.ListEngines], last: bool) -> Response | None:
+    now, after = queue.clock(), incoming.request.after
+    if not last and not queue.announcing.has_news(after, now):
+        return None
+    reply = queue.store.engine_list()
+    if reply.revision > after:
+        queue.announcing.answered(now)
+    return Response(reply)
+
+
+def _engines_in_order(queue: Serving, parked: Sequence[Incoming[m.ListEngines]]) -> Iterable[Incoming[m.ListEngines]]:
+    """All readers of the registry, if it is time for an announcement."""
+    if not queue.announcing.is_due(queue.clock()):
+        return ()
+    queue.announcing.announce()
+    return parked
 
 
 def _remove_engine(store: Store, request: m.RemoveEngine, now: float) -> m.Reply:
@@ -301,6 +201,8 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
     }
 )
 
+ENGINES_CHANGE: frozenset[type[t.Transition]] = frozenset({t.EnginesChanged, t.EngineChanged, t.EngineRemoved})
+
 GENERATES = only("worker", "operator")  # an operator imports what another queue exported
 TRAINS = only("trainer")
 FETCHES = only("trainer", "reader", "operator")
@@ -312,7 +214,7 @@ _VERBS = (
     # agent workers
     Verb(m.Lease, GENERATES, _lease, _LEASE_WAKES, _lease_arrived, _equal_shares),
     _verb(m.Renew, GENERATES, _renew),
-    Verb(m.Put, GENERATES, _put, payload=True),
+    Verb(m.Put, GENERATES, put, payload=True),
     _verb(
         m.Fail, GENERATES, lambda s, r, now: s.delivery.fail(r.worker, r.group_id, r.sample, r.attempt, r.error, now)
     ),
@@ -322,8 +224,9 @@ _VERBS = (
         TRAINS,
         lambda s, r, now: _attended(s, s.batches.reserve(r.step, now), now),
         *(t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved),
+        idle=lambda s, r: s.batches.is_short(r.step),  # asked at every group that becomes ready
     ),
-    Verb(m.Fetch, FETCHES, _fetch),
+    Verb(m.Fetch, FETCHES, fetch),
     _verb(m.Commit, TRAINS, lambda s, r, _: s.batches.commit(r.step)),
     _verb(m.Publish, TRAINS, lambda s, r, _: s.publish(r.version, r.engines)),
     _verb(m.Retire, TRAINS, lambda s, r, _: s.retire(r.step)),
@@ -339,18 +242,13 @@ _VERBS = (
     ),
     _verb(m.Finish, TRAINS, lambda s, r, _: s.finish()),
     # registries of engines and payload shards
-    _poll(
-        m.ListEngines,
-        EVERYBODY,
-        lambda s, r, _: s.engine_list(),
-        t.EnginesChanged,
-        waits=lambda r, reply: reply.revision <= r.after,
-    ),
+    Verb(m.ListEngines, EVERYBODY, _list_engines, ENGINES_CHANGE, retry=_engines_in_order),
     _verb(m.RegisterEngine, OPERATES, lambda s, r, _: s.engines.register(r.engine_id, r.url, r.kind)),
     _verb(m.RemoveEngine, TRAINS | OPERATES, _remove_engine),
     _verb(
         m.Confirm, TRAINS, lambda s, r, _: s.book.fence(r.version.lineage) or s.engines.confirm(r.engine_id, r.version)
     ),
+    _verb(m.Withdraw, TRAINS, lambda s, r, _: s.engines.withdraw(r.engine_ids)),
     _poll(
         m.ListShards,
         EVERYBODY,

@@ -10,6 +10,7 @@ It knows nothing but rows: the queue decides which are needed and for how long. 
 the queue then has the trajectories generated again, or names another shard's copy.
 """
 
+import argparse
 import logging
 import queue
 import secrets
@@ -31,7 +32,9 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
+from rl_async.process.memory import reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
+from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.auth.authenticator import Authenticator
@@ -113,8 +116,7 @@ class ShardServer:
             raise ProtocolError(f"{len(request.samples)} samples with lengths of {len(request.lengths)}")
         rows = iter(wire.split(payload, [length for some in request.lengths for length in some]))
         for (group, sample, attempt), lengths in zip(request.samples, request.lengths, strict=True):
-            # A copy: a view would keep the whole frame for its longest-lived row.
-            self._payloads.put(group, (sample, attempt), [bytes(next(rows)) for _ in lengths])
+            self._payloads.put(group, (sample, attempt), [next(rows) for _ in lengths])
         return Response(m.Done())
 
     def _load(self, request: m.LoadRows) -> Response:
@@ -124,7 +126,7 @@ class ShardServer:
             if row is None:
                 return Response(m.Refused(code="unknown_row", reason=f"no row {(group, sample, attempt, segment)}"))
             found.append(row)
-        return Response(m.FetchedRows(lengths=[memoryview(row).nbytes for row in found]), wire.join(found))
+        return Response(m.FetchedRows(lengths=list(map(len, found))), wire.join(found))
 
 
 class Membership:
@@ -232,6 +234,12 @@ def _nothing() -> None:
     """Do nothing: rows in memory need no flush."""
 
 
+def _run(given: argparse.Namespace, ended: threading.Event) -> None:
+    wanted = load_resolved(given.run / "config.yaml").tracking.prometheus
+    with exposed(wanted, given.run, "shard", given.name):
+        run_shard(given.address, given.queue, given.name, run=given.run, stopped=ended.is_set)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and serve the shard; return the exit code."""
     parser = role_parser("transfer_queue.shard", __doc__)
@@ -240,12 +248,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="where to listen; workers and trainer ranks must reach it")
     parser.add_argument("--name", required=True, help="the same again after a restart")
     arguments = parser.parse_args(argv)
+    reuse_freed_memory()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     return run_role(
         "shard",
-        lambda: run_shard(arguments.address, arguments.queue, arguments.name, run=arguments.run, stopped=ended.is_set),
+        lambda: _run(arguments, ended),
         {QueueLost: EXIT_FAILED, ProtocolError: EXIT_FAILED},
     )
 

@@ -9,22 +9,12 @@ from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version
 from rl_async.transfer_queue.policy.admission import choose, may_lease
 from rl_async.transfer_queue.policy.sampling import Candidate
+from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.delivery import Delivery
 from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot, decode_snapshot
 from rl_async.transfer_queue.state.tasks import TaskSource
-from rl_async.transfer_queue.state.transitions import (
-    BatchCommitted,
-    BatchReserved,
-    Effects,
-    Published,
-    ReadmittedGroup,
-    Retired,
-    RolledBack,
-    Tightened,
-    Transition,
-)
 
 
 class StepBatch(msgspec.Struct):
@@ -57,7 +47,7 @@ class Batches:
     def __init__(
         self,
         book: Book,
-        change: Callable[[Transition], None],
+        change: Callable[[t.Transition], None],
         delivery: Delivery,
         source: TaskSource,
         divide: Divide,
@@ -69,13 +59,13 @@ class Batches:
         self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
         self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
-        self.effects: Effects = {
-            BatchReserved: self.batch_reserved,
-            BatchCommitted: self.batch_committed,
-            Published: self.version_published,
-            Retired: self.steps_retired,
-            Tightened: self.bound_tightened,
-            RolledBack: self.rolled_back,
+        self.effects: t.Effects = {
+            t.BatchReserved: self.batch_reserved,
+            t.BatchCommitted: self.batch_committed,
+            t.Published: self.version_published,
+            t.Retired: self.steps_retired,
+            t.Tightened: self.bound_tightened,
+            t.RolledBack: self.rolled_back,
         }
 
     # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
@@ -91,17 +81,22 @@ class Batches:
             return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
         if step != self._next_step:
             return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
-        members = self._members(step, now)
-        if isinstance(members, NotReady):
+        if isinstance(members := self._members(step, now), NotReady):
             return members
         settings = self._book.settings
         left = min(self._book.refills_left + settings.max_refills, settings.refill_allowance)
-        self._change(BatchReserved(step=step, groups=sorted(members), refills_left=left))
+        self._change(t.BatchReserved(step=step, groups=sorted(members), refills_left=left))
         return self._answer(step, self._batches[step])
+
+    def is_short(self, step: int) -> bool:
+        """Whether ``step`` is next and too few groups are ready; `reserve` would say which, by a walk over them."""
+        return step == self._next_step and self._book.count(State.READY) < self._book.settings.batch_groups
 
     def _members(self, step: int, now: float) -> list[int] | NotReady:
         """The groups pinned to the step, and others for the seats that are left."""
         book, settings = self._book, self._book.settings
+        if self.is_short(step):
+            return self._not_ready(step, self._first_unfinished(step), now)
         pinned: Counter[int] = Counter()
         members: list[int] = []
         candidates: list[Candidate] = []
@@ -122,6 +117,12 @@ class Batches:
         if len(members) + len(choice.take) < settings.batch_groups:
             return self._not_ready(step, choice.blocked_by, now)
         return members + choice.take
+
+    def _first_unfinished(self, step: int) -> list[int]:
+        """The unfinished group that the step waits for: one that is pinned to it, or else the most urgent one."""
+        groups = [g for g in self._book.open.values() if g.state is not State.READY and g.pinned in (None, step)]
+        first = min(groups, key=lambda g: (g.pinned is None, g.oldest is None, g.oldest or 0, g.group_id), default=None)
+        return [] if first is None else [first.group_id]
 
     def _candidate(self, group: Group) -> Candidate:
         book = self._book
@@ -156,7 +157,7 @@ class Batches:
 
     def _answer(self, step: int, batch: StepBatch) -> Reserved | Refused:
         groups = [self._book.groups[group_id] for group_id in batch.groups]
-        partial = [group.group_id for group in groups if not all(sample.here for sample in group.samples)]
+        partial = [group.group_id for group in groups if group.lacks_rows()]
         if partial and not batch.committed:
             return Refused(code="incomplete", reason=f"samples of the groups {partial} of step {step} are missing")
         return Reserved(
@@ -173,7 +174,7 @@ class Batches:
                 return Done()
             return Refused(code="wrong_step", reason=f"step {step} has no batch")
         if not batch.committed:
-            self._change(BatchCommitted(step=step))
+            self._change(t.BatchCommitted(step=step))
         return Done()
 
     def publish(self, version: Version) -> Done | Refused:
@@ -189,7 +190,7 @@ class Batches:
             return Refused(code="wrong_step", reason=f"{version} before step {min(untrained, default=self._next_step)}")
         if version != book.published:
             released = [group for _, batch in trained if not batch.released for group in batch.groups]
-            self._change(Published(version=version, released=released))
+            self._change(t.Published(version=version, released=released))
         return Done()
 
     def retire(self, step: int) -> Done | Refused:
@@ -200,7 +201,7 @@ class Batches:
             return Done()
         ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
         forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
-        self._change(Retired(step=step, groups=forgotten, shelved=kept))
+        self._change(t.Retired(step=step, groups=forgotten, shelved=kept))
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
@@ -210,7 +211,7 @@ class Batches:
             return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
         bound = min(max_staleness, book.settings.max_staleness)
         if bound != book.max_staleness:
-            self._change(Tightened(max_staleness=bound))
+            self._change(t.Tightened(max_staleness=bound))
         return Done()
 
     # --- checkpoint and resume --------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class Batches:
         """What is not trained yet, and where the task source stands."""
         steps = {group: step for step, batch in self._batches.items() for group in batch.groups if not batch.committed}
         groups = [
-            ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
+            t.ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
             for group in self._book.untrained()
         ]
         snapshot = QueueSnapshot(
@@ -259,7 +260,7 @@ class Batches:
         too_new = book.published is not None and book.published.step > step
         bound = book.settings.max_staleness
         self._change(
-            RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group, max_staleness=bound)
+            t.RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group, max_staleness=bound)
         )
         if too_new:
             self._delivery.revoke_all()
@@ -282,7 +283,7 @@ class Batches:
             except (ValueError, DataError) as error:
                 return Refused(code="bad_snapshot", reason=str(error))
         self._change(
-            RolledBack(
+            t.RolledBack(
                 step=step,
                 lineage=lineage,
                 fresh=True,
@@ -308,7 +309,7 @@ class Batches:
 
     # --- what a change does -----------------------------------------------------------------------------------------
 
-    def batch_reserved(self, event: BatchReserved) -> None:
+    def batch_reserved(self, event: t.BatchReserved) -> None:
         """Apply `BatchReserved`: the step has its groups, all of them complete; raise ValueError if not."""
         groups = [self._book.groups[group_id] for group_id in event.groups]
         if any(group.state is not State.READY for group in groups):
@@ -319,14 +320,14 @@ class Batches:
         for group in groups:
             self._book.move(group, State.RESERVED)
 
-    def batch_committed(self, event: BatchCommitted) -> None:
+    def batch_committed(self, event: t.BatchCommitted) -> None:
         """Apply `BatchCommitted`: the groups of the step are COMMITTED."""
         batch = self._batches[event.step]
         batch.committed = True
         for group_id in batch.groups:
             self._book.trained(self._book.groups[group_id])
 
-    def version_published(self, event: Published) -> None:
+    def version_published(self, event: t.Published) -> None:
         """Apply `Published`: the steps before the version free their slots."""
         for step in [at for at in self._batches if at < event.version.step]:
             batch = self._batches[step]
@@ -337,7 +338,7 @@ class Batches:
                 del self._batches[step]
         self._book.published = event.version
 
-    def steps_retired(self, event: Retired) -> None:
+    def steps_retired(self, event: t.Retired) -> None:
         """Apply `Retired`: forget the groups of the steps; those not published yet keep their slots."""
         for step in [at for at, batch in self._batches.items() if at < event.step and not batch.retired]:
             batch = self._batches[step]
@@ -348,11 +349,11 @@ class Batches:
                 del self._batches[step]
         self._retired = event.step
 
-    def bound_tightened(self, event: Tightened) -> None:
+    def bound_tightened(self, event: t.Tightened) -> None:
         """Apply `Tightened`: admit groups for this bound."""
         self._book.max_staleness = event.max_staleness
 
-    def rolled_back(self, event: RolledBack) -> None:
+    def rolled_back(self, event: t.RolledBack) -> None:
         """Apply `RolledBack`: the steps from ``event.step`` on are to come, and nothing is published."""
         book = self._book
         if event.fresh:
@@ -375,7 +376,7 @@ class Batches:
                 group.pinned = at
                 self._book.reopen(group)
 
-    def _start_over(self, event: RolledBack) -> None:
+    def _start_over(self, event: t.RolledBack) -> None:
         book = self._book
         book.clear()
         self._delivery.grants.load([])

@@ -214,8 +214,9 @@ class Book:
         for index, sample in enumerate(group.samples):
             if sample.worker is not None:
                 self.leases.end(sample.worker, group.group_id, index)
-            if sample.here:
-                self.payload_bytes -= sample.nbytes
+            if sample.headers:
+                for header in sample.headers:
+                    self.payload_bytes -= header.nbytes
             elif not sample.dead:
                 self._outstanding -= 1
         self._states[group.partition, group.state] -= 1

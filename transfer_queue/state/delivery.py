@@ -2,19 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from rl_async.messages import (
-    DeadLetter,
-    Done,
-    Leased,
-    LeasedGroup,
-    Refused,
-    SampleKey,
-    Task,
-    TrajectoryHeader,
-    Version,
-    has_signal,
-)
+from rl_async import messages as m
 from rl_async.transfer_queue.policy.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
+from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.book import PINNED, Book
 from rl_async.transfer_queue.state.groups import (
     EVAL,
@@ -32,22 +22,9 @@ from rl_async.transfer_queue.state.groups import (
     leased_group,
 )
 from rl_async.transfer_queue.state.tasks import Tasks
-from rl_async.transfer_queue.state.transitions import (
-    Admitted,
-    DeadLettered,
-    Effects,
-    GrantVoided,
-    GroupDropped,
-    GroupReady,
-    LeaseGiven,
-    LeaseLost,
-    SampleFailed,
-    SampleStored,
-    SignalWaived,
-    Transition,
-)
 
 _WHOLE = (State.READY, State.RESERVED)
+Headers = Sequence[m.TrajectoryHeader]  # of the rows of one sample
 NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 
 
@@ -57,23 +34,25 @@ class Delivery:
     A verb decides and emits a transition; the methods named in the past tense below apply it.
     """
 
-    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Tasks) -> None:
+    def __init__(self, book: Book, change: Callable[[t.Transition], None], tasks: Tasks) -> None:
         self._book, self._change, self._tasks = book, change, tasks
         self.grants = Grants()
-        self.effects: Effects = {
-            Admitted: self.admitted,
-            LeaseGiven: self.lease_given,
-            GrantVoided: self.grant_voided,
-            LeaseLost: self.lease_lost,
-            SampleStored: self.sample_stored,
-            SampleFailed: self.sample_failed,
-            GroupReady: lambda _: None,  # the sample that completed the group has made it READY
-            SignalWaived: self.signal_waived,
-            GroupDropped: self.group_dropped,
-            DeadLettered: self.dead_lettered,
+        self.effects: t.Effects = {
+            t.Admitted: self.admitted,
+            t.LeaseGiven: self.lease_given,
+            t.GrantVoided: self.grant_voided,
+            t.LeaseLost: self.lease_lost,
+            t.SamplesStored: self.samples_stored,
+            t.SampleFailed: self.sample_failed,
+            t.GroupReady: lambda _: None,  # the sample that completed the group has made it READY
+            t.SignalWaived: self.signal_waived,
+            t.GroupDropped: self.group_dropped,
+            t.DeadLettered: self.dead_lettered,
         }
 
-    def lease(self, worker: str, max_groups: int, now: float, request: bytes = b"", task: Task | None = None) -> Leased:
+    def lease(
+        self, worker: str, max_groups: int, now: float, request: bytes = b"", task: m.Task | None = None
+    ) -> m.Leased:
         """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
 
         With a ``task`` of the worker's own: one group of it, once no other group waits and one more may be admitted.
@@ -83,29 +62,29 @@ class Delivery:
         book = self._book
         granted = self.grants.get(request)
         if granted is not None:
-            return Leased(groups=self._lent(granted))
+            return m.Leased(groups=self._lent(granted))
         if book.finished:
-            return Leased(groups=[], finished=True)
+            return m.Leased(groups=[], finished=True)
         if not book.leases.hears(worker):
-            return Leased(groups=[])
+            return m.Leased(groups=[])
         book.now = now
-        groups: list[LeasedGroup] = []
+        groups: list[m.LeasedGroup] = []
         if task is not None:
             waits = book.head(PINNED) or book.head(TRAIN)
             own = None if book.published is None or waits else self._admit(task)
-            return Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
+            return m.Leased(groups=[self._give(own, worker, book.published, request)] if own and book.published else [])
         while book.published is not None and len(groups) < max_groups:
             group = book.head(EVAL) or self._next_train()
             if group is None:
                 break
             groups.append(self._give(group, worker, book.published, request))
-        return Leased(groups=groups)
+        return m.Leased(groups=groups)
 
     def granted(self, request: bytes) -> bool:
         """Whether this request for leases was answered with groups."""
         return self.grants.get(request) is not None
 
-    def _lent(self, grant: Grant) -> list[LeasedGroup]:
+    def _lent(self, grant: Grant) -> list[m.LeasedGroup]:
         """The groups of an answer, without those that are gone."""
         groups = self._book.groups
         return [leased_group(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
@@ -121,7 +100,7 @@ class Delivery:
             return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
         return self._admit()
 
-    def _admit(self, own: Task | None = None) -> Group | None:
+    def _admit(self, own: m.Task | None = None) -> Group | None:
         """One more training group, of the worker's ``own`` task or the next one; None if there must not be one."""
         book = self._book
         if book.draining:
@@ -137,14 +116,14 @@ class Delivery:
         task, cursor, submitted = next_task
         group_id, samples = book.next_group, book.settings.group_size
         self._change(
-            Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor, submitted=submitted)
+            t.Admitted(group=group_id, partition=TRAIN, samples=samples, task=task, cursor=cursor, submitted=submitted)
         )
         return book.groups[group_id]
 
-    def _give(self, group: Group, worker: str, version: Version, request: bytes) -> LeasedGroup:
+    def _give(self, group: Group, worker: str, version: m.Version, request: bytes) -> m.LeasedGroup:
         lent = Lent(group.group_id, group.leases, group.missing(), version)
         self._change(
-            LeaseGiven(
+            t.LeaseGiven(
                 group=lent.group,
                 samples=lent.samples,
                 attempt=lent.attempt,
@@ -155,7 +134,7 @@ class Delivery:
         )
         return leased_group(group, lent)
 
-    def renew(self, worker: str, now: float, held: Sequence[SampleKey] | None = None) -> Done:
+    def renew(self, worker: str, now: float, held: Sequence[m.SampleKey] | None = None) -> m.Done:
         """Renew the worker's leases, of which it still plays those that it ``held`` (None: all)."""
         self._book.leases.hear(worker, now)
         if held is not None:
@@ -163,39 +142,63 @@ class Delivery:
             listed = {(at, index) for at, index, attempt in held if at in groups and groups[at].is_at(index, attempt)}
             lost = self._book.leases.forgotten(worker, listed, now)
             self._take_back(lost, f"worker {worker} has forgotten it")
-        return Done()
+        return m.Done()
 
-    def put(self, worker: str, headers: Sequence[TrajectoryHeader], now: float) -> Done | Refused:
-        """Take in all rows of a sample. The same again is Done again; those of another worker or attempt are fenced.
+    def put(self, worker: str, headers: Headers, now: float) -> m.Done | m.Refused:
+        """Take in all rows of one sample; see ``put_all``."""
+        (refused,) = self.put_all(worker, [headers], now)
+        return refused or m.Done()
 
-        Whether they are new shows in the transitions: only new ones are announced as stored.
+    def put_all(
+        self,
+        worker: str,
+        samples: Sequence[Headers],
+        now: float,
+        sized: Callable[[Headers], list[m.TrajectoryHeader]] = list,
+    ) -> list[m.Refused | None]:
+        """Take in samples with all their rows; of each, None or why it is not wanted.
+
+        The same again is taken again; those of another worker or attempt are fenced. Whether they are new shows in the
+        transitions: only new ones are announced as stored, all by one transition, as ``sized`` returns their headers.
         """
         self._book.leases.hear(worker, now)
+        new: dict[tuple[int, int], Headers] = {}
+        answers = [self._offer(worker, headers, new) for headers in samples]
+        if new:
+            groups = [self._book.groups[group_id] for group_id in dict.fromkeys(group_id for group_id, _ in new)]
+            self._change_samples(groups, t.SamplesStored(samples=list(map(sized, new.values()))))
+            for group in groups:
+                self._refill(group)
+        return answers
+
+    def _offer(self, worker: str, headers: Headers, new: dict[tuple[int, int], Headers]) -> m.Refused | None:
+        """Why a sample is not wanted; None if it is, and then add it to the ``new`` ones unless it is here."""
         if not are_one_sample(headers):
-            return Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
+            return m.Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
         header = headers[0]
         found = self._find(header.group_id, header.sample, header.attempt)
-        if isinstance(found, Refused):
+        if isinstance(found, m.Refused):
             return found
         group, sample = found
-        if sample.here and content(sample.headers) == content(headers):
-            return Done()
-        if sample.here:
-            return Refused(code="conflict", reason=f"{_name(header.group_id, header.sample)} is here, and differs")
+        key = header.group_id, header.sample
+        if here := sample.headers or new.get(key):
+            if content(here) == content(headers):
+                return None
+            return m.Refused(code="conflict", reason=f"{_name(*key)} is here, and differs")
         if sample.worker != worker:
             return self._fenced(header.group_id, header.sample, header.attempt)
         if header.partition != group.partition:
-            return Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
-        self._change_sample(group, SampleStored(headers=list(headers)))
-        self._refill(group)
-        return Done()
+            return m.Refused(code="conflict", reason=f"group {group.group_id} belongs to partition {group.partition}")
+        new[key] = headers
+        return None
 
-    def _change_sample(self, group: Group, transition: SampleStored | SampleFailed) -> None:
-        """Apply a change that may complete the group, and announce the group if it does."""
-        before = group.state
+    def _change_samples(self, groups: Sequence[Group], transition: t.SamplesStored | t.SampleFailed) -> None:
+        """Apply a change that may complete these groups, and announce those that it does."""
+        unfinished = [group for group in groups if group.state not in _WHOLE]
         self._change(transition)
-        if group.state in _WHOLE and before not in _WHOLE:
-            self._change(GroupReady(group=group.group_id, partition=group.partition))
+        for group in unfinished:
+            if group.state in _WHOLE:
+                self._change(t.GroupReady(group=group.group_id, partition=group.partition))
 
     def _refill(self, group: Group) -> None:
         """Drop a complete training group without reward signal, as long as the allowance lasts.
@@ -206,42 +209,42 @@ class Delivery:
         book = self._book
         if not book.settings.max_refills or group.partition != TRAIN or group.state is not State.READY:
             return
-        if group.pinned is not None or has_signal(group.headers()):
+        if group.pinned is not None or m.has_signal(group.headers()):
             return
         if book.refills_left <= 0:
-            self._change(SignalWaived(group=group.group_id))
+            self._change(t.SignalWaived(group=group.group_id))
             return
         self.drop(group.group_id, NO_SIGNAL)
 
-    def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> Done | Refused:
+    def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> m.Done | m.Refused:
         """One attempt failed: the sample waits again, or its group is dead-lettered."""
         self._book.leases.hear(worker, now)
         found = self._find(group_id, index, attempt)
-        if isinstance(found, Refused):
+        if isinstance(found, m.Refused):
             return found
         group, sample = found
         if sample.here:
-            return Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
+            return m.Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
         if sample.worker == worker:  # else reported before, or not its own
             self._charge(group, [index], error)
-        return Done()
+        return m.Done()
 
-    def _find(self, group_id: int, index: int, attempt: int) -> tuple[Group, Sample] | Refused:
+    def _find(self, group_id: int, index: int, attempt: int) -> tuple[Group, Sample] | m.Refused:
         group = self._book.groups.get(group_id)
         if group is None:
             if 0 <= group_id < self._book.next_group or EVAL_GROUPS <= group_id < self._book.next_eval_group:
                 return self._fenced(group_id, index, attempt)
-            return Refused(code="unknown_group", reason=f"there is no group {group_id}")
+            return m.Refused(code="unknown_group", reason=f"there is no group {group_id}")
         if not 0 <= index < len(group.samples):
-            return Refused(code="unknown_sample", reason=f"group {group_id} has {len(group.samples)} samples")
+            return m.Refused(code="unknown_sample", reason=f"group {group_id} has {len(group.samples)} samples")
         sample = group.samples[index]
         if attempt != sample.attempt:
             return self._fenced(group_id, index, attempt)
         return group, sample
 
-    def _fenced(self, group_id: int, index: int, attempt: int) -> Refused:
+    def _fenced(self, group_id: int, index: int, attempt: int) -> m.Refused:
         self._book.unjournaled_counters["fenced"] += 1
-        return Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
+        return m.Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
 
     def expire(self, now: float) -> None:
         """Take back what silent workers hold, and what any worker has held for too long."""
@@ -255,14 +258,14 @@ class Delivery:
         """End leases; it counts as an attempt, since a task may kill its worker."""
         for group_id, samples in lost.held.items():
             if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
-                self._change(LeaseLost(group=group_id, samples=samples, worker=lost.worker, charged=True))
+                self._change(t.LeaseLost(group=group_id, samples=samples, worker=lost.worker, charged=True))
                 self._charge(self._book.groups[group_id], samples, error)
 
     def revoke_all(self) -> None:
         """Take back all leases, so that what they generate now is fenced; no attempt is charged."""
         for worker, held in self._book.leases.holding():
             for group_id, samples in held.items():
-                self._change(LeaseLost(group=group_id, samples=samples, worker=worker, charged=False))
+                self._change(t.LeaseLost(group=group_id, samples=samples, worker=worker, charged=False))
 
     def undelivered(self, request: bytes) -> None:
         """Take back the leases that this request got, and of which the worker never heard; no attempt is charged."""
@@ -276,8 +279,8 @@ class Delivery:
             held = [i for i in lent.samples if group.samples[i].worker == grant.worker]
             held = [i for i in held if group.samples[i].attempt == lent.attempt]
             if held:
-                self._change(LeaseLost(group=lent.group, samples=held, worker=grant.worker, charged=False))
-        self._change(GrantVoided(request=request))
+                self._change(t.LeaseLost(group=lent.group, samples=held, worker=grant.worker, charged=False))
+        self._change(t.GrantVoided(request=request))
 
     def _charge(self, group: Group, samples: list[int], error: str) -> None:
         """Count one failed attempt for each of these samples; too many dead-letter their group."""
@@ -288,23 +291,23 @@ class Delivery:
             exhausted = sample.failures + 1 >= limit and self._book.due(group) is None
             if exhausted and group.partition == TRAIN:
                 text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
-                self._change(DeadLettered(group=group.group_id, error=text))
+                self._change(t.DeadLettered(group=group.group_id, error=text))
                 return
-            failed = SampleFailed(
+            failed = t.SampleFailed(
                 group=group.group_id, sample=index, attempt=sample.attempt, error=error, dead=exhausted
             )
-            self._change_sample(group, failed)
+            self._change_samples([group], failed)
 
     def drop(self, group_id: int, reason: str) -> None:
         """Give up a group that is in no batch, and count it."""
         group = self._book.groups[group_id]
         if group.state in (State.RESERVED, State.COMMITTED):
             raise ValueError(f"group {group_id} is {group.state}")
-        self._change(GroupDropped(group=group_id, reason=reason))
+        self._change(t.GroupDropped(group=group_id, reason=reason))
 
     # --- what a change does -----------------------------------------------------------------------------------------
 
-    def admitted(self, event: Admitted) -> None:
+    def admitted(self, event: t.Admitted) -> None:
         """Apply `Admitted`: add a WAITING group."""
         book = self._book
         if event.partition == TRAIN:
@@ -315,7 +318,7 @@ class Delivery:
             book.next_eval_group = event.group + 1
         book.add(Group(event.group, event.task, event.partition, [Sample() for _ in range(event.samples)]))
 
-    def lease_given(self, event: LeaseGiven) -> None:
+    def lease_given(self, event: t.LeaseGiven) -> None:
         """Apply `LeaseGiven`: lease the head of a line to a worker."""
         book, group = self._book, self._book.groups[event.group]
         book.take(group, event.min_version.step)
@@ -328,11 +331,11 @@ class Delivery:
         lent = Lent(event.group, event.attempt, event.samples, event.min_version)
         self.grants.give(event.request, event.worker, lent)
 
-    def grant_voided(self, event: GrantVoided) -> None:
+    def grant_voided(self, event: t.GrantVoided) -> None:
         """Apply `GrantVoided`: forget the answer to the request."""
         self.grants.void(event.request)
 
-    def lease_lost(self, event: LeaseLost) -> None:
+    def lease_lost(self, event: t.LeaseLost) -> None:
         """Apply `LeaseLost`: the samples wait again."""
         group = self._book.groups[event.group]
         for index in event.samples:
@@ -341,16 +344,20 @@ class Delivery:
         self._book.counters["leases_lost"] += len(event.samples)
         self._book.settle(group)
 
-    def sample_stored(self, event: SampleStored) -> None:
-        """Apply `SampleStored`: record the headers of a finished sample."""
-        group = self._book.groups[event.headers[0].group_id]
-        index = event.headers[0].sample
-        sample = self._leave(group, index)
-        sample.headers = event.headers
-        self._book.stored(sample.nbytes)
-        self._book.settle(group)
+    def samples_stored(self, event: t.SamplesStored) -> None:
+        """Apply `SamplesStored`: record the headers of finished samples."""
+        book = self._book
+        groups: dict[int, Group] = {}
+        for headers in event.samples:
+            group_id = headers[0].group_id
+            group = groups[group_id] = book.groups[group_id]
+            sample = self._leave(group, headers[0].sample)
+            sample.headers = headers
+            book.stored(sample.nbytes)
+        for group in groups.values():
+            book.settle(group)
 
-    def sample_failed(self, event: SampleFailed) -> None:
+    def sample_failed(self, event: t.SampleFailed) -> None:
         """Apply `SampleFailed`: the sample waits again, or is given up."""
         group = self._book.groups[event.group]
         sample = self._leave(group, event.sample)
@@ -371,11 +378,11 @@ class Delivery:
             sample.worker = None
         return sample
 
-    def signal_waived(self, event: SignalWaived) -> None:
+    def signal_waived(self, event: t.SignalWaived) -> None:
         """Apply `SignalWaived`: count a group accepted without signal."""
         self._book.counters["accepted_without_signal"] += 1
 
-    def group_dropped(self, event: GroupDropped) -> None:
+    def group_dropped(self, event: t.GroupDropped) -> None:
         """Apply `GroupDropped`: forget the group; one without signal uses up the allowance."""
         book = self._book
         book.give_up(book.groups[event.group])
@@ -385,11 +392,11 @@ class Delivery:
         else:
             book.counters["dropped"] += 1
 
-    def dead_lettered(self, event: DeadLettered) -> None:
+    def dead_lettered(self, event: t.DeadLettered) -> None:
         """Apply `DeadLettered`: forget the group and keep its task as a dead letter."""
         group = self._book.groups[event.group]
         self._book.give_up(group)
-        self._book.bury(DeadLetter(group_id=event.group, task=group.task, error=event.error))
+        self._book.bury(m.DeadLetter(group_id=event.group, task=group.task, error=event.error))
         self._book.counters["dead_letters"] += 1
 
 

@@ -23,8 +23,10 @@ class State(StrEnum):
     RESERVED = "reserved"
     COMMITTED = "committed"
 
+    __hash__ = str.__hash__  # Enum defines one in Python, and every move of a group looks states up
 
-class Sample(msgspec.Struct):
+
+class Sample(msgspec.Struct, gc=False):
     """One episode to come. ``attempt`` is that of its newest lease and fences all older ones."""
 
     attempt: int = -1
@@ -41,15 +43,10 @@ class Sample(msgspec.Struct):
     @property
     def nbytes(self) -> int:
         """Bytes of the payloads handed over."""
-        return sum(header.nbytes for header in self.headers)
-
-    @property
-    def missing(self) -> bool:
-        """Whether a worker should be found for it."""
-        return self.worker is None and not self.here and not self.dead
+        return sum([header.nbytes for header in self.headers])
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, gc=False):
     """A task with its samples, one episode each."""
 
     group_id: int
@@ -63,7 +60,8 @@ class Group(msgspec.Struct):
 
     def missing(self) -> list[int]:
         """Samples for which a worker should be found."""
-        return [index for index, sample in enumerate(self.samples) if sample.missing]
+        samples = enumerate(self.samples)  # without Sample's properties: this runs at every lease, over all samples
+        return [index for index, s in samples if s.worker is None and not s.headers and not s.dead]
 
     def is_at(self, index: int, attempt: int) -> bool:
         """Whether this is the newest attempt at one of its samples."""
@@ -82,6 +80,10 @@ class Group(msgspec.Struct):
             elif not sample.headers and not sample.dead:
                 return State.WAITING
         return State.LEASED if leased else State.READY
+
+    def lacks_rows(self) -> bool:
+        """Whether a sample was not handed over."""
+        return any(not sample.headers for sample in self.samples)
 
     def headers(self) -> list[TrajectoryHeader]:
         """Headers of the rows handed over, by sample and segment."""
@@ -151,11 +153,12 @@ class Leases:
 
     def end(self, worker: str, group: int, sample: int) -> None:
         """End the lease of one sample."""
-        held = self._held.get(worker, {})
-        samples = held.get(group, {})
-        samples.pop(sample, None)
-        if not samples:
-            self._forget(worker, group)
+        held = self._held.get(worker)
+        samples = None if held is None else held.get(group)
+        if samples is not None:
+            samples.pop(sample, None)
+            if not samples:
+                self._forget(worker, group)
 
     def _forget(self, worker: str, group: int) -> None:
         self._since.pop((worker, group), None)
@@ -223,7 +226,7 @@ class Leases:
 # --- answers to requests for leases ----------------------------------------------------------------------------------
 
 
-class Lent(msgspec.Struct, frozen=True, array_like=True):
+class Lent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One group of the answer to a request for leases."""
 
     group: int
@@ -244,7 +247,7 @@ def leased_group(group: Group, lent: Lent) -> LeasedGroup:
     )
 
 
-class Grant(msgspec.Struct, kw_only=True):
+class Grant(msgspec.Struct, kw_only=True, gc=False):
     """The answer to one request for leases, and its worker."""
 
     request: bytes

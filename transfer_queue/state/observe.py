@@ -6,7 +6,7 @@ from itertools import islice
 from rl_async.messages import GroupList, GroupRecord, LeaseRecord, Peeked, Refused
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.groups import EVAL_GROUPS, TRAIN, Group, State
-from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SampleStored, Transition
+from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored, Transition
 
 MOST_LISTED = 1000  # groups of one answer
 WINDOW_S = 60
@@ -79,10 +79,11 @@ class Rates:
     def see(self, transition: Transition, now: float) -> None:
         """Count what the transition stands for; training groups only."""
         match transition:
-            case SampleStored(headers=headers) if headers[0].partition == TRAIN:
+            case SamplesStored(samples=samples):
+                nbytes = [header.nbytes for rows in samples if rows[0].partition == TRAIN for header in rows]
                 counts = self._second(now)
-                counts["rows"] += len(headers)
-                counts["bytes"] += sum(header.nbytes for header in headers)
+                counts["rows"] += len(nbytes)
+                counts["bytes"] += sum(nbytes)
             case GroupReady(partition=partition) if partition == TRAIN:
                 self._second(now)["groups_ready"] += 1
             case BatchReserved(groups=groups):

@@ -9,6 +9,7 @@ from rl_async.configs.engines import ENGINES
 from rl_async.messages import (
     Done,
     Elsewhere,
+    EngineList,
     EngineRecord,
     Refused,
     RowKey,
@@ -22,7 +23,15 @@ from rl_async.messages import (
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.consumers import Consumers
-from rl_async.transfer_queue.state.transitions import Effects, EnginesChanged, ShardLost, ShardsChanged, Transition
+from rl_async.transfer_queue.state.transitions import (
+    Effects,
+    EngineChanged,
+    EngineRemoved,
+    EnginesChanged,
+    ShardLost,
+    ShardsChanged,
+    Transition,
+)
 
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
@@ -33,12 +42,20 @@ class Engines:
     def __init__(self, change: Callable[[Transition], None]) -> None:
         self._change = change
         self._engines: dict[str, EngineRecord] = {}
+        self._list: EngineList | None = None  # of this revision, once it was asked for
         self.revision = 0
-        self.effects: Effects = {EnginesChanged: self.changed}
+        self.effects: Effects = {
+            EnginesChanged: self.changed,
+            EngineChanged: self.engine_changed,
+            EngineRemoved: self.engine_removed,
+        }
 
-    def records(self) -> list[EngineRecord]:
-        """Copies of the records, in order of registration."""
-        return [msgspec.structs.replace(engine) for engine in self._engines.values()]
+    def listed(self, published: Version) -> EngineList:
+        """The registry as a reply, in order of registration: the same object until it changes. Not to be modified."""
+        if self._list is None or self._list.published != published:
+            engines = list(self._engines.values())
+            self._list = EngineList(revision=self.revision, engines=engines, published=published)
+        return self._list
 
     def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
         """Add an engine; the same again changes nothing. It gets no traffic before it confirms a version."""
@@ -47,7 +64,7 @@ class Engines:
             reason = f"engine {engine_id} at {url!r} of kind {kind!r}: give http://HOST:PORT and one of {list(ENGINES)}"
             return Refused(code="bad_engine", reason=reason)
         if known is None:
-            self._announce([*self.records(), EngineRecord(engine_id=engine_id, url=url, kind=kind)])
+            self._set(EngineRecord(engine_id=engine_id, url=url, kind=kind))
         elif (known.url, known.kind) != (url, kind):
             return Refused(code="conflict", reason=f"engine {engine_id} is registered at {known.url} ({known.kind})")
         return Done()
@@ -55,50 +72,73 @@ class Engines:
     def remove(self, engine_id: str) -> Done:
         """Forget an engine; an unknown one is already forgotten."""
         if engine_id in self._engines:
-            self._announce([engine for engine in self.records() if engine.engine_id != engine_id])
+            self._change(EngineRemoved(revision=self.revision + 1, engine_id=engine_id))
         return Done()
 
     def confirm(self, engine_id: str, version: Version) -> Done | Refused:
         """An engine serves ``version`` now. A late confirmation of an older one changes nothing."""
-        if engine_id not in self._engines:
+        known = self._engines.get(engine_id)
+        if known is None:
             return Refused(code="unknown_engine", reason=f"engine {engine_id} is not registered")
-        raised = self._raised({engine_id}, version)
-        if raised != list(self._engines.values()):
-            self._announce(raised)
+        raised = _raised(known, version)
+        if raised is not known:
+            self._set(raised)
+        return Done()
+
+    def withdraw(self, engine_ids: Iterable[str]) -> Done:
+        """Take engines out of traffic until they confirm a version again; unknown ones are passed over."""
+        gone = [self._engines[name] for name in engine_ids if name in self._engines]
+        for engine in gone:
+            if engine.version is not None:
+                self._set(msgspec.structs.replace(engine, version=None))
         return Done()
 
     def published(self, engine_ids: Iterable[str], version: Version) -> None:
         """Record that these engines confirmed the published ``version``; engines removed meanwhile are passed over."""
-        self._announce(self._raised(set(engine_ids), version))
+        serving = set(engine_ids)
+        self._announce(
+            [_raised(engine, version) if engine.engine_id in serving else engine for engine in self._engines.values()]
+        )
 
     def unpublished(self) -> None:
         """Announce a new revision after a rollback: no version is published any more."""
-        self._announce(self.records())
+        self._announce(list(self._engines.values()))
 
     def forget_all(self) -> None:
         """Remove all engines: their processes are gone."""
         if self._engines:
             self._announce([])
 
-    def _raised(self, engine_ids: set[str], version: Version) -> list[EngineRecord]:
-        """The records with these engines at ``version``, unless they are beyond it."""
-        records = self.records()
-        for engine in records:
-            if engine.engine_id in engine_ids and (engine.version is None or engine.version < version):
-                engine.version = version
-        return records
+    def _set(self, engine: EngineRecord) -> None:
+        self._change(EngineChanged(revision=self.revision + 1, engine=engine))
 
-    def _announce(self, records: list[EngineRecord]) -> None:
-        self._change(EnginesChanged(revision=self.revision + 1, engines=records))
+    def _announce(self, records: Sequence[EngineRecord]) -> None:
+        self._change(EnginesChanged(revision=self.revision + 1, engines=[*records]))
 
     def changed(self, event: EnginesChanged) -> None:
         """Apply the event: replace the registry."""
-        self.revision = event.revision
+        self.revision, self._list = event.revision, None
         self._engines = {engine.engine_id: engine for engine in event.engines}
+
+    def engine_changed(self, event: EngineChanged) -> None:
+        """Apply the event: add the engine, or replace its record."""
+        self.revision, self._list = event.revision, None
+        self._engines[event.engine.engine_id] = event.engine
+
+    def engine_removed(self, event: EngineRemoved) -> None:
+        """Apply the event: forget the engine."""
+        self.revision, self._list = event.revision, None
+        self._engines.pop(event.engine_id, None)
 
     def dump(self) -> EnginesChanged:
         """The state, as the change that would lead to it."""
-        return EnginesChanged(revision=self.revision, engines=self.records())
+        return EnginesChanged(revision=self.revision, engines=[*self._engines.values()])
+
+
+def _raised(engine: EngineRecord, version: Version) -> EngineRecord:
+    """The record at ``version``; itself if it is there or beyond."""
+    behind = engine.version is None or engine.version < version
+    return msgspec.structs.replace(engine, version=version) if behind else engine
 
 
 class ShardsState(msgspec.Struct, kw_only=True):

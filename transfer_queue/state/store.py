@@ -194,7 +194,7 @@ class Store:
 
     def engine_list(self) -> EngineList:
         """The registry. Before the first publication of a lineage, ``published`` has step -1."""
-        return EngineList(revision=self.engines.revision, engines=self.engines.records(), published=self._published())
+        return self.engines.listed(self._published())
 
     def status(self, now: float) -> StatusReport:
         """Counts of training groups, and counters: of changes since the run began, others since the start."""

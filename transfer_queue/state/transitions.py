@@ -16,7 +16,7 @@ import msgspec
 from rl_async.messages import EngineRecord, ShardRecord, Task, TrajectoryHeader, Version
 
 
-class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """Base of all transitions, tagged by class name."""
 
 
@@ -60,10 +60,10 @@ class LeaseLost(Transition, frozen=True, kw_only=True):
     charged: bool
 
 
-class SampleStored(Transition, frozen=True, kw_only=True):
-    """One sample of a group is here, with all rows of its episode."""
+class SamplesStored(Transition, frozen=True, kw_only=True):
+    """These samples are here, each with all rows of its episode: what was new in one message of a worker."""
 
-    headers: list[TrajectoryHeader]
+    samples: list[list[TrajectoryHeader]]
 
 
 class SampleFailed(Transition, frozen=True, kw_only=True):
@@ -236,10 +236,28 @@ class EvalClosed(Transition, frozen=True, kw_only=True):
 
 
 class EnginesChanged(Transition, frozen=True, kw_only=True):
-    """The registry of engines has a new revision."""
+    """The registry of engines has a new revision, with these engines."""
 
     revision: int
     engines: list[EngineRecord]
+
+
+class EngineChanged(Transition, frozen=True, kw_only=True):
+    """The registry of engines has a new revision, in which one engine is new or serves another version.
+
+    Written for each engine of a publication: with the whole registry in it, the journal would grow by the square of
+    their number.
+    """
+
+    revision: int
+    engine: EngineRecord
+
+
+class EngineRemoved(Transition, frozen=True, kw_only=True):
+    """The registry of engines has a new revision, without this engine."""
+
+    revision: int
+    engine_id: str
 
 
 class ShardsChanged(Transition, frozen=True, kw_only=True):

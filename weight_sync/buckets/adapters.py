@@ -6,6 +6,7 @@ trainer merges.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -40,7 +41,7 @@ def add(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
 
 def as_adapters(buckets: Iterable[Bucket], scale: float) -> list[Bucket]:
     """Mark buckets as holding matrices A and B, scaled by ``scale`` (alpha / rank)."""
-    return [Bucket(b.data, msgspec.structs.replace(b.info, kind="adapter", scale=scale)) for b in buckets]
+    return [replace(b, info=msgspec.structs.replace(b.info, kind="adapter", scale=scale)) for b in buckets]
 
 
 def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:

@@ -7,15 +7,15 @@ sides compute the offsets from the manifest alone.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets.checksum import checksum, checksum_like
 from rl_async.weight_sync.layout import Box, TensorSpec, lengths, volume, whole
 from rl_async.weight_sync.protocol import UpdateInfo
 
@@ -31,25 +31,56 @@ MOST_ELEMENTS = 1 << 48  # of the tensors of a manifest, which comes over the ne
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``start + data.numel()`` of the flattened parameter ``name``; ``data`` is [numel]."""
+    """Elements ``start`` to ``start + data.numel()`` of the flattened parameter ``name``; ``data`` is [numel].
+
+    With ``boxes``, ``data`` is these parts of the parameter, one flattened box after another; ``total`` elements of it
+    travel, ``start`` of them before these.
+    """
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int
     data: Tensor
+    boxes: tuple[Box, ...] = ()
+    of_boxes: int = 0  # with boxes: ``total``
+
+    @property
+    def total(self) -> int:
+        """Number of elements of the parameter that travel."""
+        return self.of_boxes if self.boxes else math.prod(self.shape)
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is the whole parameter."""
-        return self.data.numel() == math.prod(self.shape)
+        """Whether the piece is the whole parameter as it lies in memory."""
+        return not self.boxes and self.data.numel() == self.total
+
+    def copy_into(self, parameter: Tensor) -> None:
+        """Copy the elements into their places in the parameter, contiguous and of the whole shape."""
+        if not self.boxes:
+            parameter.view(-1)[self.start : self.start + self.data.numel()].copy_(self.data)
+        at = 0
+        for box in self.boxes:
+            part = self.data[at : at + volume(box)].view(lengths(box))
+            parameter[tuple(slice(*span) for span in box)].copy_(part)
+            at += volume(box)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes to send, uint8[nbytes] on the host, and the manifest of what they hold."""
+    """Bytes to send, uint8[nbytes] on any device, and the manifest of what they hold."""
 
     data: Tensor
     info: UpdateInfo
+    home: torch.device | None = None  # where it was filled, if ``data`` has moved since
+
+    @property
+    def device(self) -> torch.device:
+        """The device where the bucket was filled, and from which engines on this machine can take it."""
+        return self.home or self.data.device
+
+    def offloaded(self) -> "Bucket":
+        """Return the bucket with its bytes on the host."""
+        return replace(self, data=self.data.cpu(), home=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -98,9 +129,52 @@ def divide(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[list[Planned
     return [bucket for bucket in buckets if bucket]
 
 
-def allocate_buckets(specs: Mapping[str, TensorSpec], max_bytes: int) -> list[EmptyBucket]:
+def allocate_buckets(
+    specs: Mapping[str, TensorSpec], max_bytes: int, device: str | torch.device = "cpu"
+) -> list[EmptyBucket]:
     """Allocate the buckets into which ``divide`` puts the tensors; the caller fills and seals them."""
-    return [_allocate(pieces) for pieces in divide(specs, max_bytes)]
+    return [_allocate(pieces, torch.device(device)) for pieces in divide(specs, max_bytes)]
+
+
+def pack(pieces: Sequence[Piece]) -> Bucket:
+    """Copy pieces into a bucket on the device of the first (none: the host)."""
+    device = pieces[0].data.device if pieces else torch.device("cpu")
+    dtypes, numels = [piece.data.dtype for piece in pieces], [piece.data.numel() for piece in pieces]
+    data, places = room(dtypes, numels, device)
+    for piece, place in zip(pieces, places, strict=True):
+        place.copy_(piece.data)
+    return Bucket(data, msgspec.structs.replace(manifest(pieces), checksum=checksum(data)))
+
+
+def room(dtypes: Sequence[torch.dtype], numels: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return an empty bucket, uint8[nbytes], and the places in it of pieces with so many elements, [numel] each."""
+    # The padding is part of the checksum.
+    data = torch.zeros(layout_of(dtypes, numels)[1], dtype=torch.uint8, device=device)
+    return data, places_in(data, dtypes, numels)
+
+
+def places_in(data: Tensor, dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> list[Tensor]:
+    """Return views of a bucket's pieces, [numel] each."""
+    offsets, _ = layout_of(dtypes, numels)
+    return [
+        data[at : at + numel * dtype.itemsize].view(dtype)
+        for at, numel, dtype in zip(offsets, numels, dtypes, strict=True)
+    ]
+
+
+def manifest(pieces: Sequence[Piece]) -> UpdateInfo:
+    """Return the manifest, without a checksum, of a bucket that holds these pieces."""
+    boxes = any(piece.boxes for piece in pieces)
+    return UpdateInfo(
+        names=[piece.name for piece in pieces],
+        dtype_names=[dtype_name(piece.data.dtype) for piece in pieces],
+        shapes=[list(piece.shape) for piece in pieces],
+        starts=[piece.start for piece in pieces],
+        numels=[piece.data.numel() for piece in pieces],
+        boxes=[[list(box) for box in piece.boxes] for piece in pieces] if boxes else [],
+        totals=[piece.total for piece in pieces] if boxes else [],
+        checksum="",
+    )
 
 
 def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
@@ -109,19 +183,22 @@ def unpack(data: Tensor, info: UpdateInfo) -> list[Piece]:
     Raises WeightSyncError if the manifest is malformed or does not cover exactly these bytes.
     """
     dtypes, numels, starts = _manifest(info)
-    offsets, total = _layout(dtypes, numels)
+    offsets, total = layout_of(dtypes, numels)
     if data.numel() != total:
         raise WeightSyncError(f"the bucket has {data.numel()} bytes, but its manifest says {total}")
+    boxes = [tuple(map(tuple, of_one)) for of_one in info.boxes] or [()] * len(offsets)
     return [
-        Piece(name, tuple(shape), start, data[at : at + numel * dtype.itemsize].view(dtype))
-        for name, shape, start, dtype, numel, at in zip(info.names, info.shapes, starts, dtypes, numels, offsets)
+        Piece(name, tuple(shape), start, data[at : at + numel * dtype.itemsize].view(dtype), parts, total)
+        for name, shape, start, dtype, numel, at, parts, total in zip(
+            info.names, info.shapes, starts, dtypes, numels, offsets, boxes, info.totals or numels
+        )
     ]
 
 
 def manifest_bytes(info: UpdateInfo) -> int:
     """Return the size of the bucket that ``info`` describes. Raises WeightSyncError for a malformed manifest."""
     dtypes, numels, _ = _manifest(info)
-    return _layout(dtypes, numels)[1]
+    return layout_of(dtypes, numels)[1]
 
 
 def wire_bytes(info: UpdateInfo) -> int:
@@ -135,16 +212,11 @@ def item_size(info: UpdateInfo) -> int:
     return min((dtype.itemsize for dtype in dtypes), default=1) if any(numels) else 1
 
 
-def checksum(data: Tensor) -> str:
-    """Return the xxh3_128 of a host tensor's bytes (uint8[nbytes], contiguous), in hex."""
-    return xxhash.xxh3_128_hexdigest(data.numpy().data)
-
-
 def verify(data: Tensor, info: UpdateInfo) -> None:
     """Raise WeightSyncError unless the bytes have the manifest's checksum."""
-    found = checksum(data)
+    found = checksum_like(info.checksum, data)
     if found != info.checksum:
-        raise WeightSyncError(f"bucket from {info.names[0]!r} on has checksum {found}, expected {info.checksum}")
+        raise WeightSyncError(f"bucket from {info.names[:1]} on has checksum {found}, expected {info.checksum}")
 
 
 def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
@@ -165,28 +237,23 @@ def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
         todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
 
 
-def _allocate(pieces: Sequence[PlannedPiece]) -> EmptyBucket:
-    dtypes = [_dtype(piece.spec.dtype) for piece in pieces]
+def _allocate(pieces: Sequence[PlannedPiece], device: torch.device) -> EmptyBucket:
     numels = [volume(piece.box) for piece in pieces]
-    offsets, total = _layout(dtypes, numels)
-    data = torch.zeros(total, dtype=torch.uint8)  # the padding is part of the checksum
-    boxes = [
-        (piece.name, piece.box, data[at : at + numel * dtype.itemsize].view(dtype).view(lengths(piece.box)))
-        for piece, dtype, numel, at in zip(pieces, dtypes, numels, offsets, strict=True)
-    ]
+    data, places = room([dtype_of(piece.spec.dtype) for piece in pieces], numels, device)
+    boxes = [(p.name, p.box, place.view(lengths(p.box))) for p, place in zip(pieces, places, strict=True)]
     cut = any(piece.box != whole(piece.spec.shape) for piece in pieces)
     info = UpdateInfo(
         names=[piece.name for piece in pieces],
         dtype_names=[piece.spec.dtype for piece in pieces],
         shapes=[list(piece.spec.shape) for piece in pieces],
-        starts=[_first(piece.spec.shape, piece.box) for piece in pieces] if cut else [],
+        starts=[first_element(piece.spec.shape, piece.box) for piece in pieces] if cut else [],
         numels=numels if cut else [],
         checksum="",
     )
     return EmptyBucket(data, boxes, info)
 
 
-def _first(shape: Sequence[int], box: Box) -> int:
+def first_element(shape: Sequence[int], box: Box) -> int:
     """Return the index of the box's first element in the flattened tensor."""
     at = 0
     for size, (start, _) in zip(shape, box, strict=True):
@@ -207,14 +274,31 @@ def _manifest(info: UpdateInfo) -> tuple[list[torch.dtype], list[int], list[int]
     if sum(totals) > MOST_ELEMENTS:
         raise WeightSyncError(f"a manifest of tensors with {sum(totals)} elements")
     starts, numels = info.starts or [0] * count, info.numels or totals
+    if info.boxes:
+        _check_boxes(info, numels)
+        totals = [min(total, most) if boxes else most for boxes, total, most in zip(info.boxes, info.totals, totals)]
     for name, start, numel, total in zip(info.names, starts, numels, totals):
         if not 0 <= start <= start + numel <= total:
             raise WeightSyncError(f"elements {start} to {start + numel} of {name!r}, which has {total}")
-    return [_dtype(name) for name in info.dtype_names], numels, starts
+    return [dtype_of(name) for name in info.dtype_names], numels, starts
 
 
-def _layout(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> tuple[list[int], int]:
-    """Return each piece's offset and the bucket's size, at least one byte because transports refuse empty ones."""
+def _check_boxes(info: UpdateInfo, numels: Sequence[int]) -> None:
+    """Raise WeightSyncError unless every piece's boxes are within its parameter and have ``numels`` elements."""
+    if {len(info.boxes), len(info.totals)} != {len(info.names)}:
+        raise WeightSyncError(
+            f"manifest with {len(info.names)} names, boxes of {len(info.boxes)} and totals of {len(info.totals)}"
+        )
+    for name, shape, boxes, numel in zip(info.names, info.shapes, info.boxes, numels):
+        for box in boxes:
+            if len(box) != len(shape) or any(not a < b <= size for (a, b), size in zip(box, shape)):
+                raise WeightSyncError(f"{box} is no part of {name!r}, whose shape is {shape}")
+        if boxes and sum(volume(tuple(box)) for box in boxes) != numel:
+            raise WeightSyncError(f"{numel} elements of {name!r}, whose boxes are {boxes}")
+
+
+def layout_of(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> tuple[list[int], int]:
+    """Return each piece's offset in a bucket, and its size, at least one byte because transports refuse empty ones."""
     offsets, end = [], 0
     for dtype, numel in zip(dtypes, numels):
         at = _aligned(end, dtype.itemsize)
@@ -232,7 +316,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Return the type with this name. Raises WeightSyncError unless parameters can have it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or name not in DTYPES:
         raise WeightSyncError(f"unknown dtype {name!r} in a manifest")

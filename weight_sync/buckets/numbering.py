@@ -1,6 +1,7 @@
 """Labels the buckets of one publication with their version and position, for engines that keep them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -25,9 +26,9 @@ def numbered(buckets: Sequence[Bucket], version: Version, hold: Hold) -> Sequenc
 
 def _labelled(buckets: Sequence[Bucket], version: str, hold: Hold, base: str = "") -> list[Bucket]:
     return [
-        Bucket(
-            bucket.data,
-            msgspec.structs.replace(
+        replace(
+            bucket,
+            info=msgspec.structs.replace(
                 bucket.info, hold=hold, version=version, index=index, count=len(buckets), base=base
             ),
         )

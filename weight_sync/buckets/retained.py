@@ -3,9 +3,10 @@
 It costs as much host memory as the weights that are sent. Only updates with ``hold`` keep one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
@@ -32,6 +33,8 @@ class RetainedBuckets:
     def put(self, wire: Tensor, info: UpdateInfo) -> Tensor:
         """Keep one bucket of ``info.version`` and return its verified bytes, uint8[nbytes], valid until the next put.
 
+        ``wire`` may be on any device. The bytes are patched and verified there, and a copy of them is kept on the host.
+
         Raises WeightSyncError for a delta against other weights, a bucket out of order, or a wrong checksum. After
         that, only a full update makes the copy usable again.
         """
@@ -56,9 +59,14 @@ class RetainedBuckets:
 
     def load(self, version: str, load: Callable[[list[Piece]], None]) -> None:
         """Hand all buckets to ``load``. Raises WeightSyncError unless ``version`` is complete."""
+        for pieces in self.each(version):
+            load(pieces)
+
+    def each(self, version: str) -> Iterator[list[Piece]]:
+        """Yield the pieces of each bucket. Raises WeightSyncError unless ``version`` is complete."""
         self.require(version, f"cannot load version {version}")
         for held in self._held:
-            load(unpack(held.data, held.info))
+            yield unpack(held.data, held.info)
 
     def require(self, version: str, what: str) -> None:
         """Raise WeightSyncError, beginning with ``what`` failed, unless ``version`` is complete."""
@@ -70,18 +78,20 @@ class RetainedBuckets:
             raise WeightSyncError(
                 f"a delta against version {info.base}, but this engine holds {self._base or 'no complete version'}"
             )
-        data = self._held[info.index].data
+        held = self._held[info.index]
+        data = held.data.to(wire.device)
         apply_delta(wire, data, info)
         verify(data, info)
-        self._held[info.index].info = info
+        held.data.copy_(data)
+        held.info = info
         return data
 
     def _copied(self, wire: Tensor, info: UpdateInfo) -> Tensor:
         verify(wire, info)
         if info.index < len(self._held) and self._held[info.index].data.shape == wire.shape:
-            data = self._held[info.index].data.copy_(wire)
+            self._held[info.index].data.copy_(wire)
             self._held[info.index].info = info
-            return data
+            return wire
         del self._held[info.index :]
-        self._held.append(_Held(wire.clone(), info))
-        return self._held[-1].data
+        self._held.append(_Held(torch.empty_like(wire, device="cpu").copy_(wire), info))
+        return wire

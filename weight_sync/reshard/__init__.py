@@ -2,7 +2,7 @@
 
 In: two layouts (``weight_sync.layout``) and this rank's shards of the first. Out: this rank's shards of the second.
 ``plan`` decides which slice goes from where to where, ``execute`` carries the plan out over a ``wire``, and ``gather``
-uses both to fill the buckets of a publication on rank 0. ``model_layouts`` knows how Megatron-Core and engines cut
+uses both to fill buckets of whole tensors on rank 0. ``model_layouts`` knows how Megatron-Core and engines cut
 models.
 
 To add a model family, add its tensors' names to ``model_layouts.KINDS``; to add a parallel layout, a function that

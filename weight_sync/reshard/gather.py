@@ -1,4 +1,4 @@
-"""Gathers the weights of all ranks into the buckets of one: a reshard into that rank's host memory.
+"""Gathers the weights of all ranks into the buckets of one: a reshard into that rank's memory, of host or device.
 
 Each rank sends once what it holds and the gathering rank does not, in the type in which weights are sent. No other rank
 ever holds a whole tensor.
@@ -23,10 +23,13 @@ class ShardedWeights(NamedTuple):
 
 
 class Gathering:
-    """Gathers weights into buckets and keeps the plan while the layout stays the same. All ranks call it alike."""
+    """Gathers weights into buckets on ``device`` and keeps the plan while the layout stays the same. All ranks call it
+    alike.
+    """
 
-    def __init__(self, wire: Wire, rank: int, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(self, wire: Wire, rank: int, bucket_bytes: int, timeout_s: float, device: str = "cpu") -> None:
         self._wire, self._rank, self._bucket_bytes, self._timeout_s = wire, rank, bucket_bytes, timeout_s
+        self._device = device
         self._plan: ReshardPlan | None = None
 
     def buckets(self, weights: ShardedWeights) -> list[Bucket]:
@@ -36,7 +39,8 @@ class Gathering:
         """
         if self._plan is None or self._plan.source is not weights.layout:
             self._plan = plan(weights.layout, _target(weights.layout, self._bucket_bytes), self._bucket_bytes)
-        empty = allocate_buckets(weights.layout.tensors, self._bucket_bytes) if self._rank == GATHERER else []
+        mine = weights.layout.tensors if self._rank == GATHERER else {}
+        empty = allocate_buckets(mine, self._bucket_bytes, self._device)
         places = {(name, box): place for bucket in empty for name, box, place in bucket.boxes}
         reshard(self._plan, self._rank, weights.held, places, self._wire, self._timeout_s)
         return [bucket.seal() for bucket in empty]

@@ -74,9 +74,9 @@ def engine(
 ) -> Layout:
     """Return the layout of an engine of ``tp`` ranks, whose ``ep`` groups divide the experts (in vLLM 1 or ``tp``).
 
-    Kept for engines of several ranks, whose workers will take their slices straight from the ranks that hold them. With
-    more ranks than ``kv_heads``, neighbours hold the same key and value head. Tensors are cut under their Hugging Face
-    names; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
+    Kept for transfers to workers straight from the ranks that hold the weights, which every rank must be able to plan.
+    With more ranks than ``kv_heads``, neighbours hold the same key and value head. Tensors are cut under their Hugging
+    Face names; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
     Raises WeightSyncError for an unknown name and for sizes that do not divide.
     """
     _divides(tp, ep, "ep", "tp")

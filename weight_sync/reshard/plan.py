@@ -128,7 +128,7 @@ def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
             raise WeightSyncError(
                 f"{name}: the target has {target.tensors[name]}, the source {source.tensors.get(name)}"
             )
-        for move in _moves(name, source, target, sent):
+        for move in (move for wanted in target.shards[name] for move in moves(name, source, wanted, sent)):
             if move.source.rank == move.target.rank:
                 local.append(move)
                 continue
@@ -138,28 +138,31 @@ def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
     return ReshardPlan(source, target, schedule.exchanges(), tuple(local))
 
 
-def _moves(name: str, source: Layout, target: Layout, sent: Mapping[int, int]) -> Iterator[Move]:
-    """Yield the moves that fill the target's boxes of a tensor; the target rank's own shards are used first."""
+def moves(name: str, source: Layout, wanted: Shard, sent: Mapping[int, int]) -> Iterator[Move]:
+    """Yield the moves that fill ``wanted``, a box of the tensor ``name``; its own rank's shards are used first.
+
+    ``sent``: bytes that each rank sends so far, which the caller keeps up to date while it takes the moves. Raises
+    WeightSyncError if no rank holds an element.
+    """
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, box in source.shards[name]:
         holders[box].append(rank)
-    for wanted in target.shards[name]:
-        rest = [wanted.box]
-        for box, ranks in sorted(holders.items(), key=lambda item: wanted.rank not in item[1]):
-            if not rest:
-                break
-            left: list[Box] = []
-            for piece in rest:
-                found = common(piece, box)
-                if found is None:
-                    left.append(piece)
-                    continue
-                left += without(piece, found)
-                rank = wanted.rank if wanted.rank in ranks else min(ranks, key=lambda r: (sent[r], r))
-                yield Move(name, Shard(rank, box), wanted, found, target.nbytes(name, found))
-            rest = left
-        if rest:
-            raise WeightSyncError(f"{name}: no source holds {rest[0]}, which rank {wanted.rank} needs")
+    rest = [wanted.box]
+    for box, ranks in sorted(holders.items(), key=lambda item: wanted.rank not in item[1]):
+        if not rest:
+            break
+        left: list[Box] = []
+        for piece in rest:
+            found = common(piece, box)
+            if found is None:
+                left.append(piece)
+                continue
+            left += without(piece, found)
+            rank = wanted.rank if wanted.rank in ranks else min(ranks, key=lambda r: (sent[r], r))
+            yield Move(name, Shard(rank, box), wanted, found, source.nbytes(name, found))
+        rest = left
+    if rest:
+        raise WeightSyncError(f"{name}: no source holds {rest[0]}, which rank {wanted.rank} needs")
 
 
 def _pieces(move: Move, most: int) -> Iterator[Move]:

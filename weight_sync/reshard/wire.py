@@ -121,7 +121,8 @@ class PointToPoint:
 class SharedMemoryWire:
     """Exchanges messages on one host: each rank packs into its own segment, from which the others copy.
 
-    Kept for resharding on shared devices, of which this is the CPU form (CUDA IPC handles take its place on a GPU).
+    Kept for resharding on shared devices, of which this is the CPU form (on a GPU, handles of its memory take its
+    place).
     ``store`` is as for ``PointToPoint`` and carries a few bytes per message. A dead peer is noticed at the deadline
     only.
     """

@@ -10,7 +10,7 @@ waits for its broadcasts.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,10 +26,11 @@ from rl_async.weight_sync.transports.rendezvous import group_store, joined_store
 
 
 class GlooSender:
-    """Rank 0 of a new group with ``engines`` members, which meet at a free port of ``host``."""
+    """Rank 0 of a new group with the ``workers`` of each engine, who meet at a free port of ``host``."""
 
-    def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
-        self._world_size, self._name, self._timeout_s, self._host = engines + 1, group_name, timeout_s, host
+    def __init__(self, workers: Sequence[int], group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+        self._workers, self._world_size = workers, 1 + sum(workers)
+        self._name, self._timeout_s, self._host = group_name, timeout_s, host
         try:
             self._store: dist.TCPStore | None = listening_store(host, 0, timeout_s)
         except (OSError, RuntimeError) as error:
@@ -39,12 +40,12 @@ class GlooSender:
         self._in_flight: deque[_Broadcast] = deque()
 
     def init_info(self, member: int) -> InitInfo:
-        """Describe how engine ``member`` joins, as rank ``member + 1``."""
+        """Describe how engine ``member`` joins, its workers after those of the engines before it."""
         return InitInfo(
             backend="gloo",
             master_address=self._host,
             master_port=self._port,
-            rank_offset=member + 1,
+            rank_offset=1 + sum(self._workers[:member]),
             world_size=self._world_size,
             timeout_s=self._timeout_s,
             group_name=self._name,

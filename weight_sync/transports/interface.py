@@ -6,12 +6,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from rl_async.accelerators import shares_memory
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.disk import DiskReceiver, DiskSender
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender
 from rl_async.weight_sync.transports.nccl import NcclReceiver, NcclSender
+from rl_async.weight_sync.transports.nearest import NearestReceiver, NearestSender
 
 
 class Sender(Protocol):
@@ -65,11 +67,12 @@ class Receiver(Protocol):
 class SenderSetup(NamedTuple):
     """Everything a sender may be built from; each transport takes what it needs."""
 
-    engines: int
+    workers: tuple[int, ...]  # of each engine
     group_name: str  # unique within the run
     timeout_s: float  # for forming the group and for each transfer
     host: str  # address of this process as engines reach it
     folder: Path  # disk: parent of the sender's own folder
+    bucket_bytes: int  # size of the largest bucket, if that is known
 
 
 class Transport(NamedTuple):
@@ -80,8 +83,19 @@ class Transport(NamedTuple):
 
 
 TRANSPORTS: dict[TransportName, Transport] = {
-    "gloo": Transport(lambda s: GlooSender(s.engines, s.group_name, s.timeout_s, s.host), GlooReceiver),
+    "gloo": Transport(lambda s: GlooSender(s.workers, s.group_name, s.timeout_s, s.host), GlooReceiver),
+    "nearest": Transport(
+        lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host), NearestReceiver
+    ),
     "ipc": Transport(lambda _: SharedMemorySender(), SharedMemoryReceiver),
-    "nccl": Transport(lambda s: NcclSender(s.engines, s.group_name, s.timeout_s, s.host), NcclReceiver),
+    "nccl": Transport(lambda s: NcclSender(s.workers, s.group_name, s.timeout_s, s.host), NcclReceiver),
     "disk": Transport(lambda s: DiskSender(s.folder / s.group_name), DiskReceiver),
 }
+
+
+def bucket_device(transport: TransportName, device: str) -> str:
+    """Return where a trainer whose model is on ``device`` fills its buckets: there if the transport takes them there,
+    else on the host.
+    """
+    there = transport == "nccl" or (transport == "ipc" and shares_memory(device.partition(":")[0]))
+    return device if there else "cpu"

@@ -1,7 +1,10 @@
-"""Sends buckets through shared memory to engines on the same host: no sockets, one copy in, no copy out.
+"""Hands buckets to engines on the same host through memory that both sides map: no sockets, one copy in, no copy out.
 
-The sender owns each segment and unlinks it; if the sender is killed, Python's resource tracker unlinks it, or whoever
-started the sender (``rl_async.process.shared_memory``).
+A bucket that was filled on the host goes through a segment of shared memory, one that was filled on an accelerator
+through memory there, so that its bytes never leave the device. Two pieces of such memory are used in turns.
+
+The sender owns them. If it is killed, Python's resource tracker unlinks the segments, or whoever started the sender
+(``rl_async.process.shared_memory``); the driver frees device memory.
 """
 
 import _posixshmem
@@ -10,6 +13,7 @@ import os
 import threading
 from collections import deque
 from multiprocessing.shared_memory import SharedMemory
+from typing import Protocol
 
 import msgspec
 import torch
@@ -17,66 +21,161 @@ from torch import Tensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.process.shared_memory import segment_name
+from rl_async.torch_device import settle
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, UpdateInfo
+from rl_async.weight_sync.transports.device_memory import exported, opened
+
+
+class Slot(Protocol):
+    """Memory for one bucket at a time, which other processes can map."""
+
+    device: torch.device
+    nbytes: int
+
+    def fill(self, data: Tensor) -> None:
+        """Copy ``data``, uint8[up to nbytes], to its beginning; return when it is there."""
+        ...
+
+    def named_in(self, info: UpdateInfo) -> UpdateInfo:
+        """Return the manifest with the name by which engines find the memory."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; who has mapped it keeps the mapping."""
+        ...
+
+
+class HostSlot:
+    """A segment of shared memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self._segment = nbytes, new_segment(nbytes)
+        self.name = self._segment.name
+
+    def fill(self, data: Tensor) -> None:
+        assert self._segment.buf is not None  # only after close
+        self._segment.buf[: data.numel()] = data.numpy().data
+
+    def named_in(self, info: UpdateInfo) -> UpdateInfo:
+        return msgspec.structs.replace(info, shm_name=self.name)
+
+    def close(self) -> None:
+        self._segment.close()
+        self._segment.unlink()
+
+
+class DeviceSlot:
+    """Memory of an accelerator."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self._data: Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._memory = exported(self._data)
+
+    def fill(self, data: Tensor) -> None:
+        assert self._data is not None  # only after close
+        self._data[: data.numel()].copy_(data)
+        settle(self._data)  # the engine does not wait for this process's stream
+
+    def named_in(self, info: UpdateInfo) -> UpdateInfo:
+        return msgspec.structs.replace(info, device_memory=self._memory)
+
+    def close(self) -> None:
+        self._data = None
 
 
 class SharedMemorySender:
-    """One segment per staged bucket, read by any number of engines. Engines need no connection to it."""
+    """One slot per staged bucket, read by any number of engines. Engines need no connection to it."""
 
     def __init__(self) -> None:
-        self._segments: deque[SharedMemory] = deque()
+        self._staged: deque[Slot] = deque()
+        self._spare: list[Slot] = []
         self._lock = threading.Lock()  # a thread may still stage a bucket while the sender is closed
         self._closed = False
 
     def init_info(self, member: int) -> InitInfo:
-        """Tell engines the transport; the manifest of each bucket names its segment."""
+        """Tell engines the transport; the manifest of each bucket names its slot."""
         return InitInfo(backend="ipc")
+
+    def reserve(self, nbytes: int) -> str:
+        """Make both slots for buckets on the host beforehand; return the name of one's segment.
+
+        Raises WeightSyncError if there is no room.
+        """
+        slots: list[HostSlot] = []
+        for _ in range(2):
+            slots.append(HostSlot(nbytes))
+            self._spare.append(slots[-1])
+        return slots[0].name
 
     def connect(self) -> None:
         """Do nothing: there is no group to form."""
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Copy the bucket into a new segment, named in the manifest."""
+        """Copy the bucket into a slot on the device where it was filled, named in the manifest."""
         with self._lock:
             if self._closed:
                 raise WeightSyncError("a bucket was staged after the transfer was closed")
-            segment = new_segment(bucket.nbytes)
-            assert segment.buf is not None  # only after close
-            segment.buf[: bucket.nbytes] = bucket.data.numpy().data
-            self._segments.append(segment)
-        return msgspec.structs.replace(bucket.info, shm_name=segment.name)
+            slot = self._slot(bucket)
+            self._staged.append(slot)
+            slot.fill(bucket.data)
+        return slot.named_in(bucket.info)
 
     def send(self, bucket: Bucket) -> None:
         """Do nothing: ``stage`` has copied the bytes."""
 
     def unstage(self) -> None:
-        """Unlink the oldest segment; engines that still map it keep their mapping."""
-        if self._segments:
-            segment = self._segments.popleft()
-            segment.close()
-            segment.unlink()
+        """Let a later bucket have the oldest slot: every engine has loaded what is in it, or never will."""
+        with self._lock:
+            if self._staged:
+                self._spare.append(self._staged.popleft())
 
     def close(self) -> None:
-        """Unlink all segments that are left and refuse further ones."""
+        """Give all slots back and refuse further buckets."""
         with self._lock:
             self._closed = True
-            while self._segments:
-                self.unstage()
+            for slot in (*self._staged, *self._spare):
+                slot.close()
+            self._staged.clear()
+            self._spare.clear()
+
+    def _slot(self, bucket: Bucket) -> Slot:
+        """Return the slot that is free if it fits, else a new one in its place."""
+        while self._spare:
+            slot = self._spare.pop()
+            if slot.nbytes >= bucket.nbytes and slot.device == bucket.device:
+                return slot
+            slot.close()
+        return HostSlot(bucket.nbytes) if bucket.device.type == "cpu" else DeviceSlot(bucket.nbytes, bucket.device)
 
 
 class SharedMemoryReceiver:
-    """Maps the segments that manifests name, on the engine's side."""
+    """Maps the slots that manifests name, on the engine's side."""
 
     def __init__(self, info: InitInfo) -> None:
-        """Do nothing: there is no group to join."""
+        """There is no group to join."""
+        self._open: dict[DeviceMemory, Tensor] = {}  # at most as many as the sender has
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """Return one bucket's bytes, uint8[nbytes], mapped; the mapping lives as long as the tensor and its views."""
-        return mapped(info.shm_name, wire_bytes(info))
+        """Return one bucket's bytes, uint8[nbytes], where they are. Their values change after the answer to it."""
+        nbytes = wire_bytes(info)
+        memory = info.device_memory
+        if memory is None:
+            return mapped(info.shm_name, nbytes)
+        if nbytes > memory.nbytes:
+            raise WeightSyncError(f"a bucket of {nbytes} bytes in device memory of {memory.nbytes} bytes")
+        if memory not in self._open:
+            while len(self._open) > 1:  # the sender has dropped one
+                del self._open[next(iter(self._open))]
+            self._open[memory] = opened(memory)
+        return self._open[memory][:nbytes]
 
     def close(self) -> None:
-        """Do nothing: mappings end with the tensors over them."""
+        """Close what is open, once no tensor refers to it."""
+        self._open.clear()
 
 
 def new_segment(nbytes: int) -> SharedMemory:

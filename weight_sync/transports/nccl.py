@@ -1,10 +1,11 @@
 """Broadcasts buckets over an NCCL process group, from GPU to GPU. Not yet run: it needs two GPUs.
 
-Three things differ from ``gloo.py``. Each side needs a GPU of its own, since NCCL refuses two ranks on one. Bytes are
-copied to the GPU and back, since buckets are packed and verified on the host. A broken group has to be aborted, which
-fails the peers that wait in it.
+Three things differ from ``gloo.py``. Each side needs a GPU of its own, since NCCL refuses two ranks on one. Buckets are
+sent from the GPU where they were filled, and arrive on the engine's. A broken group has to be aborted, which fails the
+peers that wait in it.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
+from rl_async.torch_device import settle
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooSender, store_of
@@ -21,16 +23,16 @@ from rl_async.weight_sync.transports.rendezvous import group_store
 
 
 class NcclSender:
-    """Rank 0 of a new group with ``engines`` members, which meet at the same kind of store as gloo's."""
+    """Rank 0 of a new group with the ``workers`` of each engine, who meet at the same kind of store as gloo's."""
 
-    def __init__(self, engines: int, group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(self, workers: Sequence[int], group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
         _require_nccl()
-        self._rendezvous = GlooSender(engines, group_name, timeout_s, host)
-        self._world_size, self._name, self._timeout_s = engines + 1, group_name, timeout_s
+        self._rendezvous = GlooSender(workers, group_name, timeout_s, host)
+        self._world_size, self._name, self._timeout_s = 1 + sum(workers), group_name, timeout_s
         self._group: Any = None  # builds of torch without NCCL do not define its type
 
     def init_info(self, member: int) -> InitInfo:
-        """Describe how engine ``member`` joins, as rank ``member + 1``."""
+        """Describe how engine ``member`` joins, as gloo's does."""
         return msgspec.structs.replace(self._rendezvous.init_info(member), backend="nccl")
 
     def connect(self) -> None:
@@ -42,10 +44,11 @@ class NcclSender:
         return bucket.info
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast the bucket's bytes from this process's current GPU and wait for the end."""
+        """Broadcast the bucket's bytes from the GPU where it was filled and wait for the end."""
         if self._group is None:
             raise WeightSyncError(f"nccl group {self._name} is not connected")
-        _broadcast(self._group, bucket.data.cuda(), self._timeout_s)
+        device = bucket.device if bucket.device.type != "cpu" else _device()
+        _broadcast(self._group, bucket.data.to(device), self._timeout_s)
 
     def unstage(self) -> None:
         """Do nothing: ``stage`` prepared nothing."""
@@ -63,19 +66,23 @@ class NcclReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         _require_nccl()
-        self._timeout_s = info.timeout_s
+        self._timeout_s, self._device = info.timeout_s, _device()
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._store = store_of(info)
-        self._group = _make_group(self._store, info.rank_offset, info.world_size, info.group_name, info.timeout_s)
+        self._group: Any = _make_group(self._store, info.rank_offset, info.world_size, info.group_name, info.timeout_s)
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """Return the bytes sent for one bucket, uint8[nbytes], on the host, where they are verified."""
-        data = torch.empty(wire_bytes(info), dtype=torch.uint8, device="cuda")
+        """Return the bytes sent for one bucket, uint8[nbytes] on this side's GPU, valid until the next call."""
+        nbytes = wire_bytes(info)
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        data = self._buffer[:nbytes]
         try:
             _broadcast(self._group, data, self._timeout_s)
         except WeightSyncError:
             self._group.abort()
             raise
-        return data.cpu()
+        return data
 
     def close(self) -> None:
         """Drop this side of the group without waiting for peers."""
@@ -83,18 +90,25 @@ class NcclReceiver:
 
 
 def _require_nccl() -> None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+    if not (torch.accelerator.is_available() and dist.is_nccl_available()):
         raise WeightSyncError(
-            "weight_sync.transport=nccl needs a CUDA device and a torch that has NCCL in trainer and engines; "
+            "weight_sync.transport=nccl needs a GPU and a torch that has NCCL in trainer and engines; "
             "use gloo, ipc or disk"
         )
+
+
+def _device() -> torch.device:
+    """Return this thread's current accelerator."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None, "_require_nccl saw one"
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _make_group(store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     try:
-        return dist.ProcessGroupNCCL(group_store(store, name, "cuda"), rank, world_size, options)
+        return dist.ProcessGroupNCCL(group_store(store, name, _device().type), rank, world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(f"nccl group {name}: rank {rank} of {world_size} could not join: {error}") from error
 
@@ -104,6 +118,6 @@ def _broadcast(group: Any, data: Tensor, timeout_s: float) -> None:
     options.rootRank = 0
     try:
         group.broadcast([data], options).wait(timedelta(seconds=timeout_s))  # with a deadline it blocks the host thread
-        torch.cuda.synchronize()
+        settle(data)
     except RuntimeError as error:
         raise WeightSyncError(f"nccl broadcast of {data.numel()} bytes: {error}") from error

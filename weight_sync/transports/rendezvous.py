@@ -9,7 +9,6 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from torch import distributed as dist
@@ -106,8 +105,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def group_store(store: dist.Store, name: str, device: Literal["cpu", "cuda"]) -> dist.Store:
-    """Return the part of ``store`` that a backend of group ``name`` uses; ``cpu`` for gloo, ``cuda`` for NCCL.
+def group_store(store: dist.Store, name: str, device: str) -> dist.Store:
+    """Return the part of ``store`` that a backend of group ``name`` uses; ``device`` is torch's type.
 
     The prefixes are those that torch's ``_new_process_group_helper`` applies to a store which already carries the
     group's name. Engines that create their side with torch's own functions (SGLang's ``init_custom_process_group``,

@@ -70,7 +70,7 @@ OPENAI: dict[str, Field] = {
     "functions": Field(([],), "use tools"),
     "function_call": Field(("auto", "none"), "use tools and tool_choice"),
     "web_search_options": Field((), _SERVER_TOOL),
-    "chat_template": Field((), "leave it out: the run's model has one (docs/chat_formats.md)"),
+    "chat_template": Field((), "leave it out: the run's model has one (docs/reference/chat_formats.md)"),
     "add_generation_prompt": Field((True,), _OWN_TURN),
     "continue_final_message": Field((False,), _OWN_TURN),
 }
@@ -179,7 +179,7 @@ class UnobeyedFields:
                 raise not_supported(
                     f"{name[:SHOWN]}={_shown(value)}",
                     f"tokens are trained on, so they come from the run's own distribution; leave {name[:SHOWN]} out, "
-                    "or let the gateway drop it: agent.gateway.unsupported=ignore (docs/gateway.md lists the fields)",
+                    "or let the gateway drop it: agent.gateway.unsupported=ignore (fields: docs/how-to/gateway.md)",
                     name,
                 )
             key = (client[:SHOWN], name[:SHOWN])

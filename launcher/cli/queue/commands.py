@@ -71,7 +71,9 @@ def _command(
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serve until interrupted. Producers submit tasks or bring their own: docs/transfer_queue.md."
+    parser.description = (
+        "Serve until interrupted. Producers submit tasks or groups: docs/explanation/transfer_queue.md."
+    )
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="keep all of it there (default: memory)")
     parser.add_argument("--tasks", metavar="FILE", help="Parquet or JSONL in the columns of data.path (default: none)")
     parser.add_argument("--group-size", type=int, default=1, metavar="N", help="samples per task (default: 1)")

@@ -24,8 +24,8 @@ DENSE = ("qwen3", "qwen2-tied", "llama")
 DEEP = ("qwen3-deep",)
 MEGATRON = {"backend": "megatron"}
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "fsdp2 x1": (1, {"backend": "fsdp2"}, DENSE),
-    "fsdp2 x2": (2, {"backend": "fsdp2"}, DENSE),
+    "fsdp2 x1": (1, {"backend": "fsdp2"}, (*DENSE, "qwen3-moe")),
+    "fsdp2 x2": (2, {"backend": "fsdp2"}, (*DENSE, "qwen3-moe")),
     "fsdp2 x1 checkpointed": (1, {"activation_checkpointing": True}, ("llama",)),
     "fsdp2 x1 compiled and checkpointed": (1, {"compile": True, "activation_checkpointing": True}, ("qwen3",)),
     "fsdp2 x2 offloaded": (2, {"cpu_offload": True}, ("qwen3",)),
@@ -37,8 +37,19 @@ IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "megatron TP2": (2, MEGATRON | {"tensor_parallel": 2}, DENSE),
     "megatron PP2": (2, MEGATRON | {"pipeline_parallel": 2}, (*DENSE, "qwen3-moe")),
     "megatron DP2": (2, MEGATRON, DENSE),
+    "megatron x2 that share rows": (2, MEGATRON | {"sequence_parallel": 2}, (*DENSE, "qwen3-moe")),
+    "megatron TP2, twos that share rows": (4, MEGATRON | {"sequence_parallel": 2, "tensor_parallel": 2}, DENSE),
     "megatron PP3 of 2 virtual stages": (3, MEGATRON | {"pipeline_parallel": 3, "virtual_pipeline": 2}, DEEP),
     "megatron EP2": (2, MEGATRON | {"expert_parallel": 2}, ("qwen3-moe",)),
+    "megatron TP2 EP2": (2, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
+    "megatron PP2, twos that share rows": (4, MEGATRON | {"sequence_parallel": 2, "pipeline_parallel": 2}, DENSE),
+    "megatron TP2 EP4, twos that share rows": (
+        4,
+        MEGATRON | {"sequence_parallel": 2, "tensor_parallel": 2, "expert_parallel": 4},
+        ("qwen3-moe",),
+    ),
+    "megatron TP2 DP2 EP2": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 2}, ("qwen3-moe",)),
+    "megatron TP2 DP2 EP4": (4, MEGATRON | {"tensor_parallel": 2, "expert_parallel": 4}, ("qwen3-moe",)),
 }
 
 

@@ -62,15 +62,17 @@ class Publisher:
 
     async def _send(self, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
         client, sender = self.peer.client(), SharedMemorySender()
-        await client.pause("keep")
-        await client.init_transfer(InitInfo(backend="ipc"))
-        await client.start_update()
-        for bucket in make_buckets(weights, 1 << 16):
-            await client.update(sender.stage(bucket))
-        sender.close()
-        await client.finish_update(version)
-        await client.resume()
-        await client.close()
+        try:
+            await client.pause("keep")
+            await client.init_transfer(InitInfo(backend="ipc"))
+            await client.start_update()
+            for bucket in make_buckets(weights, 1 << 16):
+                await client.update(sender.stage(bucket))
+            await client.finish_update(version)
+            await client.resume()
+        finally:
+            sender.close()
+            await client.close()
 
 
 def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[WatchedPublisher, Publisher]:

@@ -67,7 +67,8 @@ def examine(config: TrainerConfig, folder: Path, out: Path, rank: int) -> None:
     """Write down what the backend does with one model."""
     backend = make(config, folder)
     found = exported(backend, "imported")
-    outputs = backend.forward(*whole_batch(), frozenset({"entropy", "sum_squares"}))
+    (whole,) = whole_batch()
+    outputs = backend.forward(whole, frozenset({"entropy", "sum_squares"}))
     for name in ("logprobs", "entropy", "sum_squares"):
         part = getattr(outputs, name)
         assert part is not None

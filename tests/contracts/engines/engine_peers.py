@@ -6,19 +6,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.engines import engine_spec
+from rl_async.launcher.plan.memory import model_size
+from rl_async.launcher.plan.planning import plan
 from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.rollout_server.answers import EMPTY, join
@@ -26,10 +28,13 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
 
-START_S = {"embedded": 60.0, "vllm": 240.0}
+Dtype = Literal["float32", "bfloat16"]
+
+START_S = {"embedded": 60.0, "vllm": 400.0}
 MAX_LENGTH = 2560
 ATTEMPTS = 5  # at catching requests in their middle
 EAGER = ("--enforce-eager",)
+ONE_RANK: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -41,28 +46,44 @@ class Peer:
     group: int  # of its processes: whatever the engine started is in it
     token: str
     log: Path
+    ranks: Mapping[str, int]
+    dtype: Dtype
 
-    def client(self, max_coalesced: int = 1) -> VllmEngine:
-        """A client with the run's token."""
-        return VllmEngine(self.url, max_coalesced=max_coalesced, token=self.token)
+    def client(self, max_coalesced: int = 1, lineage: int | None = None) -> VllmEngine:
+        """A client with the run's token; the fixture ``connect`` makes those that a test has no need to close."""
+        return VllmEngine(self.url, max_coalesced=max_coalesced, lineage=lineage, token=self.token)
 
 
 @contextmanager
 def running(
-    kind: EngineKind, model: Path, folder: Path, *, batch: int = 8, model_length: int = MAX_LENGTH, eager: bool = False
+    kind: EngineKind,
+    model: Path,
+    folder: Path,
+    *,
+    batch: int = 8,
+    model_length: int = MAX_LENGTH,
+    eager: bool = False,
+    ranks: Mapping[str, int] = ONE_RANK,
+    quantization: Quantization = "none",
+    dtype: Dtype = "float32",
 ) -> Iterator[Peer]:
-    """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner."""
+    """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner.
+
+    ``ranks`` are keys of ``rollout``, such as tensor_parallel.
+    """
     rollout = RolloutConfig(
         engine=kind,
         python=vllm_python() if kind == "vllm" else "",
         max_batch_size=batch,
         max_model_len=model_length,
         engine_args=EAGER if eager and kind == "vllm" else (),
+        quantization=quantization,
+        **ranks,
     )
-    config = RunConfig(model=ModelConfig(path=str(model)), data=DataConfig(path="none"), rollout=rollout)
+    config = RunConfig(model=ModelConfig(path=str(model), dtype=dtype), data=DataConfig(path="none"), rollout=rollout)
     (folder / "config.yaml").write_text(dump(config))
     make_tokens(folder / "keys")
-    spec = engine_spec(config, folder, 0, None, None)
+    spec = plan(config, folder, size=model_size(config)).engines[0]
     ports = assign_ports((PortWish(spec.name),))
     log = folder / f"{kind}.log"
     with log.open("wb") as output:
@@ -78,7 +99,7 @@ def running(
         if not asyncio.run(_healthy(url, process, START_S[kind])):
             print(log.read_text()[-4000:], file=sys.stderr)
             raise AssertionError(f"the {kind} engine did not start")
-        yield Peer(kind, url, process.pid, run_token(folder, "engines"), log)
+        yield Peer(kind, url, process.pid, run_token(folder, "engines"), log, ranks, dtype)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -30,9 +30,11 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach()) for name, parameter in scaled(folder, scale).named_parameters()]
 
 
-async def send(client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version) -> None:
+async def send(
+    client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version, bucket_bytes: int = 1 << 12
+) -> None:
     """A full update over shared memory, with requests in flight kept."""
-    buckets: list[Bucket] = list(make_buckets(weights, 1 << 12))  # what vLLM fuses comes in several of them
+    buckets: list[Bucket] = list(make_buckets(weights, bucket_bytes))  # what vLLM fuses comes in several of them
     assert any(bucket.info.starts for bucket in buckets), "no parameter was cut"
     await client.pause("keep")
     await deliver(client, buckets, version)

@@ -1,6 +1,5 @@
 """Who may use an engine's routes: those who have the run's token, no web page, and no trainer that was replaced."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +11,21 @@ import pytest
 from rl_async.errors import TrainerReplaced
 from rl_async.messages import Version
 from rl_async.process.http_auth import bearer
-from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
 
 ROUTES = (
     *("POST /inference/v1/generate", "POST /abort_requests", "POST /pause", "POST /resume", "GET /is_paused"),
     *("POST /init_weight_transfer_engine", "POST /start_weight_update", "POST /update_weights"),
-    *("POST /finish_weight_update", "GET /weight_info", "POST /weight_checker", "POST /sleep", "POST /wake_up"),
+    *(
+        "POST /finish_weight_update",
+        "GET /weight_info",
+        "GET /get_world_size",
+        "POST /weight_checker",
+        "POST /sleep",
+        "POST /wake_up",
+    ),
     *("GET /load", "GET /metrics", "GET /no_such_route"),
 )
 OF_VLLM = (
@@ -71,14 +77,13 @@ async def test_a_web_socket_needs_the_token_too(peer: Peer) -> None:
     assert refused.value.status in (401, 403)  # 401 where uvicorn does not know web sockets
 
 
-async def test_the_token_opens_routes_and_stays_secret(peer: Peer) -> None:
+async def test_the_token_opens_routes_and_stays_secret(peer: Peer, connect: Connect) -> None:
     assert await status(peer, "GET /weight_info", **bearer(peer.token)) == 200
     assert await status(peer, "GET /load", **{"x-api-key": peer.token}) == 200
     assert await status(peer, "POST /pause", **bearer(peer.token), Origin="null") == 403
-    client = peer.client()
+    client = connect()
     await client.pause("keep")
     await client.resume()
-    await client.close()
     processes = [p for p in psutil.process_iter() if os.getpgid(p.pid) == peer.group]
     assert processes
     for process in processes:
@@ -86,8 +91,8 @@ async def test_the_token_opens_routes_and_stays_secret(peer: Peer) -> None:
     assert peer.token not in peer.log.read_text()
 
 
-async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(peer: Peer) -> None:
-    old, new = (VllmEngine(peer.url, lineage=lineage, token=peer.token) for lineage in (0, 1))
+async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(connect: Connect) -> None:
+    old, new = (connect(lineage=lineage) for lineage in (0, 1))
     await old.pause()
     await old.start_update()  # and here it is frozen
     served = await new.version()
@@ -104,4 +109,3 @@ async def test_a_trainer_that_another_has_replaced_cannot_touch_the_engine(peer:
         with pytest.raises(TrainerReplaced):
             await call()
     assert await new.version() == served
-    await asyncio.gather(old.close(), new.close())

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
 from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
 from tests.support.buckets import make_buckets
@@ -44,12 +45,11 @@ def peer(
 
 
 @pytest.fixture
-async def engine(peer: Peer, model_folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(connect: Connect, model_folder: Path) -> VllmEngine:
     """A client; the engine serves the folder's weights as version 0.0."""
-    client = peer.client()
+    client = connect()
     await send(client, tensors(model_folder), V0)
-    yield client
-    await client.close()
+    return client
 
 
 def ask(tokens: int = 8, max_tokens: int = 16, **more: Any) -> GenerateRequest:
@@ -78,8 +78,8 @@ async def test_logprobs_agree_with_a_plain_forward_pass(engine: VllmEngine, mode
         assert difference(model_folder, request, got).max() < 1e-5
 
 
-async def test_samples_of_one_prompt_are_coalesced(peer: Peer, engine: VllmEngine, model_folder: Path) -> None:
-    client = peer.client(max_coalesced=8)
+async def test_samples_of_one_prompt_are_coalesced(connect: Connect, engine: VllmEngine, model_folder: Path) -> None:
+    client = connect(max_coalesced=8)
     requests = [ask(max_tokens=40) for _ in range(6)]
     answers = await asyncio.gather(*(client.generate(r) for r in requests))
     for request, got in zip(requests, answers, strict=True):
@@ -100,7 +100,6 @@ async def test_samples_of_one_prompt_are_coalesced(peer: Peer, engine: VllmEngin
         await asyncio.sleep(0.05)
     else:
         pytest.fail("the engine decodes on for callers that left")
-    await client.close()
 
 
 async def test_it_is_verified_against_its_own_weights_and_no_others(

@@ -6,7 +6,7 @@ What a grammar allows is computed here by trying every token, for schemas of whi
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rl_async.errors import EngineRejected
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
+from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running, sampling
 from tests.contracts.engines.engine_weights import differences, log_probabilities, scaled, send, tensors
 from tests.contracts.gateway.peers import make_model
@@ -50,12 +51,11 @@ def peer(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture
-async def engine(peer: Peer, folder: Path) -> AsyncIterator[VllmEngine]:
+async def engine(connect: Connect, folder: Path) -> VllmEngine:
     """A client; the engine serves the folder's weights as version 0.0."""
-    client = peer.client(max_coalesced=4)
+    client = connect(max_coalesced=4)
     await send(client, tensors(folder), V0)
-    yield client
-    await client.close()
+    return client
 
 
 def ask(tokenizer: PreTrainedTokenizerFast, schema: str, prompt: int = 8, **more: Any) -> GenerateRequest:

@@ -189,8 +189,10 @@ def assert_as_asked(request: GenerateRequest, got: GenerateResult) -> None:
 async def load(peer: Peer, folder: Path, scale: float, version: Version) -> None:
     """Send it the folder's weights, scaled, as ``version``."""
     client = peer.client()
-    await send(client, tensors(folder, scale), version)
-    await client.close()
+    try:
+        await send(client, tensors(folder, scale), version)
+    finally:
+        await client.close()
 
 
 @pytest.mark.parametrize("kinds", PAIRS, indirect=True)
@@ -233,12 +235,14 @@ async def test_tokens_after_the_boundary_are_from_the_other_engines_weights(
     answered = await answers(signal.SIGKILL, asked, victim, survivor, version=V1)
     old, new, continued = scaled(model_folder), scaled(model_folder, 1.5), kept(caplog)
     assert len(continued) >= CAUGHT // 2, caplog.text
+    apart = 0.0  # of the two weights, in log-probability; few tokens of one answer may hardly show it
     for request, got in zip(asked, answered, strict=True):
         assert_as_asked(request, got)
         boundary = next((run.end for run in got.versions if run.version == V0), 0)
         if request.request_id in continued:
             assert boundary == continued[request.request_id]
             assert [run.version for run in got.versions] == [V0, V1]
-            assert differences(old, request, got)[boundary:].max() > 1e-3, "the weights do not differ"
+            apart = max(apart, differences(old, request, got)[boundary:].max().item())
         assert (differences(old, request, got)[:boundary] < 1e-5).all()
         assert (differences(new, request, got)[boundary:] < 1e-5).all()
+    assert apart > 1e-2

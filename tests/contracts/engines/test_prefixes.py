@@ -9,6 +9,7 @@ import pytest
 from rl_async.messages import Sampling, Version
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, metric, running
 from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
 
@@ -22,8 +23,8 @@ def peer(model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
         yield started
 
 
-async def test_a_second_turn_reuses_the_first_until_an_update(peer: Peer, model_folder: Path) -> None:
-    client = peer.client()
+async def test_a_second_turn_reuses_the_first_until_an_update(peer: Peer, connect: Connect, model_folder: Path) -> None:
+    client = connect()
     turns: list[tuple[GenerateRequest, GenerateResult, float]] = []
     tokens, hits = [(7 * i + 3) % 60 for i in range(60)], 0.0
     for number, scale in enumerate((1.0, 1.0, 1.5, 1.5)):
@@ -46,4 +47,3 @@ async def test_a_second_turn_reuses_the_first_until_an_update(peer: Peer, model_
         async with session.post(f"{peer.url}/inference/v1/generate", json=body) as response:
             usage = (await response.json())["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 144}
-    await client.close()

@@ -13,7 +13,7 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.observe import observe, observe_processes
+from rl_async.launcher.doctor.observe import MOST_STACK_BYTES, observe, observe_processes
 from rl_async.launcher.doctor.report import FILE, doctor, write_report
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.process.heartbeat import beat
@@ -69,6 +69,17 @@ def test_a_process_shows_its_state_its_log_and_its_stack(run: Path, role: "subpr
     assert (seen.state, seen.log_line) == ("S", "last") and seen.log_age_s is not None
     assert 0 <= seen.age_s < 600
     assert [frame.name for frame in seen.stack] == ["<module>"]
+
+
+def test_without_stacks_no_process_is_asked_and_the_file_of_those_that_are_is_bounded(
+    run: Path, role: "subprocess.Popen[str]"
+) -> None:
+    file = run / "stacks" / "worker-0.txt"
+    (seen,) = observe_processes(run, [record(role.pid)], stacks=False)
+    assert seen.state == "S" and seen.stack == () and file.stat().st_size == 0
+    file.write_bytes(b"x" * (MOST_STACK_BYTES + 1))
+    (seen,) = observe_processes(run, [record(role.pid)])
+    assert [frame.name for frame in seen.stack] == ["<module>"] and 0 < file.stat().st_size < 10_000
 
 
 def test_a_process_with_busy_threads_survives_being_asked(run: Path) -> None:

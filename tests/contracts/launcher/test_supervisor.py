@@ -161,15 +161,9 @@ async def test_a_trainer_that_died_resumes(rig: Any, make_plan: Any) -> None:
     assert len(rig.pids("queue")) == 1
 
 
-async def test_a_trainer_that_ends_early_without_error_does_not_end_the_run(rig: Any, make_plan: Any) -> None:
-    rig.do("trainer", "exit 0", "work")
-    rig.go()
-    await supervise(rig, make_plan(rig.folder))
-    assert len(rig.pids("trainer")) == 2
-
-
-async def test_a_trainer_that_somebody_else_asked_to_stop_goes_on(rig: Any, make_plan: Any) -> None:
-    rig.do("trainer", "exit 143", "work")
+@pytest.mark.parametrize("end", ["exit 0", "exit 143"])  # 143: somebody else asked it to stop
+async def test_a_trainer_that_ends_early_without_error_goes_on(rig: Any, make_plan: Any, end: str) -> None:
+    rig.do("trainer", end, "work")
     rig.go()
     await supervise(rig, make_plan(rig.folder))
     assert len(rig.pids("trainer")) == 2
@@ -231,6 +225,22 @@ async def test_a_queue_whose_journal_outlives_it_is_started_again(rig: Any, make
     supervisor = await supervise(rig, make_plan(rig.folder, queue_restarts=3), meddle)
     assert state(supervisor, "queue") == ("ended", 3)
     assert (rig.folder / "queue.relaunched").read_text().split() == ["True", "True", "False", "False"]
+    assert len(rig.pids("engine")) == len(rig.pids("worker")) == len(rig.pids("trainer")) == 1
+
+
+async def test_engines_start_beside_the_queue_and_its_clients_once_it_answers(rig: Any, make_plan: Any) -> None:
+    rig.do("queue", "mute", "work")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: bool(rig.pids("engine") and rig.pids("queue")))
+        assert state(supervisor, "worker-0") == state(supervisor, "trainer-0") == ("waiting", 0)
+        os.kill(rig.pids("queue")[0], signal.SIGKILL)
+        await eventually(lambda: state(supervisor, "trainer-0") == state(supervisor, "engine-0") == ("running", 0))
+        assert await registered(supervisor) == ["engine-0"]
+        rig.go()
+
+    await supervise(rig, make_plan(rig.folder, queue_restarts=1), meddle)
+    assert (rig.folder / "queue.relaunched").read_text().split() == ["True", "True"]
     assert len(rig.pids("engine")) == len(rig.pids("worker")) == len(rig.pids("trainer")) == 1
 
 

@@ -70,7 +70,7 @@ FAMILIES = {
 }
 
 
-# At least so many of a family's texts are read alike, a few less than docs/chat_formats.md counts.
+# At least so many of a family's texts are read alike, a few less than docs/reference/chat_formats.md counts.
 AGREE = {
     "hermes": 165,
     "mistral": 175,

@@ -127,7 +127,7 @@ def check(folder: Path, marks: list[str]) -> None:
         assert torch.equal(load_file(newest / "weights.safetensors")["weights"], weights(state.step, state.lineage))
         for step in range(state.step):
             rows = read_trajectories(run / "trajectories" / name(step, state.lineage if step >= 2 else 0))
-            assert [row.tokens_sha256() for row in rows] == [row.tokens_sha256() for row in rows_of(step)]
+            assert [row.tokens_hash() for row in rows] == [row.tokens_hash() for row in rows_of(step)]
     path = run / "trained.jsonl"
     drop_torn_lines(path)
     lines = path.read_bytes().splitlines() if path.exists() else []

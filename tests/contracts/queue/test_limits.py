@@ -1,6 +1,7 @@
 """What one client does beyond its limits harms no other, over real sockets."""
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 
 import msgspec
@@ -9,7 +10,7 @@ import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError, QueueLost
-from rl_async.messages import Done, Refused, Reserved, Status, StatusReport, Version
+from rl_async.messages import Done, Media, Refused, Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -75,10 +76,13 @@ async def test_a_worker_hears_that_its_message_is_too_large(strict, healthy):
     healthy.publish(Version(0, 0), [])
     async with worker(strict) as agent:
         (group,) = (await agent.lease(1, 1.0)).groups
-        rows = [msgspec.structs.replace(trajectory(group, 0), segment=segment) for segment in range(7)]
+        images = [bytes([number]) for number in range(6)]
+        media = {hashlib.sha256(image).hexdigest(): image for image in images}
+        row = msgspec.structs.replace(trajectory(group, 0), media=[Media.of(image, "image/png", 0) for image in images])
         with pytest.raises(ProtocolError, match=r"too_large"):
-            await agent.put(*rows)
-        assert await agent.put(*rows[:6]) == Done()
+            await agent.put(row, media=media)
+        row.media = row.media[:5]
+        assert await agent.put(row, media={each.sha256: media[each.sha256] for each in row.media}) == Done()
 
 
 def test_one_client_too_many_waits_and_says_why_and_the_others_go_on(strict, healthy):

@@ -119,7 +119,8 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             (sha256,) = media
             with pytest.raises(ProtocolError, match=sha256):
                 client.put(row)
-            put, payload = m.Put(worker=client.worker, samples=[[row.header()]]), [codec.encode(row)]
+            payload = [codec.encode(row)]
+            put = m.Put(worker=client.worker, samples=[[row.header()]], lengths=[len(payload[0])])
             assert client.exchange(put, payload).reply == m.Taken(refused=[m.Refused(code=wire.MEDIA, reason=sha256)])
             wrong = msgspec.structs.replace(put, media=[(0, sha256)])
             with pytest.raises(ProtocolError, match=sha256):
@@ -128,7 +129,7 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             assert client.put(row, media=media) == m.Done()
             row.media = [m.Media(sha256="no hash", mime="", position=0)]
             with pytest.raises(ProtocolError, match="no SHA-256"):
-                client.exchange(m.Put(worker=client.worker, samples=[[row.header()]]), payload)
+                client.exchange(msgspec.structs.replace(put, samples=[[row.header()]]), payload)
     finally:
         queue.stop()
 

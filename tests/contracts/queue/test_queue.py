@@ -57,7 +57,7 @@ async def test_the_rows_of_one_episode_arrive_together_and_are_fetched_one_by_on
     batch = trainer.reserve(0, 1.0)
     assert [header.key for header in batch.headers][:4] == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)]
     assert [len(row.token_ids) for row in trainer.fetch([(0, 0, 2), (0, 1, 0), (0, 0, 1)])] == [7, 5, 6]
-    assert batch.headers[2].tokens_sha256 == rows[2].tokens_sha256()
+    assert batch.headers[2].tokens_hash == rows[2].tokens_hash()
     for key in ((0, 0, 3), (0, 0, -1), (0, 1, 1)):
         with pytest.raises(ProtocolError, match="unknown_row"):
             trainer.fetch([key])

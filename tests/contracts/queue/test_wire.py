@@ -45,11 +45,14 @@ def test_a_put_needs_a_payload(raw):
     ask(raw, ID, HELLO)
     group = LeasedGroup(group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=Version())
     header = trajectory(group, 0).header()
-    put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]]))
+    put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]], lengths=[1]))
     assert isinstance(ask(raw, ID, put).reply, Malformed)
     assert [refused.code for refused in ask(raw, ID, put, b"x").reply.refused] == ["unknown_group"]
     for samples in ([], [[]], [[header], []], [[header, header]], [[header], [header]]):
-        put = msgspec.msgpack.encode(Put(worker="w", samples=samples))
+        put = msgspec.msgpack.encode(Put(worker="w", samples=samples, lengths=[1]))
+        assert isinstance(ask(raw, ID, put, b"x").reply, Malformed)
+    for lengths in ([], [0], [-1], [2], [1, 1]):
+        put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]], lengths=lengths))
         assert isinstance(ask(raw, ID, put, b"x").reply, Malformed)
 
 

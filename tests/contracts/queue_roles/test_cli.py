@@ -51,7 +51,9 @@ def fill(queue: SyncQueueClient, groups: int) -> None:
             row = trajectory(group, sample, tokens=3 + group.group_id)
             call = ToolCall(name="add", arguments="{}", result="12")
             turns = [Turn(role="assistant", text=f"say {sample}", tool_calls=[call])]
-            queue.put(msgspec.structs.replace(row, turns=turns, reward_parts={"right": 0.5}, reward=0.25))
+            experts = np.full((len(row.token_ids) - 1, 2, 2), group.group_id, np.uint8)
+            told = {"turns": turns, "reward_parts": {"right": 0.5}, "reward": 0.25, "routed_experts": experts}
+            queue.put(msgspec.structs.replace(row, **told))
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -164,7 +166,7 @@ def test_what_is_exported_is_what_another_queue_gets(address, queue, capsys, tmp
         originals = queue.fetch([(group, sample, 0) for group in range(3) for sample in range(2)])
         assert [batch.tasks[group] for group in range(3)] == tasks(3)
         for row, original in zip(rows, originals, strict=True):
-            for name in ("token_ids", "loss_mask", "logprobs"):
+            for name in ("token_ids", "loss_mask", "logprobs", "routed_experts"):
                 found, wanted = getattr(row, name), getattr(original, name)
                 assert found.dtype == wanted.dtype and np.array_equal(found, wanted)
             assert row.reward == 0.25 and row.turns == original.turns and row.versions == original.versions

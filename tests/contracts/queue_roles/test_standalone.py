@@ -78,7 +78,7 @@ def test_a_policy_is_one_argument_and_a_mistake_is_explained():
         first = next(read_batches(queue, timeout_s=10))
         assert [task.task_id for task in first.tasks.values()] == ["t2", "t3"]
     for changes, message in (
-        ({"sampling": "freshst", "max_staleness": 2}, "did you mean freshest"),
+        ({"sampling": "freshst", "max_staleness": 2}, "known: fifo, freshest"),
         ({"sampling": "quota", "max_staleness": 2}, "known: fifo, freshest, priority"),
         ({"sampling": "priority"}, "nothing to choose from with max_staleness=1"),
         ({"window": 1, "batch_groups": 2}, "window=1: at least batch_groups=2"),

@@ -131,7 +131,7 @@ def payload(group: int, sample: int, nbytes: int = 1000) -> bytes:
 
 
 def header(group: LeasedGroup, sample: int, segment: int, body: bytes) -> TrajectoryHeader:
-    values: dict[str, Any] = {"episode_id": "e", "finish_reason": "stop", "tokens_sha256": "", "reward": 1.0}
+    values: dict[str, Any] = {"episode_id": "e", "finish_reason": "stop", "tokens_hash": "", "reward": 1.0}
     return TrajectoryHeader(
         group_id=group.group_id,
         sample=sample,

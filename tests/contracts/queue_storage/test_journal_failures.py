@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ import pytest
 from rl_async import filesystems
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
+from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from tests.contracts.queue_storage.journals import (
     Driver,
@@ -113,21 +113,6 @@ def test_a_changed_byte_of_a_payload_is_found(tmp_path: Path) -> None:
     driver.journal.close()
 
 
-def test_payloads_of_a_journal_without_checksums_are_read(tmp_path: Path) -> None:
-    driver = started(tmp_path)
-    driver.train(0)
-    driver.journal.flush()
-    driver.journal.close()
-    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as db:
-        places = db.execute("SELECT grp, sample, place FROM payload").fetchall()
-        without = [(msgspec.msgpack.encode(msgspec.msgpack.decode(place)[:3]), *key) for *key, place in places]
-        db.executemany("UPDATE payload SET place = ? WHERE grp = ? AND sample = ?", without)
-        db.commit()
-    driver = Driver(sqlite_journals(tmp_path))
-    assert driver.read(0, 0) == payload(0, 0)
-    driver.journal.close()
-
-
 def test_bytes_that_no_flush_named_are_cleared_away(tmp_path: Path) -> None:
     driver = started(tmp_path)
     driver.train(0)
@@ -221,13 +206,13 @@ def test_a_payload_that_a_dump_needs_is_on_the_disk_or_named(tmp_path: Path) -> 
         Driver(sqlite_journals(tmp_path))
 
 
-@pytest.mark.parametrize("schema", [2, 99])  # before there were consumers, and some time from now
+@pytest.mark.parametrize("schema", [JOURNAL_SCHEMA - 1, 99])  # the one before, and some time from now
 def test_a_journal_of_another_version_is_named(tmp_path: Path, schema: int) -> None:
     started(tmp_path).journal.close()
     with sqlite3.connect(tmp_path / "queue.sqlite") as db:
         db.execute(f"PRAGMA user_version={schema}")
     db.close()
-    with pytest.raises(JournalError, match=rf"schema {schema}\b.*\b3\b"):
+    with pytest.raises(JournalError, match=rf"schema {schema}\b.*\b{JOURNAL_SCHEMA}\b"):
         SqliteJournal(tmp_path, "run")
 
 

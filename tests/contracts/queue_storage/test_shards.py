@@ -99,7 +99,7 @@ def test_a_shard_that_gives_other_tokens_than_were_put_is_named(sharded):
             batch = client.reserve(0, WAIT_S)
         with pytest.raises(RowsChanged, match=shard.shard_id) as caught:
             client.fetch_announced(batch.headers)
-        assert set(caught.value.tokens_sha256) == {(1, 1, 0)}
+        assert set(caught.value.tokens_hash) == {(1, 1, 0)}
 
 
 def test_groups_are_spread_and_a_group_stays_together(sharded):
@@ -258,7 +258,7 @@ def test_a_queue_that_keeps_its_payloads_wants_no_shard_and_a_sharded_one_no_pay
         assert isinstance(reply, m.Refused) and "queue.shards=0" in reply.reason
     with sharded(1) as (other, _), reader(other) as client:
         header = trajectory(_group(), 0).header()
-        reply = client.exchange(m.Put(worker="w", samples=[[header]]), [b"row"]).reply
+        reply = client.exchange(m.Put(worker="w", samples=[[header]], lengths=[3]), [b"row"]).reply
         assert isinstance(reply, m.Refused) and reply.code == wire.SHARDED
         (refused,) = client.exchange(m.Put(worker="w", samples=[[header]])).reply.refused
         assert refused.code == "rows"

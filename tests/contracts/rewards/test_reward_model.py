@@ -44,10 +44,10 @@ def make_classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: in
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=LONGEST,
-        num_labels=labels,
         pad_token_id=tokenizer.eos_token_id,  # as many tokenizers have it: the token that ends a turn
         initializer_range=0.3,
     )
+    shape.num_labels = labels
     Qwen3ForSequenceClassification(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""What a hostile program tries; every attempt fails, and the workspace goes on. docs/sandbox.md has the table."""
+"""What a hostile program tries; every attempt fails, and the workspace goes on: docs/reference/sandbox.md."""
 
 import asyncio
 import os

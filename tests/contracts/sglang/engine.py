@@ -105,6 +105,9 @@ class Engine:
     def info(self, request: Any) -> dict[str, Any]:
         return {"weight_version": self.version}
 
+    def workers(self, request: Any) -> dict[str, Any]:
+        return {"tp_size": 1}
+
     def checksums(self, request: Any) -> dict[str, Any]:
         output = self.manager.check_weights(request)
         return {
@@ -149,6 +152,7 @@ async def main(folder: Path) -> None:
         "/flush_cache": engine.flush,
         "/update_weight_version": engine.name,
         "/model_info": engine.info,
+        "/server_info": engine.workers,
     }
     app = web.Application()
     for path, act in actions.items():

@@ -69,13 +69,14 @@ async def sglang(
     served = routes(folder)
     structs = load(folder, "sglang.srt.managers.io_struct")
     builtins = load(folder, "sglang.srt.utils.msgspec_utils").msgspec_to_builtins
-    ranks = [structs.ChecksumInfo(checksums={"w": "ab"}, per_gpu_checksum="cd", parallelism_info=[])]
+    ranks = [structs.ChecksumInfo(checksums={"w": sum_}, per_gpu_checksum="", parallelism_info=[]) for sum_ in "ab"]
     loads = load(folder, "sglang.srt.managers.load_snapshot")
     queues = loads.QueueMetrics(waiting=2, grammar=0, paused=0, retracted=1, prealloc_ready=0)
     snapshot = loads.LoadSnapshot(num_running_reqs=3, num_waiting_reqs=2, token_usage=0.5, queues=queues)
     special = {
         "/generate": generate,
         "/model_info": lambda: {"weight_version": "0.3"},
+        "/server_info": lambda: {"tp_size": 2, "pp_size": 1},
         "/v1/loads": lambda: {"loads": [snapshot.to_dict({"core", "queues"})]},
         "/weights_checker": lambda: {"success": True, "message": "Success.", "ranks": builtins(ranks)},
     }
@@ -118,8 +119,9 @@ async def test_every_request_has_a_route_and_a_body_that_sglang_takes(folder: Pa
         await client.update(UPDATE)
         await client.finish_update(Version(0, 3))
         assert await client.version() == Version(0, 3)
-        assert await client.checksums() == {"w": "ab"}
-        assert await client.load() == EngineLoad(requests=5, cache_usage=0.5, preemptions=1)
+        assert await client.checksums() == {"tp0:w": "a", "tp1:w": "b"}
+        assert await client.workers() == 2
+        assert await client.load() == EngineLoad(running=3, waiting=2, cache_usage=0.5, preempted=1)
         await client.sleep(2)
         await client.wake(["weights"])
         await client.wake(["kv_cache"])
@@ -128,6 +130,7 @@ async def test_every_request_has_a_route_and_a_body_that_sglang_takes(folder: Pa
         *("/health", "/generate", "/abort_request", "/pause_generation", "/continue_generation", "/model_info"),
         *("/destroy_weights_update_group", "/init_weights_update_group", "/begin_weight_update", "/end_weight_update"),
         *("/update_weights_from_distributed", "/flush_cache", "/update_weight_version", "/weights_checker"),
+        "/server_info",
         *("/release_memory_occupation", "/resume_memory_occupation", "/v1/loads"),
     }
 

@@ -68,7 +68,7 @@ def buckets(value: float) -> list[Bucket]:
 
 def expected(value: float) -> dict[str, str]:
     return {
-        name: xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy().tobytes())
+        f"tp0:{name}": xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy().tobytes())
         for name, tensor in weights(value).items()
     }
 

@@ -64,6 +64,8 @@ def test_every_token_is_one_ranks_and_has_its_position_and_target(lengths: list[
         assert joined.narrow(dim, 0, total).equal(getattr(whole, name))
         assert not joined.narrow(dim, total, joined.shape[dim] - total).sub(float(name == "temperature")).any()
     assert total <= ranks * parts[0].tokens.shape[1] < total + ranks
+    experts = torch.cat([part.experts for part in parts if part.experts is not None])
+    assert experts[:total].equal(whole.experts) and (experts[total:] == -1).all()
     filled = torch.cat([part.tokens[0] for part in parts])
     assert whole.unpack(filled).equal(whole.unpack(whole.tokens[0]))
 

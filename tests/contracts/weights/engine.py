@@ -64,6 +64,9 @@ class Engine:
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
+    async def world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text='vllm:engine_sleep_state{sleep_state="awake"} 1\n')
 
@@ -97,6 +100,7 @@ async def main() -> None:
     }.items():
         app.router.add_post(path, handler)
     app.router.add_get("/weight_info", engine.info)
+    app.router.add_get("/get_world_size", engine.world_size)
     app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/state", engine.state)
     runner = web.AppRunner(app, access_log=None)

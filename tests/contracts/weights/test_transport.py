@@ -26,7 +26,7 @@ from tests.support.buckets import make_buckets
 from tests.support.forked import Forked
 
 Start = Callable[..., list[EngineRecord]]
-TRANSPORTS: list[TransportName] = ["gloo", "ipc", "disk"]
+TRANSPORTS: list[TransportName] = ["nearest", "gloo", "ipc", "disk"]
 
 
 class Directory:

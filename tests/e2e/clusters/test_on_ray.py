@@ -43,6 +43,7 @@ SMALL = [
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head, on which the launcher is, and one more node, ``cluster.other``."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})

@@ -8,11 +8,9 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -84,38 +82,6 @@ def test_every_role_as_a_step(tmp_path: Path) -> None:
     run_script(tmp_path, ["a", "b"], 'exec "$@"\n')
     assert_trained(tmp_path)
     assert_ended(tmp_path)
-
-
-@pytest.fixture
-def hosts() -> Iterator[dict[str, str]]:
-    """Two network namespaces with a cable between them: their addresses by name."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    tag = secrets.token_hex(3)
-    found = {f"rl{tag}a": "10.77.0.1", f"rl{tag}b": "10.77.0.2"}
-    first, second = found
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
-    try:
-        ip("netns", "add", first)
-        ip("netns", "add", second)
-        ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for name, address in found.items():
-            for arguments in (
-                ("addr", "add", f"{address}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                ip("-n", name, *arguments)
-    except subprocess.CalledProcessError as error:
-        for name in found:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
-        pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-    yield found
-    for name in found:
-        ip("netns", "del", name)
 
 
 def test_every_role_as_a_step_on_hosts_with_addresses_of_their_own(tmp_path: Path, hosts: dict[str, str]) -> None:

@@ -32,19 +32,21 @@ SMALL = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "sizes"),
+    ("preset", "mode", "sizes"),
     [
-        ("disaggregated", ["trainer.ranks=2", "trainer.tensor_parallel=2"]),
-        ("colocated", ["trainer.ranks=2", "trainer.pipeline_parallel=2"]),
-        ("colocated", ["trainer.ranks=2", "algorithm.kl.coef=0.01"]),
+        ("calculator", "disaggregated", ["trainer.ranks=2", "trainer.tensor_parallel=2"]),
+        ("calculator", "colocated", ["trainer.ranks=2", "trainer.pipeline_parallel=2"]),
+        ("calculator", "colocated", ["trainer.ranks=2", "algorithm.kl.coef=0.01"]),
+        ("calculator-gae", "colocated", ["trainer.ranks=2", "trainer.tensor_parallel=2", "critic.warmup_steps=0"]),
     ],
 )
-def test_a_run_trains_every_row_once(workplace: Path, mode: str, sizes: list[str]) -> None:
-    succeed(workplace, "launch", "--mode", mode, "--config", "calculator", "--name", "run", *SMALL, *sizes)
+def test_a_run_trains_every_row_once(workplace: Path, preset: str, mode: str, sizes: list[str]) -> None:
+    succeed(workplace, "launch", "--mode", mode, "--config", preset, "--name", "run", *SMALL, *sizes)
     run = workplace / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss/grad_norm"] > 0 for row in rows)
+    assert all(("critic/grad_norm" in row) == (preset == "calculator-gae") for row in rows)
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
     trained = (run / "trained.jsonl").read_text().splitlines()
     assert len(trained) == len(set(trained)) == STEPS * 4 * 4

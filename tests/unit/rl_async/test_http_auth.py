@@ -90,6 +90,34 @@ def test_only_health_probes_need_no_token() -> None:
     assert status(HOST, path="/", method="OPTIONS") == 401
 
 
+METRICS_TOKEN = (b"authorization", b"Bearer " + b"m" * 43)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [("GET", "/metrics", 200), ("POST", "/metrics", 401), ("GET", "/metrics/", 401), ("POST", "/pause", 401)],
+)
+def test_the_token_for_metrics_opens_nothing_else(method: str, path: str, expected: int) -> None:
+    access = Access(TOKEN, metrics="m" * 43)
+    refused = access.refusal(method, path, HERE, (HOST, METRICS_TOKEN))
+    assert (200 if refused is None else refused[0]) == expected
+    assert access.refusal(method, path, HERE, (HOST, AUTHORIZATION)) is None, "the server's own token opens everything"
+
+
+def test_without_a_token_for_metrics_they_need_the_servers_own() -> None:
+    assert status(HOST, METRICS_TOKEN, method="GET", path="/metrics") == 401
+    assert status(HOST, (b"authorization", b"Bearer "), method="GET", path="/metrics") == 401
+
+
+def test_a_server_outside_the_run_finds_the_token_for_metrics_beside_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokens(tmp_path / "keys")
+    monkeypatch.setenv(TOKEN_FILE, str(token_file(tmp_path, "engines")))
+    token = (b"authorization", f"Bearer {run_token(tmp_path, 'metrics')}".encode())
+    assert Access.from_environment().refusal("GET", "/metrics", HERE, (HOST, token)) is None
+
+
 def test_an_empty_token_is_none() -> None:
     with pytest.raises(ValueError, match="empty"):
         Access("")

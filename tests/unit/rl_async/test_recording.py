@@ -1,14 +1,16 @@
 """What a recording has: the groups of each step as they were trained last, and their rows."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from rl_async.errors import ConfigError
+from rl_async.errors import ConfigError, ProtocolError
 from rl_async.messages import Media
-from rl_async.recording import Recording, place_of, task_of, write_trajectories
+from rl_async.recording import Recording, place_of, read_trajectories, task_of, write_trajectories
 from rl_async.trainer.monitoring.records import append_trained
 from tests.conftest import make_rows
 
@@ -30,8 +32,24 @@ def test_groups_come_in_the_order_of_training_with_their_rows(tmp_path: Path) ->
         expected = [row for row in make_rows(group.step) if row.group_id == group.group]
         rows = recording.rows(group.step, group.group)
         assert rows.keys() == group.samples == {row.sample for row in expected}
-        found = {row.key: row.tokens_sha256() for of_sample in rows.values() for row in of_sample}
-        assert found == {row.key: row.tokens_sha256() for row in expected}
+        found = {row.key: row.tokens_hash() for of_sample in rows.values() for row in of_sample}
+        assert found == {row.key: row.tokens_hash() for row in expected}
+
+
+def test_a_recording_of_an_older_version_is_read_and_compared_by_its_hashes(tmp_path: Path) -> None:
+    record(tmp_path, 0)
+    path = tmp_path / "trained.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, row in zip(lines, make_rows(0), strict=True):
+        assert line.pop("tokens_hash") == row.tokens_hash()
+        line["tokens_sha256"] = hashlib.sha256(row.token_ids.astype("<i4").tobytes()).hexdigest()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group, *_) = Recording(tmp_path).groups
+    assert Recording(tmp_path).rows(0, group.group)
+    lines[0]["tokens_sha256"] = "0" * 64
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="disagree"):
+        Recording(tmp_path).rows(0, group.group)
 
 
 def test_a_step_that_was_trained_again_is_as_it_was_trained_last(tmp_path: Path) -> None:
@@ -104,3 +122,20 @@ def test_images_that_were_not_recorded_are_refused(tmp_path: Path) -> None:
     append_trained(tmp_path / "trained.jsonl", 0, 0, rows)
     with pytest.raises(ConfigError, match="images"):
         Recording(tmp_path).rows(0, rows[0].group_id)
+
+
+def test_experts_are_not_recorded(tmp_path: Path) -> None:
+    row = msgspec.structs.replace(make_rows(0)[0], routed_experts=np.zeros((4, 2, 2), np.uint8))
+    write_trajectories(tmp_path / "rows.jsonl.gz", [row])
+    (back,) = read_trajectories(tmp_path / "rows.jsonl.gz")
+    assert back.routed_experts is None and back.tokens_hash() == row.tokens_hash()
+
+
+@pytest.mark.parametrize(
+    "experts", [np.zeros((99, 2, 2), np.uint8), np.zeros((4, 2), np.uint8), np.zeros((4, 2, 2), np.int32)]
+)
+def test_a_row_with_experts_of_another_shape_or_type_is_refused(experts: np.ndarray) -> None:
+    row = make_rows(0)[0]
+    msgspec.structs.replace(row, routed_experts=np.zeros((len(row.token_ids), 2, 2), np.uint16)).header()
+    with pytest.raises(ProtocolError, match="routed_experts"):
+        msgspec.structs.replace(row, routed_experts=experts).header()

@@ -39,7 +39,7 @@ class FakeEngine:
     async def load(self) -> EngineLoad:
         if self.silent:
             raise EngineLost("no answer")
-        return EngineLoad(requests=0, cache_usage=0.0, preemptions=0)
+        return EngineLoad(running=0, waiting=0, cache_usage=0.0)
 
     async def is_sleeping(self) -> bool:
         return self.asleep
@@ -138,6 +138,7 @@ async def test_a_lost_request_is_replayed_elsewhere() -> None:
     for _ in range(3):
         assert (await pool.generate(request(), session="s")).finish_reason == "stop"
     assert len(engines["a"].seen) <= 1, "an engine that failed is set aside"
+    assert (await pool.generate(request(), session="s")).engine == "b"
 
 
 async def test_it_waits_for_an_engine_that_comes_back() -> None:
@@ -345,3 +346,53 @@ async def test_a_removed_engine_is_closed() -> None:
     pool.update(registry(2))
     await pool.close()
     assert engines["a"].closed
+
+
+async def test_of_many_engines_a_bounded_number_is_probed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(pool_module, "PROBES_AT_ONCE", 3)
+    names = [f"e{n}" for n in range(9)]
+    pool, engines = make_pool(**dict.fromkeys(names, lambda r: result(1, V1)))
+    pool.update(registry(**dict.fromkeys(names, V1)))
+    engines["e8"].silent = True
+    rounds: list[list[str]] = []
+
+    async def probe(member) -> None:
+        rounds[-1].append(member.engine_id)
+        await type(pool)._probe(pool, member)
+
+    gather = asyncio.gather
+
+    def gathered(*probes):
+        return gather(*probes)
+
+    monkeypatch.setattr(pool, "_probe", probe)
+
+    async def sleep(seconds: float, real=asyncio.sleep) -> None:
+        rounds.append([])
+        await real(seconds)
+
+    monkeypatch.setattr(pool_module.asyncio, "sleep", sleep)
+    probing = asyncio.create_task(pool._probe_all())
+    while len(rounds) < 6:
+        await gathered(asyncio.to_thread(lambda: None))
+    probing.cancel()
+    assert max(map(len, rounds)) == 3
+    assert {name for names in rounds[:3] for name in names} == set(names), "each in its turn"
+    assert "e8" in rounds[3], "one that failed is probed again at once"
+
+
+async def test_a_withdrawn_engine_gets_no_traffic_until_it_is_back_and_its_requests_move() -> None:
+    pool, engines = make_pool(own=lambda r: result(2, V1), lent=lambda r: result(2, V1))
+    pool.update(registry(lent=V1))
+    engines["lent"].hold.clear()
+    task = asyncio.create_task(pool.generate(request(), session="s"))
+    await engines["lent"].asked.wait()
+    pool.update(registry(2, lent=None, own=V1))
+    async with asyncio.timeout(2):
+        assert (await task).engine == "own"
+        assert (await pool.generate(request(), session="s")).engine == "own"
+    assert len(engines["lent"].seen) == 1
+    engines["lent"].hold.set()
+    pool.update(registry(3, lent=V1))
+    assert (await pool.generate(request(), session="t")).engine == "lent", "at once, without the pause after a failure"

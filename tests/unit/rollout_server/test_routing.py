@@ -5,7 +5,7 @@ import pytest
 from rl_async.messages import EngineRecord, Sampling, Version
 from rl_async.rollout_server import routing
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
-from rl_async.rollout_server.routing import PoolMember, Router
+from rl_async.rollout_server.routing import CANDIDATES, OpenMembers, PoolMember, Router
 
 V1 = Version(0, 1)
 
@@ -26,12 +26,21 @@ def request(prompt: int = 10, max_tokens: int = 20) -> GenerateRequest:
 
 
 def load(requests: int = 0, usage: float = 0.0, preemptions: int = 0) -> EngineLoad:
-    return EngineLoad(requests=requests, cache_usage=usage, preemptions=preemptions)
+    return EngineLoad(running=requests, waiting=0, cache_usage=usage, preemptions=preemptions)
 
 
 def chosen(router: Router[None], members: list[PoolMember[None]], session: str, prompt: int = 10) -> str | None:
     best = router.choose(members, request(prompt), session, 0.0)
     return None if best is None else best.engine_id
+
+
+def test_an_engine_that_returns_starts_with_no_missed_probes() -> None:
+    engine = member("a")
+    engine.missed_probes = 2
+    engine.adopt(member("a", None).record)
+    assert engine.gone.is_set()
+    engine.adopt(member("a").record)
+    assert not engine.gone.is_set() and engine.missed_probes == 0, "else it would not be gone at the second miss"
 
 
 def test_a_conversation_stays_while_its_prefix_is_worth_the_wait() -> None:
@@ -104,6 +113,13 @@ def test_the_limit_shrinks_when_the_cache_is_full_and_grows_when_it_is_reached()
     assert a.limit == routing.MIN_LIMIT
 
 
+def test_the_limit_also_follows_the_requests_that_wait_after_a_preemption() -> None:
+    a = member("a", max_batch=80)
+    for preempted in (0, 1, 2, 2):
+        a.observe(EngineLoad(running=1, waiting=2, cache_usage=1.0, preempted=preempted))
+    assert a.limit == 75
+
+
 def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SESSIONS_REMEMBERED", 2)
     a, b, router = member("a"), member("b"), Router[None]()
@@ -113,3 +129,42 @@ def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     with a.in_flight(request(max_tokens=5)):
         assert chosen(router, [a, b], "s", prompt=20) == "a"
         assert chosen(router, [a, b], "t", prompt=20) == "b", "its last engine is forgotten"
+
+
+def test_of_many_engines_some_are_looked_at_and_the_one_with_the_prefix() -> None:
+    router, asked = Router[None](), list[str]()
+
+    class Counted(PoolMember[None]):
+        def backlog(self, request: GenerateRequest) -> float:
+            asked.append(self.engine_id)
+            return super().backlog(request)
+
+    members: list[PoolMember[None]] = [
+        Counted(EngineRecord(engine_id=str(n), url="", kind="embedded", version=V1), None, 8) for n in range(1000)
+    ]
+    first = chosen(router, members, "s")
+    assert len(asked) == CANDIDATES
+    assert {chosen(router, members, "s") for _ in range(20)} == {first}, "its prefix is cached there"
+    assert len({chosen(router, members, str(n)) for n in range(50)}) > 10, "pools do not all choose the same one"
+
+
+def test_the_one_engine_of_many_that_serves_a_version_is_found() -> None:
+    members = [member(str(n), version=None) for n in range(1000)] + [member("new")]
+    assert chosen(Router[None](), members, "s") == "new"
+
+
+def test_engines_are_open_while_they_have_room() -> None:
+    engines, among = [member(str(n), max_batch=1) for n in range(3)], OpenMembers[None]()
+    for engine in engines:
+        among.refresh(engine)
+        among.refresh(engine)
+    assert among.members == engines
+    full = engines[0]
+    full.requests = int(full.limit)
+    for _ in range(2):
+        among.refresh(full)
+        assert set(among.members) == {engines[1], engines[2]}
+    full.requests -= 1
+    among.refresh(full)
+    among.remove(engines[2])
+    assert set(among.members) == {engines[0], engines[1]}

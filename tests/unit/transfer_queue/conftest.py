@@ -44,7 +44,7 @@ class Rig:
             "reward": 1.0,
             "finish_reason": "stop",
             "versions": [VersionRun(group.min_version, 0, 2)],
-            "tokens_sha256": f"{group.group_id}-{sample}-{group.attempt}",
+            "tokens_hash": f"{group.group_id}-{sample}-{group.attempt}",
             "nbytes": 10,
         }
         return TrajectoryHeader(**(values | changes))

@@ -13,8 +13,8 @@ from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.fleet import Fleet
-from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
+from rl_async.weight_sync.fleet import Fleet, NoteStage
+from rl_async.weight_sync.protocol import Box, InitInfo, TransportName, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import WeightReceiver
 from tests.support.buckets import make_buckets
 
@@ -22,15 +22,21 @@ V0, V1 = Version(0, 0), Version(0, 1)
 
 
 class Engine:
-    """An engine over the real receiver.
+    """An engine over the real receiver, one for each of its workers.
 
     ``faults`` maps a call, ``update 2`` say, to the error it raises, once; EngineLost kills the engine.
     """
 
-    def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
-        self.faults = dict(faults or {})
-        self.weights: dict[str, float] = {}
-        self.receiver = WeightReceiver(Assembler(self._load))
+    def __init__(
+        self,
+        faults: Mapping[str, Exception] | None = None,
+        workers: int = 1,
+        needs: list[list[list[Box]]] | None = None,
+    ) -> None:
+        self.faults, self.needs = dict(faults or {}), needs
+        self.of_workers: list[dict[str, float]] = [{} for _ in range(workers)]
+        self.weights = self.of_workers[0]
+        self.forget()
         self.serves: Version | None = None
         self.calls: list[str] = []
         self.updates = 0
@@ -38,9 +44,6 @@ class Engine:
         self.closed = False
         self.asleep: set[str] = set()
         self.dead: EngineLost | None = None
-
-    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.weights.update((name, tensor.sum().item()) for name, tensor in named)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -58,11 +61,12 @@ class Engine:
 
     async def init_transfer(self, init: InitInfo) -> None:
         self._called("init")
-        await asyncio.to_thread(self.receiver.init, init)
+        joining = [msgspec.structs.replace(init, rank_offset=init.rank_offset + i) for i in range(len(self.receivers))]
+        await self._each(lambda i, receiver: receiver.init(of_worker(joining[i], i)))
 
     async def start_update(self, staged: bool = False) -> None:
         self._called("start")
-        self.receiver.start()
+        await self._each(lambda _, receiver: receiver.start())
         if "weights" in self.asleep:
             raise EngineError("the weights are asleep")
 
@@ -71,13 +75,13 @@ class Engine:
         self._called(f"update {self.updates}")
         self.kinds.append(info.kind)
         try:
-            await asyncio.to_thread(self.receiver.update, info)
+            await self._each(lambda i, receiver: receiver.update(of_worker(info, i)))
         except WeightSyncError as error:
             raise EngineError(str(error)) from error
 
     async def finish_update(self, version: Version) -> None:
         self._called("finish")
-        await asyncio.to_thread(self.receiver.finish)
+        await self._each(lambda _, receiver: receiver.finish())
         self.serves = version
 
     async def version(self) -> Version | None:
@@ -92,12 +96,31 @@ class Engine:
         self._called(f"wake {','.join(tags)}")
         self.asleep -= set(tags)
 
+    async def workers(self) -> int:
+        return len(self.receivers)
+
+    async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
+        self._called("boxes")
+        return self.needs
+
     async def is_sleeping(self) -> bool:
         self._called("is_sleeping")
         return bool(self.asleep)
 
     async def close(self) -> None:
         self.closed = True
+
+    def forget(self) -> None:
+        """Lose what the workers hold, and their places in groups."""
+        self.receivers = [WeightReceiver(Assembler(_into(loaded))) for loaded in self.of_workers]
+
+    async def _each(self, work: Callable[[int, WeightReceiver], None]) -> None:
+        await asyncio.gather(*(asyncio.to_thread(work, i, receiver) for i, receiver in enumerate(self.receivers)))
+
+
+def _into(loaded: dict[str, float]) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
+    """A loader that keeps the sums of what it gets, without the parts that it had not asked for."""
+    return lambda named: loaded.update((name, tensor.nansum().item()) for name, tensor in named)
 
 
 class Directory:
@@ -140,6 +163,11 @@ class Directory:
         self.confirmed.append((engine_id, version))
         self._confirm(engine_id, version)
 
+    async def withdraw(self, engine_ids: list[str]) -> None:
+        for name in engine_ids:
+            self.records[name] = msgspec.structs.replace(self.records[name], version=None)
+        self._bump()
+
     async def remove_engine(self, engine_id: str, reason: str) -> None:
         del self.records[engine_id]
         self.removed[engine_id] = reason
@@ -164,9 +192,11 @@ def make_fleet(
     timeout_s: float = 5.0,
     engine_wait_s: float = 0.3,
     sync: WeightSyncConfig | None = None,
+    note: NoteStage = lambda engine, version, stage: None,
+    shares: Callable[[EngineRecord], bool] = lambda record: True,
 ) -> Fleet:
     sync = msgspec.structs.replace(sync or WeightSyncConfig(), transport=transport, timeout_s=timeout_s)
-    return Fleet(directory, directory.connect, sync, engine_wait_s)
+    return Fleet(directory, directory.connect, sync, engine_wait_s, note=note, shares=shares)
 
 
 async def eventually(condition: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +12,10 @@ import pytest
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, Version
-from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.coordinator import FINISH_S, WeightCoordinator
+from rl_async.weight_sync.protocol import UpdateInfo
+from tests.unit.weight_sync.fleet_engines import Directory as EngineDirectory
+from tests.unit.weight_sync.fleet_engines import Engine, buckets
 
 SYNC = WeightSyncConfig(transport="ipc", timeout_s=1.0)
 
@@ -72,3 +75,39 @@ def test_a_catch_up_that_ended_is_not_hidden(error: Exception, kind: type[Except
         for _ in range(1000):
             coordinator.suspend()
             time.sleep(0.005)
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
+def test_an_engine_under_way_gets_all_weights_if_the_run_is_over_and_holds_up_no_other_end(end: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        async def update(self, info: UpdateInfo) -> None:
+            begun.set()
+            await asyncio.to_thread(go_on.wait, 30)
+            await super().update(info)
+
+    class WithLateOne(EngineDirectory):
+        @asynccontextmanager
+        async def open(self) -> AsyncIterator[Any]:
+            yield self
+
+        async def publish(self, version: Version, engines: list[str]) -> None:
+            await super().publish(version, engines)
+            self.add("late", late)
+
+    directory, late = WithLateOne(first=Engine()), Slow()
+    sync = WeightSyncConfig(transport="ipc", timeout_s=60)
+    with suppress(ZeroDivisionError), WeightCoordinator(directory.open, directory.connect, sync) as coordinator:
+        coordinator.publish(Version(0, 1), buckets())
+        assert begun.wait(30)
+        if end == "failed":
+            raise ZeroDivisionError
+        if end == "finished":
+            threading.Timer(0.2, go_on.set).start()
+            coordinator.finish()
+        left = time.monotonic()
+    assert end == "failed" or time.monotonic() - left < FINISH_S
+    go_on.set()
+    assert directory.confirmed == ([("late", Version(0, 1))] if end == "finished" else [])
+    assert late.calls[-1] == ("resume" if end == "finished" else "start")

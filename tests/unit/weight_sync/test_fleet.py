@@ -1,18 +1,22 @@
 """Publication, isolation of failures, catch-up and suspension, with engines that live in this process."""
 
 import asyncio
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
-from rl_async.messages import Version
+from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
 from rl_async.weight_sync.protocol import TransportName
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from rl_async.weight_sync.wave import BucketShipment, FleetMember, drain, suspend, transfer
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet
 
 
-@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+@pytest.mark.parametrize("transport", ["nearest", "ipc", "gloo"])
 async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(transport: TransportName) -> None:
     engine = Engine()
     directory = Directory(a=engine)
@@ -29,6 +33,32 @@ async def test_an_engine_goes_through_all_phases_and_the_group_is_made_once(tran
     assert engine.weights == {"a": 8.0, "b": 8.0}
     await fleet.close()
     assert engine.closed
+
+
+async def test_each_stage_of_an_update_is_told_with_its_engine_and_version() -> None:
+    told: list[tuple[str, str, str]] = []
+    directory = Directory(good=Engine(), bad=Engine({"finish": EngineLost("gone")}))
+    fleet = make_fleet(directory, note=lambda *stage: told.append(stage))
+    await fleet.publish(V0, buckets())
+    assert {version for _, version, _ in told} == {str(V0)}
+    good = [stage for engine, _, stage in told if engine == "good"]
+    assert good[:1] == ["probe"] and good[-3:] == ["verify", "resume", ""]
+    assert [stage for stage in good if "bucket" in stage] == ["update, bucket 1/2"], "the next came within a second"
+    bad = [stage for engine, _, stage in told if engine == "bad"]
+    assert "finish" in bad and "resume" not in bad and bad[-1] == ""
+
+
+@pytest.mark.parametrize("transport", ["nearest", "ipc", "gloo", "disk"])
+async def test_every_worker_of_an_engine_takes_the_weights(transport: TransportName, tmp_path: Path) -> None:
+    engines = {"two": Engine(workers=2), "one": Engine(), "three": Engine(workers=3)}
+    sync = WeightSyncConfig(folder=str(tmp_path / "weights"))
+    fleet = make_fleet(Directory(**engines), transport, timeout_s=30, sync=sync)
+    for step in (1, 2):
+        report = await fleet.publish(Version(0, step), buckets(float(step)))
+        assert (report.engines, report.failures) == (list(engines), [])
+        for engine in engines.values():
+            assert engine.of_workers == [{"a": 4.0 * step, "b": 4.0 * step}] * len(engine.receivers)
+    await fleet.close()
 
 
 @pytest.mark.parametrize(
@@ -166,16 +196,72 @@ async def test_suspended_engines_sleep_through_training_and_go_on_with_new_weigh
 
     late = Engine()
     directory.add("late", late)
-    await asyncio.sleep(0.05)
-    assert late.calls == []  # the devices belong to the trainer
+    await eventually(lambda: late.asleep)  # the devices belong to the trainer
+    assert not any(call.startswith(("start", "update")) for call in late.calls)
 
     engine.calls.clear()
     assert (await fleet.publish(V1, buckets())).engines == ["a", "late"]
     wake, ready = engine.calls.index("wake weights"), engine.calls.index("wake kv_cache")
     assert wake < engine.calls.index("start") < engine.calls.index("finish") < ready < engine.calls.index("resume")
     assert "pause keep" not in engine.calls
-    assert not any(call.startswith("wake") for call in late.calls)
+    assert engine.asleep == late.asleep == set()
     loop.cancel()
+
+
+async def test_an_engine_that_a_failed_wave_left_half_awake_gives_all_its_memory_back() -> None:
+    engine = Engine({"start": EngineError("not yet")})
+    member = FleetMember(EngineRecord(engine_id="a", url="a", kind="test"), engine)
+    await suspend(member, 5.0)
+    outcome = await transfer([member], BucketShipment(SharedMemorySender(), buckets()), V0, 5.0)
+    assert outcome.failures and engine.asleep == {"kv_cache"}
+    await suspend(member, 5.0)
+    assert engine.asleep == member.asleep == {"weights", "kv_cache"}
+
+
+async def test_lent_engines_leave_the_pool_to_the_others_while_the_trainer_works() -> None:
+    own, lent = Engine(), Engine()
+    directory = Directory(own=own, lent=lent)
+    fleet = make_fleet(directory, shares=lambda record: record.engine_id.startswith("lent"))
+    loop = asyncio.create_task(fleet.keep_caught_up())
+    await fleet.publish(V0, buckets())
+    assert {record.version for record in directory.records.values()} == {V0}
+    own.calls.clear()
+
+    await fleet.suspend()
+    assert directory.records["lent"].version is None and lent.asleep
+    assert lent.calls[-2:] == ["pause abort", "sleep 2"], "requests go on elsewhere, with what was sampled"
+    assert own.calls == [] and directory.records["own"].version == V0
+    again = Engine()
+    directory.add("lent.1", again)
+    await eventually(lambda: again.asleep)
+
+    assert (await fleet.publish_beside(V1, buckets(2.0))).engines == ["own"]
+    await asyncio.sleep(0.05)
+    assert lent.asleep and again.asleep, "nor are they caught up"
+    assert directory.records["lent"].version is None and directory.records["own"].version == V1
+
+    assert (await fleet.publish(Version(0, 2), buckets(3.0))).engines == ["own", "lent", "lent.1"]
+    assert not lent.asleep and lent.weights == again.weights == own.weights == {"a": 12.0, "b": 12.0}
+    assert directory.records["lent"].version == Version(0, 2)
+    loop.cancel()
+
+
+async def test_a_lent_engine_that_a_failed_wave_left_paused_gives_its_requests_up_before_it_sleeps() -> None:
+    engine = Engine()
+    member = FleetMember(EngineRecord(engine_id="lent", url="lent", kind="test"), engine, paused_at=1.0)
+    await drain(member, 5.0)
+    assert engine.calls == ["pause abort"] and member.paused_at == 1.0
+
+
+@pytest.mark.parametrize("call", ["pause abort", "sleep 2"])
+async def test_a_lent_engine_that_dies_on_its_way_to_sleep_is_cut_off_and_the_others_go_on(call: str) -> None:
+    own = Engine()
+    directory = Directory(own=own, lent=Engine({call: EngineLost("killed")}))
+    fleet = make_fleet(directory, shares=lambda record: record.engine_id == "lent")
+    await fleet.publish(V0, buckets())
+    await fleet.suspend()
+    assert list(directory.removed) == ["lent"] and list(directory.records) == ["own"]
+    assert (await fleet.publish(V1, buckets())).engines == ["own"]
 
 
 async def test_a_new_trainer_wakes_engines_that_sleep_since_the_last_one_died() -> None:

@@ -9,10 +9,8 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.receiver import WeightReceiver
 from tests.support.buckets import make_buckets
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, make_fleet, sparse
 
@@ -42,8 +40,8 @@ async def test_an_engine_that_lost_its_copy_or_was_restarted_gets_everything() -
     directory = Directory(a=forgetful, b=restarted)
     fleet = make_fleet(directory, sync=DELTA)
     await fleet.publish(V0, sparse(1))
-    forgetful.receiver = WeightReceiver(Assembler(forgetful._load))  # it still says that it serves 0.0
-    await asyncio.to_thread(forgetful.receiver.init, InitInfo(backend="ipc"))
+    forgetful.forget()  # it still says that it serves 0.0
+    await forgetful.init_transfer(InitInfo(backend="ipc"))
     restarted.serves = None
     report = await fleet.publish(V1, sparse(2))
     assert (sorted(report.engines), report.failures) == (["a", "b"], [])
@@ -73,8 +71,8 @@ async def test_an_engine_that_holds_the_base_gets_adapters_alone_and_others_ever
     assert (await fleet.publish(V0, adapted(1))).nbytes == 64 + 32
     assert engine.kinds == ["full", "full", "adapter"]
     assert engine.weights == forgetful.weights == {"a.weight": 16 * 3.0}
-    forgetful.receiver = WeightReceiver(Assembler(forgetful._load))  # it still says that it serves 0.0
-    await asyncio.to_thread(forgetful.receiver.init, InitInfo(backend="ipc"))
+    forgetful.forget()  # it still says that it serves 0.0
+    await forgetful.init_transfer(InitInfo(backend="ipc"))
     directory.add("late", late)
     report = await fleet.publish(V1, adapted(2))
     assert (sorted(report.engines), report.failures) == (["a", "b", "late"], [])

@@ -1,13 +1,21 @@
 """The order in which engines and trainer use shared devices."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import pytest
 
-from rl_async.messages import Version
+from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.phases import IdleCoordinator, build_phase
+from rl_async.weight_sync.phases import (
+    EngineUpdater,
+    IdleCoordinator,
+    Lending,
+    Mode,
+    Phase,
+    TakeTurns,
+    build_phase,
+    shares_devices,
+)
 from rl_async.weight_sync.protocol import SyncReport
 
 
@@ -23,11 +31,23 @@ class Recorder:
             version=version, seconds=1.0, waiting_seconds=0.0, pause_seconds=0.5, nbytes=3, engines=["a"], failures=[]
         )
 
+    def publish_beside(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
+        report = self.publish(version, buckets)
+        self.calls[-1] += " beside"
+        return report
+
     def suspend(self) -> None:
         self.calls.append("suspend")
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
+
+
+def phase_of(
+    mode: Mode, updater: EngineUpdater, record: Recorder, agree: Callable[[bool], bool] = bool, *, lends: bool = False
+) -> Phase:
+    moves = {"barrier": record.barrier, "onload": record.onload, "offload": record.offload}
+    return build_phase(mode, updater, lends=lends, agree=agree, **moves)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +57,9 @@ class Recorder:
         ("colocated", ["suspend", "barrier", "onload"], ["offload", "barrier", "publish 0.1"]),
     ],
 )
-def test_order(mode: Literal["colocated", "disaggregated"], before: list[str], after: list[str]) -> None:
+def test_order(mode: Mode, before: list[str], after: list[str]) -> None:
     record = Recorder()
-    phase = build_phase(mode, record, barrier=record.barrier, onload=record.onload, offload=record.offload)
+    phase = phase_of(mode, record, record)
     phase.before_train()
     assert record.calls == before
     assert phase.after_train(Version(0, 1), []).engines == ["a"]
@@ -48,9 +68,69 @@ def test_order(mode: Literal["colocated", "disaggregated"], before: list[str], a
 
 def test_other_ranks_move_their_optimizer_but_speak_to_no_engine() -> None:
     record = Recorder()
-    phase = build_phase(
-        "colocated", IdleCoordinator(), barrier=record.barrier, onload=record.onload, offload=record.offload
-    )
+    phase = phase_of("colocated", IdleCoordinator(), record)
     phase.before_train()
     assert phase.after_train(Version(0, 1), []).engines == []
     assert record.calls == ["barrier", "onload", "offload", "barrier"]
+
+
+LEND = ["defer_late", "agree", "offload", "barrier", "publish 0.1"]
+TAKE_BACK = ["suspend", "barrier", "onload"]
+
+
+class Clock:
+    """A clock that stands still unless it is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_devices_are_lent_while_the_trainer_idles_for_longer_than_the_switch_takes() -> None:
+    record, clock, switch_s = Recorder(), Clock(), 2.0
+
+    def onload() -> None:
+        record.calls.append("onload")
+        clock.now += switch_s
+
+    def agree(worth_it: bool) -> bool:
+        record.calls.append("agree")
+        return worth_it
+
+    turns = TakeTurns(record, record.barrier, onload, record.offload)
+    phase = Lending(record, turns, agree, clock)
+
+    def step(idle_s: float) -> list[str]:
+        record.calls.clear()
+        clock.now += idle_s
+        phase.before_train()
+        phase.after_train(Version(0, 1), [])
+        return list(record.calls)
+
+    phase.after_train(Version(0, 1), [])
+    assert record.calls == LEND, "the first batch is always waited for"
+    assert step(idle_s=5.0) == TAKE_BACK + LEND
+    assert step(idle_s=3.0) == [*TAKE_BACK, "agree", "publish 0.1 beside"], "2 s there and 2 s back"
+    assert step(idle_s=3.5) == ["agree", "publish 0.1 beside"]
+    assert step(idle_s=4.0) == LEND
+    assert step(idle_s=9.0) == TAKE_BACK + LEND
+
+
+def test_all_ranks_lend_as_rank_0_does() -> None:
+    record = Recorder()
+    phase = phase_of("disaggregated", record, record, agree=lambda mine: False, lends=True)
+    phase.after_train(Version(0, 1), [])
+    assert record.calls == ["defer_late", "publish 0.1 beside"]
+    record.calls.clear()
+    phase.before_train()
+    assert record.calls == []
+    other = phase_of("disaggregated", IdleCoordinator(), record, lends=True)
+    assert other.after_train(Version(0, 1), []).engines == []
+    assert record.calls == ["offload", "barrier"]
+
+
+def test_which_engines_are_on_the_trainers_devices() -> None:
+    own, lent = (EngineRecord(engine_id=name, url="", kind="") for name in ("engine-0", "lent-0.1"))
+    assert [shares_devices("disaggregated")(record) for record in (own, lent)] == [False, True]
+    assert shares_devices("colocated")(own)

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Piece
-from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver
 from rl_async.weight_sync.transports.disk import DiskSender
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+from rl_async.weight_sync.transports.interface import bucket_device
 from rl_async.weight_sync.transports.ipc import SharedMemorySender, new_segment
 from rl_async.weight_sync.transports.nccl import NcclSender
 from tests.support.buckets import make_buckets
@@ -87,11 +88,11 @@ def test_an_update_needs_an_init(staged: UpdateInfo) -> None:
 
 def test_gloo_gives_up_at_the_deadline_when_nobody_comes() -> None:
     with pytest.raises(WeightSyncError, match="gloo"):
-        GlooSender(1, "lonely", 0.3).connect()
+        GlooSender((1,), "lonely", 0.3).connect()
 
 
 def test_a_closed_sender_cannot_connect() -> None:
-    sender = GlooSender(1, "late", 30)
+    sender = GlooSender((1,), "late", 30)
     sender.close()
     with pytest.raises(WeightSyncError, match="late"):
         sender.connect()
@@ -99,7 +100,7 @@ def test_a_closed_sender_cannot_connect() -> None:
 
 def test_gloo_gives_up_when_there_is_no_store() -> None:
     # The sender is dropped at once, and its store with it.
-    info = msgspec.structs.replace(GlooSender(1, "gone", 30).init_info(0), timeout_s=0.3)
+    info = msgspec.structs.replace(GlooSender((1,), "gone", 30).init_info(0), timeout_s=0.3)
     with pytest.raises(WeightSyncError, match=f"127.0.0.1:{info.master_port}"):
         GlooReceiver(info)
 
@@ -160,7 +161,7 @@ def test_a_damaged_file_is_refused(written: tuple[InitInfo, UpdateInfo]) -> None
 def test_nccl_without_a_gpu_says_what_to_use_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
-        NcclSender(1, "none", 1.0)
+        NcclSender((1,), "none", 1.0)
     with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
         WeightReceiver(lambda _: None).init(InitInfo(backend="nccl"))
 
@@ -176,16 +177,64 @@ def test_a_segment_for_which_there_is_no_room_is_an_error_and_not_a_signal() -> 
     assert nbytes not in left
 
 
-def test_two_buckets_are_staged_at_a_time_and_none_after_the_end() -> None:
+def test_two_pieces_of_memory_are_used_in_turns_and_none_after_the_end() -> None:
     sender = SharedMemorySender()
     (bucket,) = make_buckets(NAMED, 1 << 10)
-    first, second = sender.stage(bucket), sender.stage(bucket)
-    sender.unstage()
-    assert [Path("/dev/shm", info.shm_name).exists() for info in (first, second)] == [False, True]
+    staged = []
+    for _ in range(4):
+        staged += [sender.stage(bucket), sender.stage(bucket)]
+        sender.unstage()
+        sender.unstage()
+    names = {info.shm_name for info in staged}
+    assert len(names) == 2 and all(Path("/dev/shm", name).exists() for name in names)
     sender.close()
     with pytest.raises(WeightSyncError, match="closed"):
         sender.stage(bucket)
-    assert not Path("/dev/shm", second.shm_name).exists()
+    assert not any(Path("/dev/shm", name).exists() for name in names)
+
+
+def test_a_larger_bucket_gets_larger_memory_in_place_of_the_old() -> None:
+    sender = SharedMemorySender()
+    small, large = (make_buckets([("w", torch.arange(float(count)))], 1 << 10)[0] for count in (10, 100))
+    before = sender.stage(small)
+    sender.unstage()
+    loaded: list[torch.Tensor] = []
+    receive(sender.stage(large), lambda pieces: loaded.extend(piece.data.clone() for piece in pieces))
+    assert not Path("/dev/shm", before.shm_name).exists()
+    sender.unstage()
+    receive(sender.stage(small), lambda pieces: loaded.extend(piece.data.clone() for piece in pieces))
+    sender.close()
+    assert [tensor.tolist() for tensor in loaded] == [list(range(100)), list(range(10))]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device, which the handle does not name")
+def test_memory_of_a_device_that_this_engine_does_not_see_is_refused(staged: UpdateInfo) -> None:
+    memory = DeviceMemory(
+        device="GPU-0", handle=b"h", nbytes=64, offset=0, counter=b"c", counter_offset=0, event=b"", wait=False
+    )
+    manifest = msgspec.json.encode(msgspec.structs.replace(staged, shm_name="", device_memory=memory))
+    info = msgspec.json.decode(manifest, type=UpdateInfo)
+    assert info.device_memory == memory
+    with pytest.raises(WeightSyncError, match=r"device GPU-0.* none.*nccl, gloo or disk"):
+        receive(info, lambda _: None)
+    with pytest.raises(WeightSyncError, match="1024 bytes in device memory of 64"):
+        receive(msgspec.structs.replace(info, shapes=[[250], [2, 6]]), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "place"),
+    [
+        ("nearest", "cuda:1", "cpu"),
+        ("gloo", "cuda:1", "cpu"),
+        ("disk", "cuda:1", "cpu"),
+        ("ipc", "cuda:1", "cuda:1"),
+        ("ipc", "npu:0", "cpu"),
+        ("ipc", "cpu", "cpu"),
+        ("nccl", "cuda:1", "cuda:1"),
+    ],
+)
+def test_buckets_are_filled_where_the_transport_takes_them(transport: TransportName, device: str, place: str) -> None:
+    assert bucket_device(transport, device) == place
 
 
 @pytest.mark.parametrize("folder", ["missing", "x" * 50_000, "a\0b"])

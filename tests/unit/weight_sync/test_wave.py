@@ -11,7 +11,7 @@ from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.wave import FleetMember, transfer
+from rl_async.weight_sync.wave import BucketShipment, FleetMember, transfer
 from tests.support.buckets import make_buckets
 
 V1 = Version(0, 1)
@@ -52,6 +52,7 @@ class Engine:
 
     def __init__(self, sender: Sender, ahead: Mapping[int, int], fails: int | None = None) -> None:
         self.sender, self.ahead, self.fails = sender, ahead, fails
+        self.staged_at_pause: int | None = None  # None: it was not paused
         self.infos: list[UpdateInfo] = []
         self.serves: Version | None = None
 
@@ -63,7 +64,8 @@ class Engine:
         if number == self.fails:
             raise EngineError("the checksum differs")
 
-    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None: ...
+    async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        self.staged_at_pause = self.sender.stages
 
     async def resume(self) -> None: ...
 
@@ -80,6 +82,12 @@ class Engine:
     async def sleep(self, level: int) -> None: ...
 
     async def wake(self, tags: Sequence[str]) -> None: ...
+
+    async def boxes(self, tensors: Mapping[str, list[int]]) -> None:
+        return None
+
+    async def workers(self) -> int:
+        return 1
 
     async def is_sleeping(self) -> bool:
         return False
@@ -98,9 +106,9 @@ def member(engine: Engine) -> FleetMember:
 async def test_a_bucket_is_staged_while_the_one_before_is_in_hand_and_no_more_than_that() -> None:
     sender = Sender()
     engine = Engine(sender, {0: 2, 1: 3, 2: 4})
-    outcome = await transfer([member(engine)], sender, BUCKETS, V1, DEADLINE_S)
+    outcome = await transfer([member(engine)], BucketShipment(sender, BUCKETS), V1, DEADLINE_S)
     assert outcome.clean and engine.serves == V1
-    assert sender.sent == BUCKETS
+    assert sender.sent == BUCKETS and engine.staged_at_pause == 1
     assert (sender.stages, sender.unstages, sender.most) == (4, 4, 2)
     assert [info.next_bytes for info in engine.infos] == [*SIZES[1:], 0] == [20, 24, 28, 0]
 
@@ -108,7 +116,7 @@ async def test_a_bucket_is_staged_while_the_one_before_is_in_hand_and_no_more_th
 async def test_nothing_follows_a_bucket_that_failed() -> None:
     sender = Sender()
     engine = Engine(sender, {1: 3}, fails=1)
-    outcome = await transfer([member(engine)], sender, BUCKETS, V1, DEADLINE_S)
+    outcome = await transfer([member(engine)], BucketShipment(sender, BUCKETS), V1, DEADLINE_S)
     (failure,) = outcome.failures
     assert failure.engine_id == "e" and "bucket 2/4: EngineError: the checksum differs" in str(failure)
     assert (len(engine.infos), sender.stages, engine.serves) == (2, 3, None)
@@ -119,11 +127,12 @@ async def test_a_bucket_that_cannot_be_staged_is_a_fault_of_this_process(refuses
     sender = Sender(refuses)
     engine = Engine(sender, {})
     with pytest.raises(WeightSyncError, match="no space left"):
-        await transfer([member(engine)], sender, BUCKETS, V1, DEADLINE_S)
+        await transfer([member(engine)], BucketShipment(sender, BUCKETS), V1, DEADLINE_S)
     assert (len(engine.infos), engine.serves) == (refuses, None)
+    assert engine.staged_at_pause == (None if refuses == 0 else 1), "no engine stops for weights that cannot come"
 
 
 async def test_where_an_engine_failed_as_well_the_engine_is_named() -> None:
     sender = Sender(refuses=2)
-    outcome = await transfer([member(Engine(sender, {}, fails=1))], sender, BUCKETS, V1, DEADLINE_S)
+    outcome = await transfer([member(Engine(sender, {}, fails=1))], BucketShipment(sender, BUCKETS), V1, DEADLINE_S)
     assert [failure.engine_id for failure in outcome.failures] == ["e"]

@@ -14,18 +14,19 @@ from transformers import AutoTokenizer
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.backends.fsdp2.sharding import mesh_of, prepare, shard
+from rl_async.trainer.backends.fsdp2.sharding import allocate, mesh_of, prepare, shard
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.checkpoints.adapters import base_of, require_adapters, require_whole, write_adapter
-from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, WEIGHTS, write_model
-from rl_async.trainer.checkpoints.shards import host_copy, read_shards, stored, write_shards
-from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, load_headed
-from rl_async.trainer.model.lora import adapters, attach, merged, without_adapters
+from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, write_model
+from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, host_copy, read_shards, write_shards
+from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, build_headed, replay_routers
+from rl_async.trainer.model.lora import adapters, attach, draw, merged, without_adapters
 from rl_async.trainer.model.ulysses import join_groups
 from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.experts import single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
 from rl_async.weight_sync.reshard.execute import one_box_each
 from rl_async.weight_sync.reshard.gather import ShardedWeights
@@ -55,18 +56,25 @@ class Fsdp2Backend:
         self.device, self.path, self.config = device, path, config
         self.dtype = getattr(torch, dtype)
         self.data_parallel, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
-        model = load_headed(path, head, device, self.dtype, options, sharing)
+        model, pretrained = build_headed(path, head, device, self.dtype, options, sharing)
         self._lora = config.lora if config else None
         if self._lora is not None:
             self._base = base_of(path)
             self._targets = attach(model.lm, self._lora, self.dtype)
+        if config is not None and head != "value":
+            replay_routers(model, options)
+        self.replays_routers = model.replay is not None
         self.hf_config = model.lm.config
         self.row_cost = row_cost_of(self.hf_config, padded=not model.packs, shares_prefixes=model.shares_prefixes)
         self._offloads = options.cpu_offload
         prepare(model.lm.base_model.layers, options)
         self._replicas = options.replicas
         mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
-        self.model = shard(model if self._offloads else model.to(device), mesh, self.dtype, self._offloads)
+        self.model = shard(model, mesh, self.dtype, self._offloads)
+        allocate(self.model, "cpu" if self._offloads else device)
+        pretrained.fill(dict(without_adapters(self.model.lm)) | dict(self.model.lm.named_buffers()))
+        if self._lora is not None:
+            draw(self.model.lm)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         if config is None:
@@ -114,21 +122,27 @@ class Fsdp2Backend:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a pass without gradient leaves some of them whole
+        if what == "adapters":
+            layout, local = self._adapter_layout, {name: _shard(part) for name, part in adapters(self.model.lm)}
+            return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
         if what == "merged":
-            layout, local = self._layout, dict(merged(self.model.lm, self._lora, _shard, _full))
+            local = dict(merged(self.model.lm, self._lora, _shard, _full))
         else:
-            layout = self._layout if what == "base" else self._adapter_layout
-            named = without_adapters if what == "base" else adapters
-            local = {name: _shard(parameter) for name, parameter in named(self.model.lm)}
-        return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
+            local = {name: _shard(parameter) for name, parameter in without_adapters(self.model.lm)}
+        shards = one_box_each(self._layout, dist.get_rank(), local)
+        return ShardedWeights(self._published_layout, single_shards(self._layout, shards))
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        """The layout of the language model's weights; engines have no value head."""
+        """The layout of the language model's parameters; engines have no value head."""
         tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
         shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
         specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
         return self._sharded(specs)
+
+    @functools.cached_property
+    def _published_layout(self) -> Layout:
+        return single_layout(self._layout)
 
     @functools.cached_property
     def _adapter_layout(self) -> Layout:
@@ -176,14 +190,17 @@ class Fsdp2Backend:
         steps = {STEPS: torch.tensor(0)}
         shards = folder / SHARDS
         sharded = shards.is_dir()
-        held = stored(shards if sharded else folder)
-        if any(MOMENT in name and name != STEPS for name in held.state_dict_metadata):
+        held = StoredShards(shards if sharded else folder).sizes
+        if any(MOMENT in name and name != STEPS for name in held):
             self._make_moments()
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
-        else:  # format 1 has whole tensors
+        else:  # Megatron writes whole tensors, experts one by one, and so did format 1
             read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
-            read_shards(self._value_head() | self._moments() | steps, folder)
+            moments = {name: tensor for name, tensor in self._moments().items() if tensor.dim()}
+            read_shards(self._value_head() | moments | steps, folder)
+            for state in self.optimizer.state.values():
+                state["step"].fill_(float(steps[STEPS]))
         done = self.schedule.last_epoch = int(steps[STEPS])
         # schedule.step() would warn before the optimizer's first step.
         for group, rate, factor in zip(

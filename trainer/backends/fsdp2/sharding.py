@@ -57,3 +57,8 @@ def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = 
     if model.value_head is not None:
         spread(model.value_head, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     return spread(model, mp_policy=policy)
+
+
+def allocate(model: Any, device: str) -> None:
+    """Give a sharded ``heads.Headed`` memory for this rank's part of the parameters that have none yet."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

@@ -18,6 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rl_async.trainer.model.heads import Head
+
 Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
 
 
@@ -33,6 +35,29 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     qkv_bias: bool
     experts: int = 0  # 0: dense
+    head: Head = "policy"
+
+    @property
+    def has_logits(self) -> bool:
+        return self.head != "value"
+
+    @property
+    def has_values(self) -> bool:
+        return self.head != "policy"
+
+    @property
+    def has_output(self) -> bool:
+        """Whether logits have a matrix of their own."""
+        return self.has_logits and not self.tied
+
+
+def config_key(head: Head) -> str:
+    """Return the config's key of the path of a model with this head."""
+    return "critic.path" if head == "value" else "model.path"
+
+
+EXPERTS = "mlp.experts"
+VALUE_HEAD = "value_head."  # prefix of its tensors
 
 
 class Rule(NamedTuple):
@@ -42,11 +67,19 @@ class Rule(NamedTuple):
     hugging_face: tuple[str, ...]
     form: Form
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to an expert, which is whole on its rank."""
+        return self.megatron.startswith(f"{EXPERTS}.")
+
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "copy")
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab")
 TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hugging_face, "vocab")  # the last stage's own copy
+VALUES = tuple(
+    Rule(f"output_layer.{VALUE_HEAD}{name}", (f"{VALUE_HEAD}{name}",), "copy") for name in ("weight", "bias")
+)
 
 
 def layer_rules(shape: Shape) -> list[Rule]:
@@ -70,7 +103,7 @@ def layer_rules(shape: Shape) -> list[Rule]:
 
 def expert_rules(local: int, number: int) -> list[Rule]:
     """Return the rules of a rank's ``local``-th expert, which has ``number`` among all experts of the layer."""
-    return _mlp(f"mlp.experts.local_experts.{local}", f"mlp.experts.{number}")
+    return _mlp(f"{EXPERTS}.local_experts.{local}", f"{EXPERTS}.{number}")
 
 
 def _mlp(megatron: str, hugging_face: str) -> list[Rule]:

@@ -6,64 +6,77 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_async.errors import UserError
 from rl_async.trainer.backends.megatron.attention import PackedAttention
 from rl_async.trainer.backends.megatron.families import is_llama3, why_unsupported
-from rl_async.trainer.backends.megatron.mapping import Shape, padded_vocab
+from rl_async.trainer.backends.megatron.mapping import Shape, config_key, padded_vocab
+from rl_async.trainer.backends.megatron.outputs import add_value_head
 from rl_async.trainer.backends.megatron.parallel import Parallel
+from rl_async.trainer.model.heads import Head
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define this name without Transformer Engine
     moe_utils.te_general_gemm = None
 
 
-def shape_of(hf: Any, path: str) -> Shape:
+def shape_of(hf: Any, path: str, head: Head = "policy") -> Shape:
     """Read the model's dimensions from a Hugging Face config. Raises UserError for a feature not supported here."""
     problem = why_unsupported(hf)
     if problem is not None:
-        raise UserError(f"model.path: {path} {problem}, which trainer.backend=megatron does not support; use fsdp2")
+        raise UserError(
+            f"{config_key(head)}: {path} {problem}, which trainer.backend=megatron does not support; use fsdp2"
+        )
     return Shape(
         layers=hf.num_hidden_layers,
         heads=hf.num_attention_heads,
         groups=hf.num_key_value_heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         vocab=hf.vocab_size,
-        tied=hf.tie_word_embeddings,
+        tied=hf.tie_word_embeddings and head != "value",
         qk_norm=hf.model_type in ("qwen3", "qwen3_moe"),
         qkv_bias=hf.model_type == "qwen2",
         experts=hf.num_experts if hf.model_type == "qwen3_moe" else 0,
+        head=head,
     )
 
 
 def require_divisible(shape: Shape, parallel: Parallel) -> None:
     """Raise UserError if the model's dimensions do not divide among the ranks."""
     tensor, stages = parallel.tensor.size, parallel.pipeline.size * parallel.virtual_stages
+    sharing = parallel.context.size
     problems = {
         f"its {shape.heads} heads and {shape.groups} key-value heads do not divide among "
         f"trainer.tensor_parallel={tensor}": bool(shape.heads % tensor or shape.groups % tensor),
+        f"its {shape.heads} heads do not divide among {tensor * sharing} ranks: trainer.tensor_parallel={tensor} times "
+        f"trainer.sequence_parallel={sharing}": bool(shape.heads % (tensor * sharing)),
         f"its {shape.layers} layers do not divide among {stages} stages (trainer.pipeline_parallel * "
         "trainer.virtual_pipeline)": bool(shape.layers % stages),
         f"its {shape.experts} experts do not divide among trainer.expert_parallel={parallel.expert.size}": bool(
             shape.experts % parallel.expert.size or (not shape.experts and parallel.expert.size > 1)
         ),
-        "Megatron-Core trains experts with tensor parallelism only with Transformer Engine; use "
-        "trainer.expert_parallel": bool(shape.experts and tensor > 1),
+        f"it has experts, and trainer.tensor_parallel={tensor} then needs a trainer.expert_parallel above 1, since "
+        "tensor-parallel ranks divide the tokens among them": bool(
+            shape.experts and tensor > 1 and parallel.expert.size == 1
+        ),
     }
     for problem, found in problems.items():
         if found:
-            raise UserError(f"model.path: {problem}")
+            raise UserError(f"{config_key(shape.head)}: {problem}")
 
 
-def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: bool) -> TransformerConfig:
-    """Return Megatron's config of the model: float32, no dropout, no fused kernels."""
+def transformer_config(
+    hf: Any, shape: Shape, parallel: Parallel, dtype: torch.dtype, *, on_cpu: bool
+) -> TransformerConfig:
+    """Return Megatron's config of a model that computes in ``dtype``: no dropout, no fused kernels."""
     sparse: dict[str, Any] = {}
     if shape.experts:
         sparse = {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_dtype": "fp32",
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": parallel.expert.size,
@@ -86,8 +99,9 @@ def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: boo
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=True,  # else parameters are not marked as sharded, and the gradient norm omits shards
         bias_dropout_fusion=False,
@@ -96,6 +110,8 @@ def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: boo
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         tensor_model_parallel_size=parallel.tensor.size,
+        context_parallel_size=parallel.context.size,
+        sequence_parallel=shares_tokens(shape, parallel),
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         moe_token_dispatcher_type="alltoall",
@@ -105,14 +121,20 @@ def transformer_config(hf: Any, shape: Shape, parallel: Parallel, *, on_cpu: boo
     )
 
 
+def shares_tokens(shape: Shape, parallel: Parallel) -> bool:
+    """Return whether tensor-parallel ranks hold a part of the tokens each between layers' products (sequence
+    parallelism), as Megatron-Core asks of experts: each token is then dispatched once."""
+    return bool(shape.experts) and parallel.tensor.size > 1
+
+
 def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Parallel) -> list[Any]:
     """Build this rank's parts of the model, one per virtual stage, without loading weights."""
     rope = hf.rope_parameters
     last = parallel.virtual_stages - 1
-    return [
+    chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=_layer_spec(shape),
+            transformer_layer_spec=_block_spec(shape, config, chunk if last else None),
             vocab_size=padded_vocab(shape.vocab, parallel.tensor.size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel.pipeline.rank == 0 and chunk == 0,
@@ -127,12 +149,30 @@ def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Par
         )
         for chunk in range(parallel.virtual_stages)
     ]
+    if shape.has_values and parallel.is_last_stage:
+        add_value_head(chunks[-1], shape.head, config, parallel.tensor)
+    return chunks
 
 
-def _layer_spec(shape: Shape) -> ModuleSpec:
-    """Return Megatron's local layer with ``PackedAttention``, since its own refuses packed rows."""
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm in the form of a norm of Megatron-Core's layers, whose own refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        """Take the arguments with which Megatron-Core builds it; the rest are not needed here."""
+        super().__init__(hidden_size, eps=eps)
+        # Each rank's gradient is then that of its tokens, and Megatron-Core sums it over tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _block_spec(shape: Shape, config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's local layers with ``PackedAttention``, since its own refuses packed rows, and ``Norm``."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    count = get_num_layers_to_build(config, virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)

@@ -1,17 +1,21 @@
-"""Outputs per token from logits whose vocabulary is split over tensor-parallel ranks.
+"""Outputs per token: from logits whose vocabulary is split over tensor-parallel ranks, and values.
 
 Ranks exchange a few numbers per token, never the vocabulary. The gradient of a sum over ranks reaches every rank
 unchanged; a value that is equal on all ranks and enters their parts again sums the gradients of all (Megatron-LM,
 Shoeybi et al. 2019, arXiv:1909.08053, the functions f and g of section 3).
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rl_async.trainer.backends.interface import OutputName, Outputs
 from rl_async.trainer.backends.megatron.parallel import Axis
+from rl_async.trainer.model.heads import Head, ValueHead
 
 
 def vocab_parallel_outputs(
@@ -49,3 +53,49 @@ def _pick(logits: Tensor, column: Tensor) -> Tensor:
 
 def _sum(part: Tensor, tensor: Axis) -> Tensor:
     return mappings.reduce_from_tensor_model_parallel_region(part, group=tensor.group)
+
+
+class ParallelValueHead(ValueHead):
+    """A value head, whole on every rank of the last stage. It keeps the values of the last pass for ``take``.
+
+    Its input are hidden states of Megatron-Core's layers, [N, 1, H], or with sequence parallelism a part of the tokens.
+    Each rank's gradient of the head is then that of its tokens, and Megatron-Core sums it over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, tensor: Axis) -> None:
+        super().__init__(config.hidden_size)
+        self._shares, self._group = config.sequence_parallel, tensor.group
+        self._kept: Tensor | None = None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def keep(self, hidden: Tensor) -> None:
+        """Compute the values of these tokens, with gradient if the pass has one."""
+        values = self(hidden)[:, 0]
+        if self._shares:
+            values = mappings.gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self._group
+            )
+        self._kept = values.float()
+
+    def take(self) -> Tensor:
+        """Return the values of the last pass, float32 [N] on every rank, and forget them."""
+        assert self._kept is not None
+        values, self._kept = self._kept, None
+        return values
+
+
+class NoLogits(torch.nn.Module):
+    """Stands in for Megatron-Core's output layer where there are values alone."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return logits of no vocabulary, [N, 1, 0]."""
+        return hidden[..., :0], None
+
+
+def add_value_head(chunk: Any, head: Head, config: TransformerConfig, tensor: Axis) -> None:
+    """Give the last part of a model a value head, ``output_layer.value_head``, beside its logits or in their place."""
+    if head == "value":
+        chunk.output_layer = NoLogits()
+    value_head = chunk.output_layer.value_head = ParallelValueHead(config, tensor)
+    chunk.output_layer.register_forward_pre_hook(lambda _, inputs: value_head.keep(inputs[0]))

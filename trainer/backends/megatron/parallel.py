@@ -1,7 +1,8 @@
 """This process's rank along each axis of parallelism, and the process groups of the axes.
 
-Ranks are numbered as in Megatron-Core: tensor-parallel neighbours first, then data-parallel ones, pipeline stages last.
-Expert-parallel ranks are data-parallel ranks that divide the experts among themselves.
+Ranks are numbered as in Megatron-Core: tensor-parallel neighbours first, then those that share rows (its context
+parallelism, ``trainer.sequence_parallel``), then data-parallel ones, pipeline stages last.
+Expert-parallel ranks are ranks of a pipeline stage that divide the experts among themselves.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Parallel:
     """All axes of parallelism, as this process sees them."""
 
     tensor: Axis
+    context: Axis  # ranks that share each packed row
     pipeline: Axis
     data: Axis
     expert: Axis
@@ -41,8 +43,9 @@ class Parallel:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The tensor- and pipeline-parallel processes that hold one copy of the model are one data-parallel rank."""
-        first = self.tensor.rank == 0 and self.pipeline.rank == 0
+        """The tensor- and pipeline-parallel processes that hold one copy of the model are one data-parallel rank, and
+        so are all copies that share rows."""
+        first = self.tensor.rank == self.context.rank == self.pipeline.rank == 0
         return DataParallel(self.data.rank, self.data.size, is_recorder=first, group=self.data.group)
 
 
@@ -55,6 +58,7 @@ def join_groups(config: TrainerConfig) -> Parallel:
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
+            context_parallel_size=config.sequence_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             expert_model_parallel_size=config.expert_parallel,
@@ -64,6 +68,7 @@ def join_groups(config: TrainerConfig) -> Parallel:
         model_parallel_cuda_manual_seed(SEED)
     return Parallel(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        context=_axis(parallel_state.get_context_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
         data=_axis(parallel_state.get_data_parallel_group()),
         expert=_axis(parallel_state.get_expert_model_parallel_group()),

@@ -3,36 +3,44 @@
 An optimizer's moments go the same way: the caller says which tensor stands for a parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_async.errors import UserError
 from rl_async.trainer.backends.megatron.mapping import (
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
     TIED_OUTPUT,
+    VALUE_HEAD,
+    VALUES,
     Rule,
     Shape,
+    config_key,
     expert_rules,
     join,
     layer_rules,
     split,
 )
 from rl_async.trainer.backends.megatron.parallel import Parallel
+from rl_async.trainer.checkpoints.export import WEIGHTS
+from rl_async.trainer.checkpoints.shards import StoredShards
+from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, ValueHead
+from rl_async.trainer.model.pretrained import StoredWeights
 from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.experts import expert_parts
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, lengths
 from rl_async.weight_sync.reshard.execute import split_fused
 from rl_async.weight_sync.reshard.gather import ShardedWeights
 from rl_async.weight_sync.reshard.model_layouts import fused_parts, megatron
 
+DECODER = "model."  # prefix of what a critic has too, in a causal language model
 Read = Callable[[torch.nn.Parameter], Tensor]  # a tensor of the parameter's shape: its values, or a moment
 Write = Callable[[torch.nn.Parameter, Tensor], None]
 Fetch = Callable[[str], Tensor]  # a whole tensor by its Hugging Face name
@@ -83,10 +91,12 @@ def local_parameters(model: ShardedModel) -> Iterator[LocalParameter]:
             yield of(chunk, EMBEDDING)
         if chunk.post_process:
             yield of(chunk, FINAL_NORM)
-            if not shape.tied:
+            if shape.has_output:
                 yield of(chunk, OUTPUT)
-            elif not chunk.pre_process:
+            elif shape.tied and not chunk.pre_process:
                 yield of(chunk, TIED_OUTPUT)
+            if shape.has_values:
+                yield from (of(chunk, rule) for rule in VALUES)
     first_expert = model.parallel.expert.rank * len(model.local_experts)
     for number, layer in model.layers.items():
         rules = layer_rules(shape)
@@ -100,22 +110,23 @@ def fill(model: ShardedModel, fetch: Fetch, write: Write) -> None:
     """Write to every parameter of this rank its part of the tensors from ``fetch``. Not a collective."""
     tensor = model.parallel.tensor
     for parameter, rule, names in local_parameters(model):
+        ranks, rank = (1, 0) if rule.is_expert else (tensor.size, tensor.rank)
         whole = [fetch(name) for name in names]
-        write(parameter, split(rule, whole, model.shape, tensor.size)[tensor.rank])
+        write(parameter, split(rule, whole, model.shape, ranks)[rank])
 
 
 def layout_of(model: ShardedModel, folder: Path, dtype: torch.dtype) -> Layout:
     """Return the layout over all ranks; shapes come from the weights in ``folder``, which are sent in ``dtype``."""
     shape, parallel = model.shape, model.parallel
-    shapes = shapes_in(folder, names_of(shape))
-    specs = {name: TensorSpec(size, dtype_name(dtype)) for name, size in shapes.items()}
+    shapes = StoredWeights(folder, config_key(shape.head)).shapes
+    specs = {name: TensorSpec(shapes[name], dtype_name(dtype)) for name in names_of(shape)}
     return megatron(
         specs,
         kv_heads=shape.groups,
         tp=parallel.tensor.size,
         pp=parallel.pipeline.size,
         ep=parallel.expert.size,
-        dp=parallel.data.size,
+        dp=parallel.context.size * parallel.data.size,
         virtual_stages=parallel.virtual_stages,
     )
 
@@ -124,7 +135,9 @@ def local_shards(model: ShardedModel, layout: Layout) -> ShardedWeights:
     """Return this rank's parameters as views under Hugging Face names."""
     rank = dist.get_rank()
     found: dict[tuple[str, Box], Tensor] = {}
-    for parameter, _, names in local_parameters(model):
+    for parameter, rule, names in local_parameters(model):
+        if rule in VALUES:
+            continue  # engines have none
         values = parameter.detach()
         rows = sum(lengths(box)[0] for _, box in fused_parts(layout, rank, names))
         found |= split_fused(values[:rows], layout, rank, names)  # the rows after them pad the vocabulary
@@ -132,8 +145,8 @@ def local_shards(model: ShardedModel, layout: Layout) -> ShardedWeights:
 
 
 def names_of(shape: Shape) -> list[str]:
-    """List the Hugging Face names of all tensors, tied duplicates left out, in the order of ``stream``."""
-    ends = [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
+    """List the Hugging Face names of all tensors, tied duplicates and the value head left out, as ``stream`` does."""
+    ends = [FINAL_NORM, OUTPUT] if shape.has_output else [FINAL_NORM]
     layer = layer_rules(shape) + [rule for number in range(shape.experts) for rule in expert_rules(number, number)]
     inner = [f"model.layers.{i}.{name}" for i in range(shape.layers) for rule in layer for name in rule.hugging_face]
     return [*EMBEDDING.hugging_face, *inner, *(name for rule in ends for name in rule.hugging_face)]
@@ -150,8 +163,8 @@ def stream(model: ShardedModel, read: Read) -> Iterator[tuple[str, Tensor]]:
             yield from _gather_experts(model, local, layer, stage, read, f"model.layers.{number}.")
     last = model.parallel.pipeline.size - 1
     yield from _gather(model, FINAL_NORM, model.chunks[-1], last, read)
-    if not model.shape.tied:
-        yield from _gather(model, OUTPUT, model.chunks[-1], last, read)
+    for rule in (*([OUTPUT] if model.shape.has_output else ()), *(VALUES if model.shape.has_values else ())):
+        yield from _gather(model, rule, model.chunks[-1], last, read)
 
 
 def _gather(
@@ -204,40 +217,63 @@ def _all_gather(shard: Tensor, size: int, group: dist.ProcessGroup) -> list[Tens
     return shards
 
 
-def open_weights(folder: Path) -> Fetch:
-    """Return a function that reads one tensor of the safetensors files in ``folder``, as float32.
+def checkpoint_name(name: str, head: Head) -> str:
+    """Return the name of a tensor in checkpoints. A critic is a decoder, which is not part of another model."""
+    if name.startswith(VALUE_HEAD):
+        return name
+    return WEIGHTS + (name.removeprefix(DECODER) if head == "value" else name)
 
-    Raises UserError if there are no such files; the function does if there is no such tensor.
+
+def weights_folder(path: Path) -> Path:
+    """Return the Hugging Face folder of ``path``, which is one or a checkpoint's folder of a model."""
+    saved = path / MODEL_FOLDER
+    return saved if saved.is_dir() else path
+
+
+def open_model(path: Path, shape: Shape) -> Fetch:
+    """Return a function that reads one tensor of a Hugging Face folder, or of a checkpoint's of a model, as float32.
+
+    A value head that is not stored is a new one. Raises UserError if there are no safetensors files; the function does
+    if there is no such tensor.
     """
-    files = _files_by_name(folder)
+    stored = StoredWeights(weights_folder(path), config_key(shape.head))
+    values = path / VALUE_HEAD_FILE
+    head = load_file(values) if shape.has_values and values.is_file() else None
+
+    def of_model(name: str) -> Tensor:
+        found = name if name in stored.shapes else name.removeprefix(DECODER)  # of a decoder alone
+        return stored.read(found if found in stored.shapes else name).float()
 
     def fetch(name: str) -> Tensor:
-        with safe_open(_file_of(files, name, folder), "pt") as opened:
-            return opened.get_tensor(name).float()
+        if not name.startswith(VALUE_HEAD):
+            return of_model(name)
+        known = head or ValueHead(len(of_model(*FINAL_NORM.hugging_face))).state_dict()
+        return known[name.removeprefix(VALUE_HEAD)].float()
 
     return fetch
 
 
-def shapes_in(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors without reading them. Raises UserError as ``open_weights`` does."""
-    files, shapes = _files_by_name(folder), {}
-    for name in names:
-        with safe_open(_file_of(files, name, folder), "pt") as opened:
-            shapes[name] = tuple(opened.get_slice(name).get_shape())
-    return shapes
+def open_shards(shards: StoredShards, head: Head, ending: str = "") -> Fetch:
+    """Return a function that reads one tensor of what the FSDP2 backend stored, or with ``ending`` a moment of it.
 
+    It raises KeyError if there is none, and ValueError if parts of it are missing.
+    """
+    experts = {
+        part.name: (stored, part)
+        for stored, size in shards.sizes.items()
+        if stored.startswith(WEIGHTS)
+        for part in expert_parts(stored.removesuffix(ending), size)
+    }
 
-def _files_by_name(folder: Path) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as opened:
-            files |= dict.fromkeys(opened.keys(), path)
-    if not files:
-        raise UserError(f"model.path: no safetensors files in {folder}, which trainer.backend=megatron reads")
-    return files
+    def fetch(called: str) -> Tensor:
+        name = checkpoint_name(called, head)
+        if name not in experts:
+            return shards.whole(f"{name}{ending}").float()
+        stored, part = experts[name]
+        columns = shards.sizes[stored][2]
+        where = (slice(part.expert, part.expert + 1), slice(part.rows.start, part.rows.stop), slice(0, columns))
+        expert = torch.empty(1, len(part.rows), columns)
+        shards.read_into(expert, stored, where, shards.sizes[stored])
+        return expert[0]
 
-
-def _file_of(files: Mapping[str, Path], name: str, folder: Path) -> Path:
-    if name not in files:
-        raise UserError(f"model.path: the weights in {folder} have no tensor {name}")
-    return files[name]
+    return fetch

@@ -26,13 +26,16 @@ export function smoothed(values: (number | null)[], weight: number): (number | n
   });
 }
 
-export function Chart({ title, series, height = 150, smooth = 0, log = false }: {
+export function Chart({ title, series, height = 150, smooth = 0, log = false, open }: {
   title: string;
   series: Series[];
   height?: number;
   smooth?: number;
   log?: boolean;
+  open?: (step: number) => void; // called with the step that is clicked
 }) {
+  const latest = useRef(open);
+  latest.current = open;
   const holder = useRef<HTMLDivElement>(null);
   const values = useRef<HTMLSpanElement>(null);
   const shown = series.filter((one) => one.ys.some((y) => y !== null));
@@ -40,6 +43,12 @@ export function Chart({ title, series, height = 150, smooth = 0, log = false }: 
     const element = holder.current;
     if (!element || !shown.length) return;
     const plot = draw(element, values.current!, shown, height, smooth, log);
+    let pressed = 0;
+    plot.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
+    plot.over.addEventListener("click", (event) => {
+      const at = plot.cursor.idx;
+      if (typeof at === "number" && Math.abs(event.clientX - pressed) < 4) latest.current?.(plot.data[0]![at]!); // no zoom
+    });
     const resized = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height }));
     resized.observe(element);
     const dark = matchMedia("(prefers-color-scheme: dark)");

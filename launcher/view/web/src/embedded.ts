@@ -6,6 +6,7 @@ interface EmbeddedRun {
   metrics: Metrics;
   rows: Row[];
   trajectories: Record<string, Trajectory>;
+  recorded: { trajectories: number; steps: number };
   [answer: string]: unknown;
 }
 
@@ -57,11 +58,15 @@ const tests: Record<string, (row: Row, value: string, full: Trajectory | undefin
   failed_call: (row) => row.failed_calls > 0,
   masked: (row) => (row.masked ?? 0) > 0,
   tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value)),
+  engine: (_, value, full) => !!full?.activities.some(([kind, name]) => kind === "generate" && name === value),
+  failed_tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value && call.error)),
   rule: (_, value, full) => !!full?.tokens.rule.includes(value),
   text: (_, value, full) => !!full && says(full, value),
 };
+// Signs of scripts without spaces, each of which is a word, as launcher/view/words.py has it.
+const SIGN = /[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\u{20000}-\u{3ffff}]/gu;
 // The words of a text, apart by single spaces: case, accents and punctuation do not count.
-const bare = (text: string) => text.normalize("NFKD").toLowerCase().replace(/\p{M}/gu, "").replace(/[^\p{L}\p{N}]+/gu, " ").trim();
+const bare = (text: string) => text.replace(SIGN, " $& ").normalize("NFKD").toLowerCase().replace(/\p{M}/gu, "").replace(/[^\p{L}\p{N}]+/gu, " ").trim();
 
 // Whether a trajectory has all words, and all phrases in quotes; the last word also counts as the beginning of one.
 function says(full: Trajectory, wanted: string): boolean {
@@ -97,7 +102,8 @@ function page(run: EmbeddedRun, given: URLSearchParams): unknown {
   const order = orders[given.get("order") ?? "newest"];
   if (order) rows.sort(order);
   const offset = Number(given.get("offset") ?? 0);
-  return { count: rows.length, offset, rows: rows.slice(offset, offset + Number(given.get("limit") ?? 100)) };
+  const shown = rows.slice(offset, offset + Number(given.get("limit") ?? 100));
+  return { count: rows.length, offset, rows: shown, recorded: run.recorded.trajectories };
 }
 
 function group(run: EmbeddedRun, key: string): unknown {

@@ -2,19 +2,22 @@
 
 import { useState } from "preact/hooks";
 import { live, parameters, run as runPath, useLoaded } from "./api";
-import { keyOf } from "./embedded";
 import { number, signed, visible } from "./format";
 import { address, go, type Place } from "./main";
 import { Reward } from "./trajectories";
-import type { Change, Comparison, EvaluationLine, Evaluations, Interval, Side } from "./types";
+import type { Change, Comparison, EvaluationLine, Evaluations, Interval, RunSummary } from "./types";
 
-export function EvaluationPage({ name, place, change }: { name: string; place: Place; change: Change | undefined }) {
+export function EvaluationPage({ name, runs, place, change }: { name: string; runs: RunSummary[]; place: Place; change: Change | undefined }) {
   const [solved, setSolved] = useState("1");
   const again = `${change?.evaluations} ${change?.indexed?.indexed}`;
   const { value, error } = useLoaded<Evaluations>(`${runPath(name)}/evaluations?${parameters({ solved })}`, again);
   const steps = [...new Set((value?.table ?? []).map((line) => line.step))];
-  const before = place.given.before ?? `${steps[0] ?? ""}`;
-  const after = place.given.after ?? `${steps.at(-1) ?? ""}`;
+  const other = place.given.other || name;
+  const others = useLoaded<Evaluations>(other === name ? null : `${runPath(other)}/evaluations?${parameters({ solved })}`);
+  const otherSteps = other === name ? steps : [...new Set((others.value?.table ?? []).map((line) => line.step))];
+  const before = place.given.before || `${(other === name ? steps[0] : steps.at(-1)) ?? ""}`;
+  const after = place.given.after || `${otherSteps.at(-1) ?? ""}`;
+  const compared = runs.filter((run) => run.trajectories);
   const set = (given: Record<string, string>) => go({ ...place, given: { ...place.given, ...given } }, true);
   if (error) return <main class="page"><p class="problem">{error}</p></main>;
   if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
@@ -25,12 +28,19 @@ export function EvaluationPage({ name, place, change }: { name: string; place: P
       {!live && <p>An episode passes with a reward of 1.</p>}
       <Table lines={value.table} />
       <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): samples of one task are no further evidence.</p>
-      {steps.length > 1 && (
+      {(steps.length > 1 || compared.length > 1) && (
         <>
           <h2>
-            Answers of version <Steps label="before" steps={live ? steps : [steps[0]!]} value={before} set={(one) => set({ before: one })} /> and version <Steps label="after" steps={live ? steps : [steps.at(-1)!]} value={after} set={(one) => set({ after: one })} />
+            Answers of version <Steps label="before" steps={live ? steps : [steps[0]!]} value={before} set={(one) => set({ before: one })} /> and version <Steps label="after" steps={live ? otherSteps : [steps.at(-1)!]} value={after} set={(one) => set({ after: one })} />
+            {live && compared.length > 1 && (
+              <> of <select aria-label="compared with" value={other} onChange={(event) => set({ other: event.currentTarget.value, before: "", after: "" })}>
+                {compared.map((run) => <option value={run.name} key={run.name}>{run.name === name ? "the same run" : run.name}</option>)}
+              </select></>
+            )}
           </h2>
-          <Compared name={name} before={before} after={after} again={again} />
+          {others.error && <p class="problem">{others.error}</p>}
+          {other !== name && others.value && !otherSteps.length && <p class="quiet">{other} has no evaluation in its index; open its own page first if it has just been added.</p>}
+          {before && after && <Compared name={name} other={other} before={before} after={after} again={again} />}
         </>
       )}
     </main>
@@ -84,26 +94,44 @@ function Steps({ label, steps, value, set }: { label: string; steps: number[]; v
   return <select aria-label={label} value={value} onChange={(event) => set(event.currentTarget.value)}>{steps.map((step) => <option value={step} key={step}>{step}</option>)}</select>;
 }
 
-function Compared({ name, before, after, again }: { name: string; before: string; after: string; again: string }) {
-  const { value, error } = useLoaded<Comparison>(`${runPath(name)}/compare?${parameters({ before, after })}`, again);
+function Compared({ name, other, before, after, again }: { name: string; other: string; before: string; after: string; again: string }) {
+  const query = parameters({ before, after, with: other === name ? "" : other });
+  const { value, error } = useLoaded<Comparison>(`${runPath(name)}/compare?${query}`, again);
   if (error) return <p class="problem">{error}</p>;
   if (!value) return null;
+  const [old, now] = [`version ${before}`, other === name ? `version ${after}` : `${other}, version ${after}`];
   return (
     <>
-      <p>
-        Of {number(value.tasks)} tasks <b class="bad">{number(value.worse)} are worse</b>, <b class="good">{number(value.better)} better</b>
-        {value.mean && <>; on average {signed(value.mean[0])} ({signed(value.mean[1])} to {signed(value.mean[2])}{value.mean[1] <= 0 && value.mean[2] >= 0 ? ", which may be chance" : ""})</>}.
-        {value.left_out > 0 && ` Left out: ${number(value.left_out)} that one of both alone has, or with another prompt.`}
+      <div class="scroll">
+        <table class="evaluations">
+          <thead><tr><th>source</th><th>tasks</th><th>before</th><th>after</th><th>change (95 %)</th><th>worse</th><th>better</th><th title="probability of a change at least as large by chance">p</th></tr></thead>
+          <tbody>
+            {value.sources.map((line) => (
+              <tr key={line.source}>
+                <td>{visible(line.source || "all")}</td><td class="figure">{number(line.tasks)}</td>
+                <td class="figure">{number(line.before[0])}</td><td class="figure">{number(line.after[0])}</td>
+                <td class="figure"><b class={line.p > 0.05 ? "quiet" : line.change[0] < 0 ? "bad" : "good"}>{signed(line.change[0])}</b> ({signed(line.change[1])} to {signed(line.change[2])})</td>
+                <td class="figure">{number(line.worse)}</td><td class="figure">{number(line.better)}</td><td class="figure">{number(line.p, 2)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <p class="quiet">
+        p is the probability of a change at least as large if each task's had its sign by chance: a paired randomization test, as `rl-async compare` has it.
+        {value.left_out > 0 && ` Left out: ${number(value.left_out)} tasks that one of both alone has, or with another prompt.`}
+        {value.unscored.some(Boolean) && ` Not scored, counted as 0: ${number(value.unscored[0])} episodes before, ${number(value.unscored[1])} after.`}
+        {value.count > value.tasks.length && ` Below are the ${number(value.tasks.length)} tasks that became worse most, of ${number(value.count)}.`}
       </p>
       <table class="rows compared">
-        <thead><tr><th>task</th><th>version {before}</th><th>version {after}</th><th>change</th></tr></thead>
+        <thead><tr><th>task</th><th>{old}</th><th>{now}</th><th>change</th></tr></thead>
         <tbody>
-          {value.rows.map(({ before: old, after: now }) => (
-            <tr key={`${old.source} ${old.role} ${old.task}`}>
-              <td class="preview">{old.role && <b>{visible(old.role)} </b>}{visible(old.prompt)}</td>
-              <td><Answer name={name} step={before} side={old} /></td>
-              <td><Answer name={name} step={after} side={now} /></td>
-              <td class={now.reward < old.reward ? "figure bad" : now.reward > old.reward ? "figure good" : "figure quiet"}>{signed(now.reward - old.reward)}</td>
+          {value.tasks.map((task) => (
+            <tr key={`${task.source} ${task.task}`}>
+              <td class="preview">{value.sources.length > 1 && <b>{visible(task.source)} </b>}{visible(task.question)}</td>
+              <td><Answer run={name} trajectory={task.keys[0]} reward={task.before} text={task.replied_before} /></td>
+              <td><Answer run={other} trajectory={task.keys[1]} reward={task.after} text={task.replied_after} /></td>
+              <td class={task.after < task.before ? "figure bad" : task.after > task.before ? "figure good" : "figure quiet"}>{signed(task.after - task.before)}</td>
             </tr>
           ))}
         </tbody>
@@ -112,7 +140,6 @@ function Compared({ name, before, after, again }: { name: string; before: string
   );
 }
 
-function Answer({ name, step, side }: { name: string; step: string; side: Side }) {
-  const key = keyOf({ partition: "eval", step: Number(step), grp: side.grp, sample: side.sample, segment: side.segment });
-  return <a class="answer" href={address({ page: "trajectory", run: name, key })}><Reward value={side.reward} /> <span class="preview">{visible(side.answer)}</span></a>;
+function Answer({ run, trajectory, reward, text }: { run: string; trajectory: string; reward: number; text: string }) {
+  return <a class="answer" href={address({ page: "trajectory", run, key: trajectory })}><Reward value={reward} /> <span class="preview">{visible(text)}</span></a>;
 }

@@ -96,8 +96,8 @@ function App() {
       {place.page === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
       {place.page === "trajectory" && <TrajectoryPage name={name} place={at} change={changes[name]} />}
       {place.page === "group" && <GroupPage name={name} place={at} />}
-      {place.page === "evaluation" && <EvaluationPage name={name} place={at} change={changes[name]} />}
-      {place.page === "flow" && <FlowPage name={name} />}
+      {place.page === "evaluation" && <EvaluationPage name={name} runs={runs} place={at} change={changes[name]} />}
+      {place.page === "flow" && <FlowPage name={name} running={summary?.running ?? false} />}
     </>
   );
 }
@@ -115,9 +115,9 @@ function State({ run }: { run: RunSummary }) {
   return (
     <span class="progress" title={run.folder}>
       <span class={run.running ? "dot running" : "dot"} />
-      <span>{!live ? "report" : run.running ? "running" : run.steps_done >= run.steps ? "finished" : "stopped"}</span>
-      <progress value={done} max={1} aria-label="steps" />
-      <span class="figure">{number(run.steps_done)} / {number(run.steps)}</span>
+      <span>{!live ? "report" : run.running ? "running" : run.finished ? "finished" : "stopped"}</span>
+      {run.steps > 0 && <progress value={done} max={1} aria-label="steps" />}
+      {run.steps > 0 && <span class="figure">{number(run.steps_done)} / {number(run.steps)}</span>}
     </span>
   );
 }
@@ -132,6 +132,10 @@ function Keys() {
     ["←  →", "previous and next token"],
     ["n  p", "next and previous masked token"],
     ["g", "group side by side"],
+    ["←  →", "timeline: earlier and later"],
+    ["+  −  0", "timeline: zoom in and out, whole run"],
+    ["f", "timeline: follow the newest steps"],
+    ["j  k", "timeline: next and previous of a kind"],
     ["Esc", "back, or close"],
   ];
   return <dl class="keys">{keys.map(([key, what]) => <div key={key}><dt>{key}</dt><dd>{what}</dd></div>)}</dl>;

@@ -106,6 +106,8 @@ export function RunPage({ name, runs, others, changes, place }: {
     const next = others.includes(other) ? others.filter((one) => one !== other) : [...others, other];
     go({ ...place, page: "run", run: name, given: { ...place.given, with: next.join(",") } }, true);
   };
+  const open = (partition: string) => (step: number) =>
+    go({ page: "trajectories", run: name, given: { partition, step_from: `${step}`, step_to: `${step}`, order: "reward_low" } });
   return (
     <main class="page with-side">
       <aside class="side">
@@ -117,12 +119,13 @@ export function RunPage({ name, runs, others, changes, place }: {
             onInput={(event) => setSearch(event.currentTarget.value)} />
           <label>smooth <input type="range" min={0} max={0.95} step={0.05} value={smooth} onInput={(event) => setSmooth(Number(event.currentTarget.value))} /></label>
           <label><input type="checkbox" checked={log} onChange={() => setLog(!log)} /> log</label>
+          <span class="quiet">Click a step for its trajectories, drag to zoom.</span>
         </div>
         <Problems errors={errors} />
         <div class="charts">
-          {!search && <EvaluationChart compared={compared} changes={changes} />}
+          {!search && <EvaluationChart compared={compared} changes={changes} open={open("eval")} />}
           {cards.map(([title, keys]) => (
-            <Chart key={title} title={title} smooth={smooth} log={log} series={seriesOf(compared, keys, kept)} />
+            <Chart key={title} title={title} smooth={smooth} log={log} series={seriesOf(compared, keys, kept)} open={open("train")} />
           ))}
         </div>
         {search && !cards.length && <p class="quiet">No metric has “{search}” in its name.</p>}
@@ -148,7 +151,7 @@ function seriesOf(compared: string[], keys: string[], kept: Record<string, Kept>
   );
 }
 
-function EvaluationChart({ compared, changes }: { compared: string[]; changes: Record<string, Change> }) {
+function EvaluationChart({ compared, changes, open }: { compared: string[]; changes: Record<string, Change>; open: (step: number) => void }) {
   const state = compared.map((name) => `${name} ${changes[name]?.evaluations}`).join(",");
   const { values: found, errors } = useOfRuns<Evaluations>(compared, "evaluations", state);
   const series = compared.flatMap((name, index) => {
@@ -156,7 +159,7 @@ function EvaluationChart({ compared, changes }: { compared: string[]; changes: R
     const ys = records.map((record) => record["eval/reward"] ?? record["eval/loss"] ?? null);
     return records.length ? [{ label: name, colour: runColour(index), xs: records.map((r) => r["eval/step"]!), ys, points: true }] : [];
   });
-  return <><Problems errors={errors} />{series.length > 0 && <Chart title="evaluation" series={series} />}</>;
+  return <><Problems errors={errors} />{series.length > 0 && <Chart title="evaluation" series={series} open={open} />}</>;
 }
 
 function RunList({ runs, compared, name, toggle }: {

@@ -5,6 +5,7 @@ import { parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, visible } from "./format";
 import { address, go, type Place } from "./main";
+import { Usage } from "./usage";
 import type { Change, Choices, Page, Row } from "./types";
 
 const PAGE = 50;
@@ -61,7 +62,8 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
         <Range label="step" given={given} name="step" set={set} hint={choices.value?.steps ?? [null, null]} />
         <Range label="reward" given={given} name="reward" set={set} hint={[null, null]} />
         <Select label="source" value={given.source} set={(source) => set({ source })} options={(choices.value?.source ?? []).map((c) => [c.value, `${c.value} (${number(c.rows)})`])} />
-        <Select label="tool" value={given.tool} set={(tool) => set({ tool })} options={(choices.value?.tool ?? []).map((c) => [c.value, `${c.value} (${number(c.failed)} of ${number(c.calls)} failed)`])} />
+        <Select label="tool" value={given.tool} set={(tool) => set({ tool })} options={(choices.value?.tool ?? []).filter((c) => c.value).map((c) => [c.value, `${c.value} (${number(c.failed)} of ${number(c.calls)} failed)`])} />
+        <Select label="engine" value={given.engine} set={(engine) => set({ engine })} options={(choices.value?.engine ?? []).map((c) => [c.value, `${c.value} (${number(c.rows)})`])} />
         <Select label="end" value={given.finish} set={(finish) => set({ finish })} options={(choices.value?.finish ?? []).map((c) => [c.value, `${c.value} (${number(c.rows)})`])} />
         <Select label="masked by" value={given.rule} set={(rule) => set({ rule })} options={(choices.value?.rule ?? []).map((c) => [c.value, `${c.value} (${number(c.tokens)} tokens)`])} />
         {Object.entries(FLAGS).map(([flag, title]) => (
@@ -71,10 +73,13 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
           {Object.entries(ORDERS).map(([order, title]) => <option value={order} key={order}>{title}</option>)}
         </select>
       </div>
+      {choices.value && <Usage run={name} tools={choices.value.tool} engines={choices.value.engine} />}
+      {given.failed_tool && <p>Failed calls of <b>{visible(given.failed_tool)}</b>. <a href={address({ page: "trajectories", run: name })}>all trajectories</a></p>}
       {given.task && <p>Task <b>{visible(given.task)}</b> over time. <a href={address({ page: "trajectories", run: name })}>all tasks</a></p>}
       <p class="quiet" aria-live="polite">
         {page ? `${number(page.count)} trajectories` : "Loading …"}
         {progress && !progress.looked && "; the recorded files are about to be read"}
+        {page?.recorded && page.recorded > page.count && `; the run has ${number(page.recorded)}, of which the report has a part`}
         {progress && progress.indexed < progress.files && `; reading, ${number(progress.indexed)} of ${number(progress.files)} files so far`}
       </p>
       {[error || choices.error, choices.value?.problem].map((one) => one && <p class="problem" key={one}>{visible(one)}</p>)}

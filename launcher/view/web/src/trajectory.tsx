@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { parameters, run as runPath, useKeys, useLoaded } from "./api";
+import { live, parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, seconds, signed, toolArguments, visible } from "./format";
 import { address, go, type Place } from "./main";
@@ -108,6 +108,7 @@ function Head({ name, trajectory, group }: { name: string; trajectory: Trajector
           </a>
         ))}
         {group.length > 1 && <a href={address({ page: "group", run: name, key: `${trajectory.partition}-${trajectory.step}-${trajectory.grp}` })}>side by side</a>}
+        {live && <a href={`/api/${runPath(name)}/trajectories/${keyOf(trajectory)}`} target="_blank">JSON</a>}
       </nav>
       <dl class="facts">
         <div><dt>reward</dt><dd><Reward value={trajectory.reward + trajectory.turn_reward} />{!trajectory.scored && " not scored"}

@@ -5,9 +5,10 @@ export interface RunSummary {
   folder: string;
   mode: string;
   model: string;
-  steps: number;
+  steps: number; // 0: it only evaluates
   steps_done: number;
   running: boolean;
+  finished: boolean; // all steps are trained, or the evaluation is recorded
   began: number;
   reward: number | null;
   evaluation: number | null;
@@ -45,16 +46,36 @@ export interface Progress {
 export interface Choice {
   value: string;
   rows: number;
-  calls?: number;
-  failed?: number;
   tokens?: number;
+}
+
+// Calls of a tool; seconds of all of them, and of the slowest.
+export interface ToolUse {
+  value: string;
+  calls: number;
+  failed: number;
+  seconds: number;
+  slowest: number;
+  errors: { value: string; calls: number }[]; // the most frequent
+}
+
+// Turns that an engine sampled; their seconds, and tokens per second.
+export interface EngineUse {
+  value: string;
+  rows: number;
+  turns: number;
+  seconds: number;
+  slowest: number;
+  tokens: number;
+  speed: number | null;
 }
 
 export interface Choices {
   source: Choice[];
   finish: Choice[];
   partition: Choice[];
-  tool: Choice[];
+  tool: ToolUse[];
+  engine: EngineUse[];
   rule: Choice[];
   steps: [number | null, number | null];
   orders: string[];
@@ -95,6 +116,7 @@ export interface Page {
   count: number;
   offset: number;
   rows: Row[];
+  recorded?: number; // of a report: how many trajectories the run has
 }
 
 export interface Call {
@@ -144,6 +166,7 @@ export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
   explained: boolean;
   problem?: string; // why the tokens have no text
   timings: Record<string, number>;
+  activities: [kind: string, name: string, began: number, seconds: number][];
   ground_truth: string;
   sampling: { temperature: number; top_p: number; top_k: number; min_p: number };
 }
@@ -170,37 +193,57 @@ export interface Evaluations {
   table: EvaluationLine[];
 }
 
-export interface Side {
-  task: string;
+// How the tasks of one data source that both evaluations have were answered before and after.
+export interface SourceChange {
   source: string;
-  prompt: string;
-  answer: string;
-  role: string;
-  segment: number;
-  reward: number;
-  rows: number;
-  grp: number;
-  sample: number;
+  tasks: number;
+  before: Interval;
+  after: Interval;
+  change: Interval;
+  better: number;
+  worse: number;
+  p: number;
+}
+
+export interface TaskChange {
+  source: string;
+  task: string;
+  question: string;
+  before: number;
+  after: number;
+  replied_before: string;
+  replied_after: string;
+  keys: [string, string]; // of its trajectories before and after
 }
 
 export interface Comparison {
-  tasks: number;
-  left_out: number; // that one version alone has, or with another prompt
-  better: number;
-  worse: number;
-  mean: Interval | null;
-  rows: { before: Side; after: Side }[];
+  sources: SourceChange[];
+  tasks: TaskChange[]; // those that became worse most first
+  count: number;
+  left_out: number; // that one of both alone has, or with another prompt
+  unscored: [number, number];
+}
+
+export interface Update {
+  process: string;
+  version: string;
+  stage: string; // empty: it is over
+  began: number;
+  ended: number;
 }
 
 export interface Diagnosis {
+  at: number;
+  updates: Update[];
   verdict: { health: string; findings: string[]; waits: string[] };
   observation: {
     launcher: number | null;
     processes: {
-      record: { name: string; role: string; pid: number; state: string; restarts: number };
+      record: { name: string; role: string; pid: number; state: string; restarts: number; exit: number | null };
       state: string;
       cpu: number;
       log_line: string;
+      stack: { file: string; line: string; name: string }[];
     }[];
     ranks: { rank: number; step: number; phase: string; for_s: number }[];
     queue: { report: { status: QueueStatus; rates: Record<string, number>; draining: boolean } } | null;

@@ -7,12 +7,14 @@ FOLDER/NAME, and a name that begins with a head has it. Rank 0 writes the larges
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.experts import experts_of
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import OutputName, Outputs
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
@@ -33,6 +35,15 @@ def batch(vocab: int, device: str) -> Tensors:
     tensors.lengths = torch.tensor(LENGTHS)
     tensors.temperature = torch.linspace(0.5, 1.5, len(LENGTHS), device=device)[:, None, None]
     return tensors
+
+
+def experts_for(config: Any, batch: Tensors) -> Tensor:
+    """A record of experts at random, and of none for some tokens."""
+    shape = (*batch.tokens.shape, config.num_hidden_layers, experts_of(config))
+    draw = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    experts = draw.argsort(-1)[..., : config.num_experts_per_tok].to(torch.int16)
+    experts[:, ::7] = -1
+    return experts
 
 
 def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
@@ -57,6 +68,8 @@ def computed(folder: Path, ranks_per_row: int, device: str) -> dict[str, Tensor]
     seen: list[int] = []
     backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     x = batch(backend.hf_config.vocab_size, device)
+    if backend.replays_routers:
+        x.experts = experts_for(backend.hf_config, x)
     outputs = backend.model.outputs(x, requested)
     loss = loss_of(outputs, x.lengths)
     (loss * ranks_per_row).backward()  # FSDP averages over both ranks, of which each has all of it, or a part

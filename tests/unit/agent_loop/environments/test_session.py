@@ -71,6 +71,7 @@ async def test_an_environment_answers_turns_until_it_is_done(
     assert [(turn.reward, turn.reason) for turn in row.turns[1::2]] == [(-0.25, "wrong"), (-0.25, "wrong"), (None, "")]
     assert row.reward_parts == {"environment": pytest.approx(1 / 3), "environment/guesses": 3.0}
     assert row.finish_reason == "stop" and "environment" in row.timings
+    assert [one.kind for one in row.activities] == ["generate", "environment"] * 3
     assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "2<|im_end|>7<|im_end|>4<|im_end|>"
     assert "reward.functions" in caplog.text, "the default scorers do not use it"
     assert "differ from the chat template" not in caplog.text

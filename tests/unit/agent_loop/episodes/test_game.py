@@ -339,7 +339,7 @@ async def test_tools_are_asked_for_once_and_after_reset(
 async def test_the_game_of_the_documentation_pays_for_no_foul(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, says: list[str], setter: float, guesser: float | None
 ) -> None:
-    text = (Path(__file__).parents[4] / "docs/environments.md").read_text()
+    text = (Path(__file__).parents[4] / "docs/how-to/environments.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Duel" in block)
     names: dict[str, Any] = {}
     exec(code, names)

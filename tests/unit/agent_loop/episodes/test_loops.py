@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ async def test_a_tool_call_token_by_token(renderer: ChatRenderer, caplog: pytest
     assert row.turns[1].tool_calls[0].result == "5"
     assert renderer.decode(row.token_ids[row.turns[3].start : row.turns[3].end].tolist()) == "5<|im_end|>"
     assert row.header().sampled == first + 2
+    assert [one.kind for one in row.activities] == ["generate", "tool", "generate"]
+    assert row.activities[1].name == "calculator"
+    assert all(a.began + a.seconds <= b.began + 0.01 for a, b in pairwise(row.activities))
 
 
 async def test_requests_carry_what_was_sampled(renderer: ChatRenderer) -> None:

@@ -33,6 +33,7 @@ async def test_requests_can_be_kept_out_of_training(renderer: ChatRenderer) -> N
         assert (await episodes.end(episode.id, Ending(reward=1.0))).rows == 1
     ((row,),) = queue.rows
     assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "3<|im_end|>"
+    assert [one.kind for one in row.activities] == ["generate"] * 3, "the engine was busy with what is untrained too"
 
 
 async def test_an_answer_that_comes_after_the_end_is_not_recorded(renderer: ChatRenderer) -> None:

@@ -46,7 +46,50 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine=sglang", "rollout.engine_args=[--context_length, '9']"],
             ["rollout.max_model_len"],
         ),
-        (["rollout.engine=sglang", "rollout.engine_args=['--tp-size=2']"], ["rollout.engine_args", "--tp-size=2"]),
+        (["rollout.engine=sglang", "rollout.engine_args=['--tp=2']"], ["rollout.engine_args", "--tp=2"]),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=[--enable_expert_parallel]"],
+            ["rollout.engine_args", "rollout.expert_parallel"],
+        ),
+        (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "rollout.engine=vllm or sglang"]),
+        (["rollout.engine=vllm", "rollout.quantization=int8"], ["rollout.quantization=int8", "model.dtype=bfloat16"]),
+        (["rollout.engine=sglang", "rollout.quantization=fp8"], ["rollout.quantization", "embedded or vllm"]),
+        (["rollout.engine=vllm", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "model.dtype=bfloat16"]),
+        (
+            ["rollout.engine=vllm", "rollout.quantization=fp8", "model.dtype=bfloat16", "rollout.tensor_parallel=2"],
+            ["rollout.quantization=fp8", "2 ranks"],
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--quantization=mxfp4']"],
+            ["rollout.engine_args", "use rollout.quantization"],
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args=['--quantization-config={}']"],
+            ["rollout.engine_args", "use rollout.quantization"],
+        ),
+        (["trainer.lend_devices=true", "mode=colocated"], ["trainer.lend_devices", "--mode colocated"]),
+        (["trainer.lend_devices=true", "rollout.engine=sglang"], ["trainer.lend_devices", "rollout.engine=sglang"]),
+        (["trainer.lend_devices=true", "weight_sync.transport=nccl"], ["trainer.lend_devices", "transport=nccl"]),
+        (
+            ["trainer.lend_devices=true", "rollout.engine=vllm", "rollout.tensor_parallel=2"],
+            ["trainer.lend_devices", "trainer.ranks=1", "2 ranks"],
+        ),
+        (
+            ["rollout.tensor_parallel=2", "rollout.engines=2", "rollout.engine=[vllm, embedded]"],
+            ["rollout.tensor_parallel=2", "rollout.engine=embedded"],
+        ),
+        (
+            ["rollout.engine=sglang", "rollout.pipeline_parallel=2"],
+            ["rollout.pipeline_parallel=2", "rollout.engine=vllm"],
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.tensor_parallel=4", "rollout.expert_parallel=2"],
+            ["rollout.expert_parallel=2", "rollout.tensor_parallel=4"],
+        ),
+        (
+            ["rollout.engine=sglang", "rollout.tensor_parallel=4", "rollout.expert_parallel=3"],
+            ["rollout.expert_parallel=3", "rollout.tensor_parallel=4"],
+        ),
         (
             ["rollout.engines=2", "rollout.engine=[vllm, sglang]", "rollout.engine_args=['--foo']"],
             ["rollout.engine_args", "vLLM", "SGLang"],
@@ -113,8 +156,8 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=3"]),
         (["trainer.sequence_parallel=2"], ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
         (
-            [*MEGATRON, "trainer.ranks=2", "trainer.sequence_parallel=2"],
-            ["trainer.sequence_parallel", "trainer.backend=fsdp2"],
+            [*MEGATRON, "trainer.ranks=2", "trainer.tensor_parallel=2", "trainer.sequence_parallel=2"],
+            ["trainer.sequence_parallel=2", "trainer.tensor_parallel=2", "trainer.ranks=2"],
         ),
         (["trainer.attention=flash"], ["trainer.attention=flash", "model.dtype=float32"]),
         (
@@ -128,8 +171,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
         (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
         ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),
-        ([*MEGATRON, "model.dtype=bfloat16"], ["trainer.backend=megatron", "model.dtype=bfloat16"]),
-        ([*MEGATRON, "algorithm.advantage=gae", "critic={}"], ["trainer.backend=megatron", "critic"]),
         (
             [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
             ["algorithm.kl.estimator=full", "trainer.backend=megatron"],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl_async.configs import foreign_names
 from rl_async.configs.importing import prime_rl, slime, trl, verl
@@ -109,6 +110,14 @@ def test_flags_of_slimes(tmp_path: Path) -> None:
     assert (config.trainer.backend, config.rollout.engine) == ("megatron", "sglang")
     assert (config.data.max_prompt_tokens, config.rollout.top_k) == (77, 0)
     assert "of-tomorrow" in text and "load =" not in text
+
+
+def test_a_micro_batch_of_slimes_is_of_the_whole_rows_that_ranks_share(tmp_path: Path) -> None:
+    assert translated(tmp_path, "slime", "run.sh", SLIME)[0].trainer.max_tokens_per_microbatch == 16384  # our default
+    given = "max-tokens-per-gpu=9216"
+    assert translated(tmp_path, "slime", "run.sh", SLIME, given)[0].trainer.max_tokens_per_microbatch == 9216
+    written = SOURCES["slime"](tmp_path / "run.sh", [given, "context-parallel-size=4"])
+    assert yaml.safe_load(written)["trainer"]["max_tokens_per_microbatch"] == 4 * 9216
 
 
 @pytest.mark.parametrize("source", SOURCES)

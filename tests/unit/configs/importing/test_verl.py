@@ -73,6 +73,14 @@ def test_an_interaction_is_an_environment(tmp_path: Path) -> None:
     assert config.agent.environment == "verl:/c/tools.yaml,/c/interaction.yaml"
 
 
+def test_a_micro_batch_is_of_the_whole_rows_that_ranks_share(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    for given, tokens in ((), 2 * 16384), ((f"{ACTOR}ppo_max_token_len_per_gpu=500",), 1000):
+        more = [f"{ACTOR}ulysses_sequence_parallel_size=2", *given]
+        trainer = yaml.safe_load(verl.write(tmp_path / "run.sh", more))["trainer"]
+        assert (trainer["sequence_parallel"], trainer["max_tokens_per_microbatch"]) == (2, tokens)
+
+
 def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
     _, comments = translated(tmp_path, f"{ACTOR}loss_scale_factor=100", "trainer.nnodes=2")
     for key in ("trainer.of_tomorrow", "elsewhere.entirely", f"{ACTOR}loss_scale_factor", "trainer.nnodes"):

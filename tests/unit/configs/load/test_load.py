@@ -8,7 +8,7 @@ import pytest
 from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.load.fields import all_keys, explain
 from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
-from rl_async.configs.load.renamed import GONE, MOVED
+from rl_async.configs.load.renamed import ABSENT, MOVED
 from rl_async.errors import ConfigError
 from rl_async.extraction import extract
 
@@ -53,7 +53,7 @@ def test_the_example_of_a_game_trains_on_its_own_rewards(game: str) -> None:
 
 
 def test_the_shipped_presets_are_these() -> None:
-    shipped = {"calculator", "calculator-sync", "calculator-async", "calculator-gae", "shop", "sort"}
+    shipped = {"calculator", "calculator-sync", "calculator-async", "calculator-gae", "calculator-moe", "shop", "sort"}
     assert shipped <= set(preset_names())
     staleness = {n: load_config(n).queue.max_staleness for n in ("calculator-sync", "calculator", "calculator-async")}
     assert staleness == {"calculator-sync": 0, "calculator": 1, "calculator-async": 4}
@@ -102,7 +102,9 @@ def test_mode_and_name_come_from_the_command_line() -> None:
     config = load_config("calculator-sync", mode="colocated", name="mine")
     assert (config.mode, config.name) == ("colocated", "mine")
     assert resolve_transport(config) == "ipc"
-    assert resolve_transport(load_config("calculator")) == "gloo"
+    assert resolve_transport(load_config("calculator")) == "nearest"
+    mixed = load_config("calculator", ["rollout.engines=2", "rollout.engine=[vllm, sglang]"])
+    assert resolve_transport(mixed) == "gloo", "SGLang cannot open our memory"
 
 
 def test_extends_changes_a_preset(write) -> None:
@@ -151,6 +153,7 @@ def test_mistakes_in_a_file_name_the_line(write, text: str, expected: list[str])
         ("model.path=2026-13-01", "not valid YAML"),
         ("model.path={{x}}", "not valid YAML"),
         ("queue.sampling=freshst", "did you mean freshest?"),
+        ("model.device=cuda", "known: auto, cpu, gpu"),
         ("queue.sampling=7", "queue.sampling"),
         ("queue.sampling=xyz", "known: fifo, freshest, priority, quota"),
         ("tracking.backends=[consol]", "tracking.backends"),
@@ -163,9 +166,9 @@ def test_mistakes_in_an_argument_name_the_argument(override: str, expected: str)
     assert repr(override) in str(caught.value)
 
 
-@pytest.mark.parametrize(("old", "new"), sorted((MOVED | GONE).items()))
+@pytest.mark.parametrize(("old", "new"), sorted((MOVED | ABSENT).items()))
 def test_an_old_key_is_answered_with_what_it_became(old: str, new: str) -> None:
-    assert old not in all_keys() and (old in GONE or new.partition(" ")[0] in all_keys())
+    assert old not in all_keys() and (old in ABSENT or new.partition(" ")[0] in all_keys())
     with pytest.raises(ConfigError, match=re.escape(old) + ".*" + re.escape(new)):
         load_config("calculator", [f"{old}=null"])
     with pytest.raises(ConfigError, match=re.escape(old) + ".*" + re.escape(new)):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.launcher.doctor.diagnosis import diagnose
+from rl_async.launcher.doctor.diagnosis import diagnose, needs_stacks
 from rl_async.launcher.doctor.observation import (
     Observation,
     ObservedEngine,
@@ -225,6 +225,15 @@ def test_a_long_wait_for_a_batch_that_is_being_generated_is_slow_and_says_what_i
     assert any(named(line, "group 12", "agent-0-30-c0ffee", "41 s") for line in verdict.waits)
 
 
+def test_stacks_are_wanted_of_what_is_silent_or_late_alone() -> None:
+    silent = ObservedEngine(engine_id="engine-0", url="http://e", answers=False)
+    for wanting in (run(queue=None), run(engines=(silent,)), run(ranks=(rank(0, for_s=90.0), rank(1)))):
+        assert needs_stacks(wanting)
+    restarted = run(process("engine-0", state="gone", kept="restarting", exit=-9), engines=(silent,))
+    for fine in (run(), restarted, run(queue=None, launcher=None)):
+        assert not needs_stacks(fine)
+
+
 def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
     assert diagnose(waiting(60.0, inspection(), usual_step_s=45.0)).health == "fine"
 
@@ -254,6 +263,7 @@ def test_a_run_that_ended_well_and_one_that_did_not() -> None:
     assert verdict.health == "failed"
     assert named(verdict.text, "worker-0 (pid 30)", "ValueError: broken", "3 of 40 steps")
     assert diagnose(run(launcher=None)).health == "failed"
+    assert diagnose(run(launcher=None, evaluated=True)).health == "over"
 
 
 def test_the_report_ends_with_the_verdict() -> None:

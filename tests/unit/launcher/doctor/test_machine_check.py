@@ -68,11 +68,14 @@ def test_megatron_is_missing_only_for_a_trainer_that_uses_it() -> None:
 
 
 def test_devices_are_missing_only_where_they_are_asked_for() -> None:
-    cuda = load_config("calculator", ["model.device=cuda"])
+    cuda = load_config("calculator", ["model.device=gpu"])
     assert levels(s.device_lines(s.Probe(HERE), 0, None)) == ["ok"]
     assert levels(s.device_lines(s.Probe(HERE), 0, cuda)) == ["missing"]
     assert levels(s.device_lines(s.Probe(HERE), 2, None)) == ["warning"]
     assert levels(s.device_lines(s.Probe(HERE, ["H200"], "2.27.5"), 1, cuda)) == ["ok", "ok"]
+    several = load_config("calculator", ["rollout.engine=vllm", "rollout.tensor_parallel=2"])
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "2.27.5"), 1, several)) == ["missing", "ok"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"] * 2, "2.27.5"), 2, several)) == ["ok", "ok"]
 
 
 def test_an_engine_must_be_there_if_the_config_wants_it() -> None:

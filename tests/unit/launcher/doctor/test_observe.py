@@ -5,7 +5,7 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.observe import launcher_of, observe, oldest_groups
+from rl_async.launcher.doctor.observe import is_evaluated, launcher_of, observe, oldest_groups
 from rl_async.launcher.folder.run_folder import hold
 from rl_async.messages import GroupRecord
 
@@ -49,3 +49,12 @@ def test_a_fine_tuning_is_not_diagnosed_as_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump(config))
     with pytest.raises(UserError, match="fine-tuning"):
         observe(tmp_path)
+
+
+def test_an_evaluation_is_over_once_it_is_recorded(tmp_path: Path) -> None:
+    roles = ["queue", "engine", "worker"]
+    (tmp_path / "trajectories").mkdir()
+    assert not is_evaluated(tmp_path, roles)
+    (tmp_path / "trajectories" / "eval-000000.jsonl.gz").touch()
+    assert is_evaluated(tmp_path, roles)
+    assert not is_evaluated(tmp_path, [*roles, "trainer"]) and not is_evaluated(tmp_path, [])

@@ -9,6 +9,7 @@ import pytest
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.evaluation.compare import compare
+from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.recorded import read_evaluation
 from rl_async.messages import Trajectory, Turn
 from rl_async.recording import write_trajectories
@@ -50,6 +51,19 @@ def test_episodes_that_were_not_scored_count_as_zero_and_rows_of_one_once(tmp_pa
     assert [answer.reward for answer in evaluation.answers] == [1.0, 0.0]
 
 
+def test_a_file_of_json_lines_is_an_evaluation_too(tmp_path: Path) -> None:
+    old, new = [row(0, 0, 1.0), row(0, 1, 0.0), row(1, 0, 1.0)], [row(0, 0, 1.0), row(0, 1, 1.0), row(1, 0, 0.0)]
+    run, file = record(tmp_path / "run", 0, *old), tmp_path / "endpoint.jsonl"
+    write_lines(file, new)
+    found = compare(read_evaluation(run), read_evaluation(str(file)))
+    recorded = compare(read_evaluation(run), read_evaluation(record(tmp_path / "other", 0, *new)))
+    assert (found.sources, found.tasks, found.left_out) == (recorded.sources, recorded.tasks, 0)
+    assert (found.after, found.tasks[0].task) == ("endpoint.jsonl", "math:1")
+    file.write_text(file.read_text() + '{"task": 1}\n')
+    with pytest.raises(UserError, match="line 4"):
+        read_evaluation(str(file))
+
+
 def test_a_task_that_asks_something_else_is_left_out(tmp_path: Path) -> None:
     first = record(tmp_path / "a", 0, row(0, 0, 1.0), row(1, 0, 1.0))
     system = [Turn(role="system", text="Be brief."), *row(0, 0, 1.0).turns]
@@ -59,6 +73,22 @@ def test_a_task_that_asks_something_else_is_left_out(tmp_path: Path) -> None:
     strange = record(tmp_path / "c", 0, row(7, 0, 1.0))
     with pytest.raises(UserError, match="a@0 and c@0"):
         compare(read_evaluation(first), read_evaluation(strange))
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+def test_a_task_without_its_first_sample_is_told_apart_by_the_next(tmp_path: Path, as_lines: bool) -> None:
+    def evaluated(name: str, *rows: Trajectory) -> str:
+        if not as_lines:
+            return record(tmp_path / name, 0, *rows)
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+        return str(tmp_path / f"{name}.jsonl")
+
+    changed = [Turn(role="user", text="Something else"), Turn(role="assistant", text="?")]
+    before = evaluated("a", row(0, 2, 0.5), row(0, 1, 1.0), row(1, 1, 1.0))
+    after = evaluated("b", row(0, 1, 0.0), row(1, 1, 0.0, turns=changed))
+    found = compare(read_evaluation(before), read_evaluation(after))
+    assert ([task.task for task in found.tasks], found.left_out) == (["math:0"], 1)
+    assert found.tasks[0].question == "What is 0?" and found.tasks[0].replied_before.endswith("1.0")
 
 
 def test_what_others_said_later_does_not_make_another_task(tmp_path: Path) -> None:

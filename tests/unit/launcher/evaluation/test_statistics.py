@@ -35,6 +35,27 @@ def test_changes_that_do_not_show_how_they_vary_have_a_wide_interval(values: lis
     assert mean_change_of([5.0] * 3) == (5.0, -math.inf, math.inf)
 
 
+@pytest.mark.parametrize("tasks", [32, 64])
+def test_the_fewer_tasks_changed_the_narrower_is_the_interval(tasks: int) -> None:
+    found = [mean_change_of([1.0] * changed + [0.0] * (tasks - changed)) for changed in range(4)]
+    widths = [high - low for _, low, high in found]
+    assert widths == sorted(set(widths))
+    assert found[0] == pytest.approx((0.0, -1.96 / (tasks + 2), 1.96 / (tasks + 2)), rel=1e-4)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0.02, 0.02), (0.1, 0.0), (0.2, 0.1), (0.5, 0.5), (0.9, 0.05)])
+def test_the_interval_of_a_change_covers_the_true_one(better: float, worse: float) -> None:
+    """The chance, summed over all outcomes of 30 tasks, that the interval has the true mean change."""
+    tasks, covered = 30, 0.0
+    for up in range(tasks + 1):
+        for down in range(tasks + 1 - up):
+            _, low, high = mean_change_of([1.0] * up + [-1.0] * down + [0.0] * (tasks - up - down))
+            ways = math.comb(tasks, up) * math.comb(tasks - up, down)
+            chance = ways * better**up * worse**down * max(0.0, 1 - better - worse) ** (tasks - up - down)
+            covered += chance * (low <= better - worse <= high)
+    assert covered > 0.93
+
+
 @pytest.mark.parametrize("changes", [[0.5, -0.25, 0.75, 0.0, 0.25], [1.0] * 5, [0.0, 0.0], [], [0.1, 0.2, -0.3]])
 def test_few_changes_are_tested_exactly(changes: list[float]) -> None:
     flips = [abs(sum(s * c for s, c in zip(signs, changes))) for signs in product([1, -1], repeat=len(changes))]

@@ -4,10 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.accelerators import count_gpus
+from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_config
-from rl_async.errors import UserError
+from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan import machine
-from rl_async.launcher.plan.machine import check_engines, check_expert_names, check_sharing, count_gpus, plan_here
+from rl_async.launcher.plan.machine import (
+    check_engine_ranks,
+    check_engines,
+    check_experts,
+    check_router_replay,
+    check_sharing,
+    plan_here,
+)
+from rl_async.launcher.plan.memory import model_size
+from rl_async.launcher.plan.planning import plan
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("GPU-ab,GPU-cd", 2)])
@@ -19,15 +30,15 @@ def test_visible_gpus_are_counted(visible: str, count: int, monkeypatch: pytest.
 def test_a_gpu_that_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=r"model\.device=cuda"):
-        plan_here(load_config("calculator", ["model.device=cuda"]), tmp_path / "run")
+    with pytest.raises(UserError, match=r"model\.device=gpu"):
+        plan_here(load_config("calculator", ["model.device=gpu"]), tmp_path / "run")
 
 
 def test_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     planned = plan_here(load_config("calculator"), tmp_path / "run")
-    assert (planned.trainers[0].device, planned.engines[0].device) == ("cuda:0", "cuda:1")
+    assert (planned.trainers[0].device, planned.engines[0].device) == ("gpu:0", "gpu:1")
 
 
 def test_the_judges_key_must_be_there_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,36 +74,77 @@ def test_megatron_must_be_installed_before_anything_starts(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("backend", "engine", "refused"),
+    ("given", "gpus", "refused"),
     [
-        ("fsdp2", "sglang", True),
-        ("fsdp2", "[embedded, sglang]", True),
-        ("fsdp2", "embedded", False),
-        ("fsdp2", "vllm", False),
-        ("megatron", "embedded", True),
-        ("megatron", "sglang", False),
-        ("megatron", "vllm", False),
+        (["rollout.engine=vllm", "rollout.tensor_parallel=2"], 0, True),
+        (["rollout.engine=vllm", "rollout.pipeline_parallel=2", "model.device=cpu"], 1, True),
+        (["rollout.engine=vllm", "rollout.tensor_parallel=2"], 1, False),
+        (["rollout.engine=[embedded, vllm]", "rollout.engines=2"], 0, False),
+        ([], 0, False),
     ],
 )
-def test_experts_are_refused_where_trainer_and_engine_name_them_differently(
-    tmp_path: Path, backend: str, engine: str, refused: bool
+def test_ranks_on_a_cpu_that_would_divide_experts_are_refused(given: list[str], gpus: int, refused: bool) -> None:
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm") if refused else nullcontext():
+        check_experts(load_config("calculator-moe", given), gpus)
+
+
+def test_experts_that_an_engine_cannot_quantise_are_refused() -> None:
+    given = ["rollout.engine=vllm", "rollout.quantization=fp8", "model.dtype=bfloat16"]
+    with pytest.raises(UserError, match=r"rollout\.quantization=fp8"):
+        check_experts(load_config("calculator-moe", given), 0)
+    check_experts(load_config("calculator-moe", given), 1)
+    check_experts(load_config("calculator-moe", ["rollout.quantization=fp8"]), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "refused"),
+    [
+        (["rollout.engine=sglang"], 1, r"rollout\.engine=sglang"),
+        (["rollout.engine=[embedded, sglang]", "rollout.engines=2"], 1, r"rollout\.engine=sglang"),
+        (["rollout.engine=vllm"], 0, r"rollout\.engine=vllm"),
+        (["rollout.engine=vllm", "model.device=cpu"], 1, r"rollout\.engine=vllm"),
+        (["rollout.engine=vllm", "rollout.pipeline_parallel=2"], 1, r"rollout\.pipeline_parallel"),
+        (
+            ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"],
+            0,
+            r"trainer\.tensor_parallel=2",
+        ),
+        (["rollout.engine=vllm"], 1, ""),
+        ([], 0, ""),
+    ],
+)
+def test_routers_cannot_be_replayed_everywhere(given: list[str], gpus: int, refused: str) -> None:
+    check_router_replay(load_config("calculator-moe", given), 8, gpus)
+    config = load_config("calculator-moe", [*given, "trainer.router_replay=always"])
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_router_replay(config, 8, gpus)
+
+
+def test_routers_of_a_dense_model_are_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay=always.*model\.path"):
+        plan_here(load_config("calculator", ["trainer.router_replay=always"]), tmp_path / "run")
+    plan_here(load_config("calculator-moe", ["trainer.router_replay=always"]), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("preset", "replay", "gpus", "asks"),
+    [
+        ("calculator-moe", "auto", 1, True),
+        ("calculator-moe", "never", 1, False),
+        ("calculator-moe", "auto", 0, False),
+        ("calculator", "auto", 1, False),
+    ],
+)
+def test_engines_are_asked_for_experts_of_models_that_have_some(
+    preset: str, replay: str, gpus: int, asks: bool, tmp_path: Path
 ) -> None:
-    engines = 2 if engine.startswith("[") else 1
-    config = load_config(
-        "calculator",
-        [
-            f"model.path={tmp_path}",
-            f"trainer.backend={backend}",
-            f"rollout.engine={engine}",
-            f"rollout.engines={engines}",
-        ],
-    )
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
-    check_expert_names(config)
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_moe", "num_experts": 4}))
-    with pytest.raises(UserError, match=r"rollout\.engine") if refused else nullcontext():
-        check_expert_names(config)
+    folder = [f"{key}={tmp_path}/m" for key in ("model.path", "warm_start.out")]
+    config = load_config(preset, [*folder, "rollout.engine=vllm", f"trainer.router_replay={replay}"])
+    size = model_size(config)
+    assert size is not None
+    flags, [engine] = ENGINES["vllm"].route_flags, plan(config, tmp_path, size=size, gpus=gpus).engines
+    assert flags and set(flags).issubset(engine.argv) == asks
 
 
 def test_peft_must_be_installed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +168,26 @@ def test_kernels_must_be_installed_where_there_is_a_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=f"{key}: .*pip install .*rl-async"):
         plan_here(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "named"),
+    [
+        (["rollout.tensor_parallel=4"], 8, r"tensor_parallel=4 .* 9 attention heads"),
+        (["rollout.tensor_parallel=3"], 2, r"tensor_parallel=3 .*3 GPUs.*only 2"),
+        (["rollout.pipeline_parallel=8"], 8, r"pipeline_parallel=8: .*6 layers"),
+        (["rollout.tensor_parallel=3", "rollout.pipeline_parallel=2"], 6, ""),
+        (["rollout.tensor_parallel=3"], 0, ""),
+        (["rollout.tensor_parallel=3", "model.device=cpu"], 2, ""),
+    ],
+)
+def test_a_model_that_an_engines_ranks_cannot_divide_is_refused_before_anything_starts(
+    tmp_path: Path, overrides: list[str], gpus: int, named: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 9, "num_hidden_layers": 6}))
+    config = load_config("calculator", [f"model.path={tmp_path}", "rollout.engine=vllm", *overrides])
+    with pytest.raises(UserError, match=named) if named else nullcontext():
+        check_engine_ranks(config, gpus)
 
 
 def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rl_async.launcher.plan.memory import (
     size_of,
     trainer_bytes,
 )
-from rl_async.trainer.model.logprobs import CHUNK_LOGITS
+from rl_async.trainer.model.logprobs import CPU_CHUNK_LOGITS
 
 
 def test_parameters_of_a_known_model() -> None:
@@ -33,6 +33,36 @@ def test_parameters_of_a_known_model() -> None:
     assert size is not None
     assert size.parameters == pytest.approx(596_000_000, rel=0.01)
     assert size.kv_per_token == 2 * 28 * 8 * 128
+
+
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def test_experts_are_counted_under_mixtrals_name() -> None:
+    size = size_of(MIXTRAL_8X7B)
+    assert size is not None
+    assert size.experts == 8
+    assert size.parameters == pytest.approx(46_700_000_000, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_every_name_for_the_number_of_experts_is_known(name: str) -> None:
+    size = size_of({"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 10, name: 4, "moe_intermediate_size": 6})
+    assert size is not None and size.experts == 4
+    dense = size_of({"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 10, name: None, "intermediate_size": 6})
+    assert dense is not None and dense.experts == 0
+    assert size.parameters - dense.parameters == 8 * 4 + 3 * 3 * 8 * 6  # the router, and three experts more
 
 
 def test_a_config_of_another_kind_is_unknown() -> None:
@@ -114,15 +144,23 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
 
 def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_too() -> None:
     shape = ["rollout.max_batch_size=10", "rollout.max_model_len=160"]
-    for more, cached in (
-        (["rollout.engine=embedded"], 9600),
-        (["rollout.engine=embedded", "rollout.cpu_cache_bytes=20000"], 5000),
-        (["rollout.engine=embedded", "rollout.cpu_cache_bytes=20000", "model.device=cuda"], 9600),
-        (["rollout.engine=[embedded, embedded]", "rollout.engines=2"], 9600),
-        (["rollout.engine=vllm"], 4800),
+    size, given = ModelSize(parameters=1000, kv_per_token=3), "rollout.cache_bytes=20000"
+    for more, on_gpu, cached in (
+        (["rollout.engine=embedded"], False, 9600),
+        (["rollout.engine=embedded", given], False, 5000),
+        (["rollout.engine=embedded", given], True, 5000),
+        (["rollout.engine=embedded"], True, 9600),
+        (["rollout.engine=[embedded, embedded]", "rollout.engines=2"], False, 9600),
+        (["rollout.engine=vllm"], True, 4800),
+        (["rollout.engine=vllm", given], False, 5000),
+        (["rollout.engine=vllm"], False, (1 << 30) // 4),
     ):
-        size = ModelSize(parameters=1000, kv_per_token=3)
-        assert engine_bytes(load_config("calculator", shape + more), size) == TORCH_BYTES + (1000 + cached) * 4
+        config = load_config("calculator", shape + more)
+        assert engine_bytes(config, size, on_gpu=on_gpu) == TORCH_BYTES + (1000 + cached) * 4
+    ranks = [*shape, "rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
+    assert engine_bytes(load_config("calculator", ranks), size, on_gpu=True) == 4 * TORCH_BYTES + (1000 + 4800) * 4
+    each = load_config("calculator", [*ranks, given])
+    assert engine_bytes(each, size, on_gpu=False) == 4 * (TORCH_BYTES + 20_000) + 1000 * 4
 
 
 @pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
@@ -130,6 +168,10 @@ def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> Non
     size = ModelSize(parameters=1000, kv_per_token=0)
     config = load_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
     assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
+    ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "trainer.lora={}", f"weight_sync.{option}=true"]
+    copies = 1 if option == "staged" else 2  # slices, or all weights in each rank
+    divided = load_config("calculator", [*ranks, "rollout.cache_bytes=1"])
+    assert engine_bytes(divided, size) == 2 * (TORCH_BYTES + 1) + (1 + copies) * 1000 * 4
 
 
 def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
@@ -172,7 +214,7 @@ def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
-    assert CHUNK_LOGITS["cpu"] == LOGITS_CHUNK
+    assert CPU_CHUNK_LOGITS == LOGITS_CHUNK
 
 
 def test_the_last_layer_is_gathered_with_its_gradient() -> None:

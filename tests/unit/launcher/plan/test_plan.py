@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,9 @@ def test_the_command_lines_of_the_roles() -> None:
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert commands["queue"] == f"-m rl_async.transfer_queue --run runs/x --address {QUEUE} --relaunched"
     assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
-    assert commands["engine"] == "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002"
+    assert commands["engine"] == (
+        "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002 --cache-bytes 1073741824"
+    )
     assert commands["worker"] == f"-m rl_async.agent_loop --run runs/x --index 0 --queue {QUEUE}"
     assert commands["trainer"] == f"-m rl_async.trainer --run runs/x --queue {QUEUE} --host 127.0.0.1"
 
@@ -143,16 +146,16 @@ def test_processes_are_restarted_as_often_as_configured_and_a_queue_that_forgets
 
 def test_the_mode_decides_the_transport() -> None:
     assert plan(load_config("calculator", mode="colocated"), RUN).transport == "ipc"
-    assert plan(load_config("calculator", mode="disaggregated"), RUN).transport == "gloo"
+    assert plan(load_config("calculator", mode="disaggregated"), RUN).transport == "nearest"
 
 
 @pytest.mark.parametrize(
     ("mode", "gpus", "expected"),
     [
         ("disaggregated", 0, Devices()),
-        ("disaggregated", 4, Devices(engines=(2, 3), trainers=(0, 1), unused=0)),
-        ("disaggregated", 1, Devices(engines=(0, 0), trainers=(0, 0), unused=0)),
-        ("colocated", 4, Devices(engines=(0, 1), trainers=(0, 1), unused=2)),
+        ("disaggregated", 4, Devices(engines=((2,), (3,)), trainers=(0, 1), unused=0)),
+        ("disaggregated", 1, Devices(engines=((0,), (0,)), trainers=(0, 0), unused=0)),
+        ("colocated", 4, Devices(engines=((0,), (1,)), trainers=(0, 1), unused=2)),
     ],
 )
 def test_devices(mode: str, gpus: int, expected: Devices) -> None:
@@ -165,7 +168,52 @@ def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None
     planned = plan(config, RUN, gpus=4)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines] == ["2", "3"]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.trainers] == ["0,1", "0,1"]
-    assert [spec.device for spec in planned.trainers] == ["cuda:0", "cuda:1"]
+    assert [spec.device for spec in planned.trainers] == ["gpu:0", "gpu:1"]
+
+
+SEVERAL = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "engines"),
+    [
+        ("disaggregated", 16, ((2, 3, 4, 5), (6, 7, 8, 9))),
+        ("disaggregated", 4, ((2, 3, 0, 1), (2, 3, 0, 1))),
+        ("colocated", 8, ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ],
+)
+def test_every_rank_of_an_engine_has_a_gpu_of_its_own(
+    mode: str, gpus: int, engines: tuple[tuple[int, ...], ...]
+) -> None:
+    config = load_config("calculator", [*SEVERAL, "rollout.engines=2", "trainer.ranks=2"], mode=mode)
+    planned = plan(config, RUN, gpus=gpus)
+    assert tuple(spec.gpus for spec in planned.engines) == engines
+    first = planned.engines[0]
+    assert first.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, engines[0]))
+    assert (first.device, first.ranks) == (f"gpu:{','.join(map(str, engines[0]))}", 4)
+    argv = first.command(PORTS)
+    assert [argv[argv.index(f"--{kind}-parallel-size") + 1] for kind in ("tensor", "pipeline")] == ["2", "2"]
+
+
+def test_experts_are_dealt_to_ranks_by_each_kinds_own_flag() -> None:
+    experts = ["rollout.tensor_parallel=2", "rollout.expert_parallel=2"]
+    vllm, sglang = (
+        plan(load_config("calculator", [f"rollout.engine={kind}", *experts]), RUN).engines[0].argv
+        for kind in ("vllm", "sglang")
+    )
+    assert "--enable-expert-parallel" in vllm and sglang[sglang.index("--ep-size") + 1] == "2"
+    assert "--enable-expert-parallel" not in plan(load_config("calculator", SEVERAL), RUN).engines[0].argv
+
+
+def test_vllm_is_told_to_quantise_by_a_flag() -> None:
+    def argv(*more: str) -> tuple[str, ...]:
+        wanted = ["rollout.engine=vllm", "model.dtype=bfloat16", *more]
+        return plan(load_config("calculator", wanted), RUN).engines[0].argv
+
+    fp8, int8 = argv("rollout.quantization=fp8"), argv("rollout.quantization=int8")
+    assert fp8[fp8.index("--quantization") + 1] == "fp8_per_channel" and "--quantization-config" not in fp8
+    assert json.loads(int8[int8.index("--quantization-config") + 1])["linear"] == "int8_per_channel_static"
+    assert not {"--quantization", "--quantization-config"} & {*argv()}
 
 
 def test_a_config_for_the_cpu_uses_no_gpu() -> None:
@@ -233,9 +281,9 @@ def test_a_reward_model_that_nobody_asks_or_that_runs_elsewhere_is_no_process(ov
     ("mode", "gpus", "device"),
     [
         ("disaggregated", 0, "cpu"),
-        ("disaggregated", 8, "cuda:4"),
-        ("disaggregated", 4, "cuda:0"),
-        ("colocated", 8, "cuda:2"),
+        ("disaggregated", 8, "gpu:4"),
+        ("disaggregated", 4, "gpu:0"),
+        ("colocated", 8, "gpu:2"),
     ],
 )
 def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, device: str) -> None:
@@ -255,10 +303,11 @@ def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     assert vllm.command(PORTS) == [
         *("/venv/bin/python", "-m", "rl_async.rollout_server.vllm", "--host", "127.0.0.1"),
         *("--model", "artifacts/calculator/model", "--dtype", "float32", "--max-model-len", "160"),
-        *("--max-num-seqs", "384", "--seed", "10001", "--port", "1003", "--block-size", "32"),
+        *("--max-num-seqs", "384", "--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
+        *("--seed", "10001", "--port", "1003", "--kv-cache-memory-bytes", "1073741824", "--block-size", "32"),
     ]
-    assert (vllm.env["VLLM_CPU_KVCACHE_SPACE"], vllm.env["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "nobind")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in embedded.env
+    assert vllm.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in embedded.env
 
 
 def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
@@ -272,10 +321,32 @@ def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     [engine] = plan(
         load_config("calculator", [*overrides, "rollout.engine_args=[--page-size, '16']"]), RUN, gpus=2
     ).engines
-    assert (engine.engine_kind, engine.device) == ("sglang", "cuda:1")
+    assert (engine.engine_kind, engine.device) == ("sglang", "gpu:1")
     assert engine.command(PORTS) == [
         *("/venv/bin/python", "-m", "rl_async.rollout_server.sglang", "--host", "127.0.0.1"),
         *("--model-path", "artifacts/calculator/model", "--dtype", "float32", "--context-length", "160"),
-        *("--max-running-requests", "384", "--random-seed", "10000", "--port", "1002", "--page-size", "16"),
+        *("--max-running-requests", "384", "--tp-size", "1", "--ep-size", "1"),
+        *("--random-seed", "10000", "--port", "1002", "--page-size", "16"),
     ]
     assert engine.env["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "gpus", "devices"),
+    [
+        (2, 1, 3, ["gpu:0", "gpu:1"]),
+        (4, 2, 6, ["gpu:0,1", "gpu:2,3"]),
+        (3, 2, 5, ["gpu:0,1"]),
+        (2, 1, 0, ["cpu", "cpu"]),
+    ],
+)
+def test_lent_engines_are_on_the_trainers_devices(ranks: int, parallel: int, gpus: int, devices: list[str]) -> None:
+    overrides = ["trainer.lend_devices=true", "rollout.engine=vllm", f"rollout.tensor_parallel={parallel}"]
+    found = plan(load_config("calculator", [*overrides, f"trainer.ranks={ranks}"]), RUN, gpus=gpus)
+    own, *lent = found.engines
+    assert own.name == "engine-0" and [spec.name for spec in lent] == [f"lent-{i}" for i in range(len(devices))]
+    assert [spec.device for spec in lent] == devices
+    assert [wish.name for wish in found.ports] == ["engine-0", *(spec.name for spec in lent), "rendezvous"]
+    seeds = {spec.argv[spec.argv.index("--seed") + 1] for spec in found.engines}
+    assert len(seeds) == len(found.engines)
+    assert ["--enable-sleep-mode" in spec.argv for spec in found.engines] == [False, *([bool(gpus)] * len(lent))]

@@ -29,15 +29,15 @@ def test_cores_are_divided_among_those_that_compute_at_once(
 ) -> None:
     config = load_config("calculator", [f"trainer.ranks={ranks}"], mode=mode)
     assert config.launcher.threads is None
-    assert with_threads(config, LARGE, available, engines=engines).launcher.threads == threads
-    assert with_threads(config, None, available, engines=engines).launcher.threads == threads
+    assert with_threads(config, LARGE, available, engine_ranks=engines).launcher.threads == threads
+    assert with_threads(config, None, available, engine_ranks=engines).launcher.threads == threads
 
 
 def test_small_models_and_what_is_set_are_left_alone() -> None:
     small = ModelSize(parameters=SMALL - 1, kv_per_token=1)
-    assert with_threads(load_config("calculator"), small, 64, engines=1).launcher.threads == 1
+    assert with_threads(load_config("calculator"), small, 64, engine_ranks=1).launcher.threads == 1
     config = load_config("calculator", ["launcher.threads=3"])
-    assert with_threads(config, LARGE, 64, engines=1) is config
+    assert with_threads(config, LARGE, 64, engine_ranks=1) is config
 
 
 def test_a_dry_run_shows_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,22 @@ def test_every_gpu_is_a_bundle_and_those_who_share_it_divide_it() -> None:
     assert bundle.resources["GPU"] == 1 and {resources.gpus for resources in bundle.processes} == {0.25}
 
 
+SEVERAL = ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
+
+
+def test_an_engine_of_several_ranks_is_one_bundle_with_all_their_gpus() -> None:
+    (engine,) = groups(planned(*SEVERAL, gpus=3), 4, shared=True)[2].bundles[:1]
+    assert [resources.name for resources in engine.processes] == ["engine-0"]
+    assert (engine.resources["GPU"], engine.resources["CPU"], engine.processes[0].gpus) == (2, 2, 2)
+    (on_cpus,) = groups(planned(*SEVERAL), 4, shared=True)[2].bundles[:1]
+    assert on_cpus.resources["CPU"] == 2 * 4 and "GPU" not in on_cpus.resources
+
+
+def test_ray_cannot_share_the_gpus_of_an_engine_that_has_several() -> None:
+    with pytest.raises(UserError, match=r"engine-0 .*rollout\.tensor_parallel"):
+        groups(planned(*SEVERAL, "trainer.ranks=2", mode="colocated", gpus=2), 1, shared=True)
+
+
 def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -> None:
     found = groups(planned(*TWO, mode="colocated", gpus=2), 1, shared=True)
     (group,) = [group for group in found if group.name == "trainers"]

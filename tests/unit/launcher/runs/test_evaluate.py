@@ -7,7 +7,8 @@ from rich.console import Console
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
-from rl_async.launcher.runs.evaluate import print_report, without_training, write_jsonl
+from rl_async.launcher.evaluation.lines import write_lines
+from rl_async.launcher.runs.evaluate import print_report, without_training
 from rl_async.messages import Reserved, Task, TrajectoryHeader, Turn
 from tests.conftest import make_rows
 
@@ -26,7 +27,7 @@ def header(group_id: int, reward: float, role: str = "", segment: int = 0) -> Tr
         reward=reward,
         finish_reason="stop",
         versions=[],
-        tokens_sha256="",
+        tokens_hash="",
     )
 
 
@@ -82,7 +83,7 @@ def test_an_episode_is_written_with_its_last_answer_and_each_role_by_itself(tmp_
             (2, "b", False, "stop", [Turn(role="assistant", text="other")]),
         ]
     ]
-    write_jsonl(tmp_path / "out.jsonl", rows)
+    write_lines(tmp_path / "out.jsonl", rows)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [
         (line["role"], line["answer"], line["finish_reason"], line["reward"], line["scored"]) for line in lines

@@ -1,5 +1,7 @@
 """What a run checks between its preparation and its processes."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
 from rl_async.launcher.runs.launch import check_chat
+
+VLLM = ["rollout.engine=vllm"]  # whose start takes minutes
 
 
 @pytest.mark.parametrize(
@@ -17,8 +21,19 @@ def test_a_chat_format_that_does_not_go_with_the_model_is_found_before_engines_s
     model_folder: Path, tmp_path: Path, overrides: list[str]
 ) -> None:
     with pytest.raises(ConfigError):
-        check_chat(load_config("calculator", [f"model.path={model_folder}", *overrides]))
-    check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", *overrides]))
+        check_chat(load_config("calculator", [f"model.path={model_folder}", *VLLM, *overrides]))
+    check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", *VLLM, *overrides]))
+
+
+def test_the_launcher_of_embedded_engines_leaves_that_to_the_workers(tmp_path: Path) -> None:
+    """Its command imports neither torch nor Transformers, which would take a second before anything is started."""
+    program = (
+        "import sys; from pathlib import Path; from rl_async.configs.load.loader import load_config;"
+        "from rl_async.launcher.runs.launch import check_chat; import rl_async.launcher.runs.page_beside;"
+        f"check_chat(load_config('calculator', ['model.path={tmp_path}']));"
+        "found = {'torch', 'transformers', 'pyarrow', 'pandas'} & sys.modules.keys(); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_record_that_is_not_whole_is_found_where_the_model_is_not(tmp_path: Path) -> None:

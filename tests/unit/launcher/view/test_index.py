@@ -14,7 +14,9 @@ from rl_async.errors import RequestRefused
 from rl_async.launcher.view import index as module
 from rl_async.launcher.view import recorded
 from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
-from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group, words
+from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group
+from rl_async.launcher.view.words import words
+from rl_async.messages import Activity, Turn
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
 from tests.support.recordings import conversation, explained, make_run, write_evaluation, write_step
@@ -140,6 +142,17 @@ def test_what_was_trained_again_replaces_what_it_voids(run: Path, index: Traject
         assert row_of_key(connection, "train-1-4-0-0")["lineage"] == 1
 
 
+def test_what_is_trained_again_voids_no_evaluation(run: Path, index: TrajectoryIndex) -> None:
+    write_step(run, 1, make_rows(1, seed=7), lineage=1)
+    write_evaluation(run, 1, [[1.0], [0.0]], ["math", "math"])
+    write_evaluation(run, 2, [[1.0]], ["math"])
+    index.update(threading.Event())
+    assert count(index, partition="eval") == 3 and count(index, partition="train") == 32
+    with index.connect() as connection:
+        assert {"value": "eval", "rows": 3} in choices(connection)["partition"]
+        assert len(rows_of_group(connection, "eval", 1, 1001)) == 1
+
+
 def test_new_and_replaced_files_are_read_and_others_are_not(
     run: Path, index: TrajectoryIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,14 +254,67 @@ def test_a_run_that_may_not_be_written_has_a_temporary_index(run: Path, monkeypa
 
 
 def test_the_values_of_filters_are_counted(index: TrajectoryIndex) -> None:
+    no_such_page = {"value": "no_such_page", "calls": 1}
     with index.connect() as connection:
         given = choices(connection)
     assert given["tool"] == [
-        {"value": "browser", "rows": 1, "calls": 1, "failed": 1},
-        {"value": "shell", "rows": 47, "calls": 47, "failed": 0},
+        {"value": "browser", "calls": 1, "failed": 1, "seconds": 0.5, "slowest": 0.5, "errors": [no_such_page]},
+        {"value": "shell", "calls": 47, "failed": 0, "seconds": 23.5, "slowest": 0.5, "errors": []},
     ]
     assert given["rule"] == [{"value": "token_k3", "rows": 16, "tokens": 32}]
     assert given["steps"] == [0, 2]
+
+
+def test_engines_have_the_time_and_the_tokens_of_their_turns(run: Path) -> None:
+    rows = make_rows(3, groups=1, samples=3)
+    for row in rows:  # of which the first 4 tokens are the prompt's
+        end = len(row.token_ids)
+        row.turns = [
+            Turn(role="assistant", text="a", start=0, end=6),
+            Turn(role="assistant", text="b", start=6, end=end),
+        ]
+        row.activities = [Activity("generate", "engine-0", 1.0, 2.0), Activity("generate", "engine-1.1", 1.0, 0.5)]
+    rows[2].turns.pop(0)  # it is in another row
+    write_step(run, 3, rows)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    with index.connect() as connection:
+        slow, fast = choices(connection)["engine"]
+    assert (slow["value"], slow["rows"], slow["turns"], slow["seconds"], slow["slowest"]) == (
+        "engine-0",
+        3,
+        3,
+        6.0,
+        2.0,
+    )
+    assert (slow["tokens"], slow["speed"]) == (4, 1.0)
+    tokens = sum(len(row.token_ids) - 6 for row in rows[:2])
+    assert (fast["value"], fast["tokens"], fast["speed"]) == ("engine-1.1", tokens, tokens / 1.0)
+    assert count(index, engine="engine-0") == 3 and count(index, engine="engine-1") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("天気", 1),
+        ("気が", 1),
+        ("今日", 1),
+        ("天が", 0),
+        ("気天", 0),
+        ('"は天"', 1),
+        ("weather 天", 1),
+        ("カ", 1),
+        ("カタ", 0),
+        ("café", 1),
+    ],
+)
+def test_signs_of_scripts_without_spaces_are_words(run: Path, text: str, rows: int) -> None:
+    (row,) = make_rows(3, groups=1, samples=1)
+    row.turns = conversation("weather?", "今日は天気がいい。カ Café")
+    write_step(run, 3, [row])
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert count(index, text=text, step=3) == rows
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What pages show is computed: metrics as columns, a token's story, evaluations with intervals."""
 
 import json
-import math
 import os
 import threading
 from pathlib import Path
@@ -10,9 +9,12 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rl_async.errors import RequestRefused
+from rl_async.launcher.evaluation.compare import compare as by_files
+from rl_async.launcher.evaluation.recorded import read_evaluation
 from rl_async.launcher.evaluation.statistics import wilson
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
-from rl_async.launcher.view.evaluation import answered, compare, table
+from rl_async.launcher.view.evaluation import answered, compared, recorded, table
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import RecordedRow, lines
 from rl_async.launcher.view.trajectory import story, token_texts, tokenizer_of
@@ -78,7 +80,7 @@ def test_a_line_that_is_no_record_hides_none_behind_it(tmp_path: Path) -> None:
     assert columns.since(["a"], -1, 0)["columns"] == {"a": [1.0, 3.0]} and "line 5" in columns.problem
 
 
-def recorded(file: Path) -> RecordedRow:
+def first_row(file: Path) -> RecordedRow:
     _, line = next(lines(file))
     return msgspec.json.decode(line, type=RecordedRow)
 
@@ -89,7 +91,7 @@ def test_the_story_of_each_token(tmp_path: Path) -> None:
     row.versions = [VersionRun(Version(0, 3), 0, 2), VersionRun(Version(1, 5), 2, sampled)]
     row.constrained = [(1, 3)]
     row.turns = conversation("a", "b")
-    read = recorded(write_step(tmp_path, 5, [row], masked=1))
+    read = first_row(write_step(tmp_path, 5, [row], masked=1))
     told = story(read, 5, None)
     tokens = told["tokens"]
     first = 4  # of the sampled tokens
@@ -108,7 +110,7 @@ def test_the_story_of_each_token(tmp_path: Path) -> None:
 
 def test_a_row_of_an_older_run_has_weights_alone(tmp_path: Path) -> None:
     (row,) = make_rows(0, groups=1, samples=1)
-    read = recorded(write_step(tmp_path, 0, [row]))
+    read = first_row(write_step(tmp_path, 0, [row]))
     assert read.correction is not None
     read.correction = msgspec.structs.replace(read.correction, logprobs=[], advantages=[])
     tokens = story(read, 0, None)["tokens"]
@@ -164,16 +166,23 @@ def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
     index.update(threading.Event())
     with index.connect() as connection:
         lines_of = table(answered(connection), 1.0)
-        compared = compare(connection, 0, 4)
+        found = compared(recorded(connection, "run", 0), recorded(connection, "run", 4))
     code, math_line = lines_of[2:] if lines_of[0]["step"] == 4 else lines_of[:2]
     assert (code["source"], code["step"], code["average"][0], code["passed"][2][0]) == ("code", 0, 0.0, 0.0)
     assert (math_line["tasks"], math_line["episodes"], math_line["k"]) == (2, 4, 2)
     assert math_line["average"][0] == 0.75 and math_line["passed"][1][0] == 0.75
     assert math_line["passed"][2] == pytest.approx([1.0, *wilson(1.0, 2)])
-    assert [row["before"]["task"] for row in compared["rows"]] == ["test:1", "test:0", "test:2"]
-    assert (compared["tasks"], compared["better"], compared["worse"]) == (3, 2, 1)
-    assert compared["mean"][0] == pytest.approx(0.0) and math.isfinite(compared["mean"][1])
-    assert compared["rows"][0]["after"]["answer"] == "answer 0 of 4"
+    assert [task["task"] for task in found["tasks"]] == ["test:1", "test:2", "test:0"]
+    everything = found["sources"][-1]
+    assert (found["count"], everything.tasks, everything.better, everything.worse) == (3, 3, 2, 1)
+    assert everything.change.value == pytest.approx(0.0) and everything.p == 1.0
+    worst = found["tasks"][0]
+    assert (worst["replied_after"], worst["keys"]) == ("answer 0 of 4", ["eval-0-1001-0-0", "eval-4-1001-0-0"])
+    terminal = by_files(read_evaluation(f"{run}@0"), read_evaluation(f"{run}@4"))
+    assert found["sources"] == terminal.sources, "the page says what `rl-async compare` says"
+    assert [(task["task"], task["before"], task["after"]) for task in found["tasks"]] == [
+        (task.task, task.before, task.after) for task in terminal.tasks
+    ]
 
 
 def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> None:
@@ -200,12 +209,19 @@ def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> 
     index.update(threading.Event())
     with index.connect() as connection:
         lines_of = {line["source"]: line["average"][0] for line in table(answered(connection), 1.0) if not line["step"]}
-        compared = compare(connection, 0, 1)
+        found = compared(recorded(connection, "run", 0), recorded(connection, "run", 1))
     assert lines_of == {"chess as black": 0.25, "chess as white": 1.5, "draughts": 1.25, "go": 0.0}
-    shown = [
-        (r["before"]["source"], r["before"]["role"], r["before"]["reward"], r["after"]["reward"])
-        for r in compared["rows"]
-    ]
-    assert shown == [("chess", "white", 1.5, 0.5), ("go", "", 0.0, 0.0), ("chess", "black", 0.25, 1.25)]
-    assert (compared["tasks"], compared["left_out"]) == (3, 1)
-    assert compared["rows"][0]["before"]["answer"] == "white 1" and compared["rows"][0]["before"]["segment"] == 0
+    shown = [(task["source"], task["before"], task["after"]) for task in found["tasks"]]
+    assert shown == [("chess as white", 1.5, 0.5), ("go", 0.0, 0.0), ("chess as black", 0.25, 1.25)]
+    assert (found["count"], found["left_out"], found["unscored"]) == (3, 1, (1, 1))
+    assert found["tasks"][0]["replied_before"] == "white 1" and found["tasks"][0]["keys"][0].endswith("-0")
+
+
+def test_evaluations_with_nothing_in_common_are_not_compared(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    write_evaluation(run, 0, [[1.0]], ["math"])
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    with index.connect() as connection, pytest.raises(RequestRefused) as refused:
+        compared(recorded(connection, "run", 0), recorded(connection, "run", 7))
+    assert refused.value.status == 409

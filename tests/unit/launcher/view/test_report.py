@@ -13,7 +13,8 @@ import pytest
 from rl_async.errors import UserError
 from rl_async.launcher.view import report as module
 from rl_async.launcher.view.report import write_report
-from tests.support.recordings import HOSTILE, make_run, write_evaluation
+from tests.conftest import make_rows
+from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
 
 
 class Parsed(HTMLParser):
@@ -79,8 +80,16 @@ def test_it_has_whole_groups_of_each_step_and_the_compared_answers(run: Path, tm
     trained = [(row["step"], row["sample"]) for row in data["rows"] if row["partition"] == "train"]
     assert sorted(trained) == [(step, sample) for step in range(3) for sample in range(4)]
     assert {row["step"] for row in data["rows"] if row["partition"] == "eval"} == {0, 3}
-    assert data["compare 0 3"]["worse"] == 1 and data["metrics"]["steps"] == [0, 1, 2]
+    assert data["compare 0 3"]["sources"][0]["worse"] == 1 and data["metrics"]["steps"] == [0, 1, 2]
     assert data["trajectories"].keys() == {"-".join(str(row[n]) for n in module.search.KEY) for row in data["rows"]}
+
+
+def test_a_resumed_run_has_its_evaluations(run: Path, tmp_path: Path) -> None:
+    write_step(run, 0, make_rows(0, seed=7), lineage=1)
+    _, data = written(run, tmp_path / "out.html")
+    assert sorted((row["step"], row["grp"]) for row in data["rows"] if row["partition"] == "eval") == [
+        *((0, 1000), (0, 1001), (3, 1000), (3, 1001))
+    ]
 
 
 def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +103,17 @@ def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = written(run, tmp_path / "c.html")[1]["rows"]
     shown = [(row["partition"], row["step"]) for row in rows]
     assert shown == [("eval", 3)] * 2 + [("train", 2)] * 4 + [("eval", 0)] * 2, "whole groups, the compared ones kept"
+
+
+def test_metrics_are_thinned_and_what_is_left_out_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = written(run, tmp_path / "a.html")[1]
+    assert whole["recorded"] == {"trajectories": 52, "steps": 3}
+    monkeypatch.setattr(module, "MOST_NUMBERS", 2 * len(whole["metrics"]["columns"]))
+    thinned = written(run, tmp_path / "b.html")[1]["metrics"]
+    assert thinned["steps"] == [0, 2]
+    assert all(column == [*whole["metrics"]["columns"][name][::2]] for name, column in thinned["columns"].items())
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

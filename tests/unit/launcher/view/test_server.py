@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pytest
 
 from rl_async.errors import UserError
+from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
 from rl_async.launcher.view.runs import ViewedRuns
 from rl_async.launcher.view.server import ViewServer
+from rl_async.process.heartbeat import beat
 from rl_async.process.http_server import server_of
 from tests.conftest import make_rows
 from tests.fuzz.http_served import Served
@@ -157,7 +160,17 @@ def test_metrics_evaluations_and_comparisons(page: Page) -> None:
     indexed(page, "a")
     evaluations = page.get("runs/a/evaluations")
     assert [line["average"][0] for line in evaluations["table"]] == [0.5] and len(evaluations["records"]) == 1
-    assert page.get("runs/a/compare?before=2&after=2")["tasks"] == 2
+    assert page.get("runs/a/compare?before=2&after=2")["count"] == 2
+
+
+def test_the_timeline_is_given_whole_or_in_part(page: Page, runs: Path) -> None:
+    for step in range(3):
+        beat(runs / "a", 0, step, "training")
+    whole = page.get("runs/a/timeline")
+    (lane,) = whole["lanes"]
+    assert (lane["process"], lane["rows"][0][0][3]) == ("trainer-0", "training")
+    assert [step for step, _, _ in whole["steps"]] == [0, 1, 2]
+    assert page.get("runs/a/timeline?from=5&to=9")["lanes"] == page.get("runs/b/timeline")["lanes"] == []
 
 
 def test_a_trajectory_and_its_group(page: Page) -> None:
@@ -182,6 +195,8 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
         ("metrics?after=x", 400),
         ("evaluations?solved=x", 400),
         ("compare?before=0", 400),
+        ("timeline?from=x", 400),
+        ("timeline?from=2&to=1", 400),
         ("compare?before=99999999999999999999&after=0", 400),
         ("trajectories?offset=inf", 400),
         ("trajectories?offset=1e30", 400),
@@ -235,3 +250,17 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = ViewedRuns([tmp_path / "x", tmp_path / "y" / "run"])
     assert sorted(run.name for run in runs.all()) == ["run", "run~2"]
     assert runs.named("run~2").folder == tmp_path / "y" / "run"
+
+
+def test_an_evaluation_has_no_steps_and_is_finished_once_it_is_recorded(page: Page, runs: Path) -> None:
+    folder = make_run(runs / "eval-a", steps=0)
+    record = ProcessRecord(name="engine-0", role="engine", pid=1, started=0, state="ended")
+    (folder / "processes.json").write_bytes(msgspec.json.encode([record]))
+
+    def state() -> tuple[int, bool]:
+        (listed,) = (run for run in page.get("runs") if run["name"] == "eval-a")
+        return listed["steps"], listed["finished"]
+
+    assert state() == (0, False)
+    write_evaluation(folder, 0, [[1.0]], ["sums"])
+    assert state() == (0, True)

@@ -80,7 +80,7 @@ def test_a_step_is_read_from_all_ranks_of_its_newest_lineage(tmp_path: Path) -> 
     step, rows = read_step(tmp_path, None)
     assert step == 2 and [r.sample for r in rows] == [0, 1]
     assert [r.sample for r in read_step(tmp_path, 1)[1]] == [5]
-    with pytest.raises(UserError, match="no trajectories of step 7"):
+    with pytest.raises(UserError, match="steps 1 to 3, counted from 0"):
         read_step(tmp_path, 7)
 
 
@@ -126,6 +126,19 @@ def test_a_groups_reward_is_the_mean_over_its_episodes(run: Path) -> None:
     show(run, 4, None, None, Console(file=out, width=120))
     (line,) = [line for line in out.getvalue().splitlines() if line.startswith("│")]
     assert [cell.strip() for cell in line.split("│")[1:5]] == ["4", "2", "4", "0.5"]
+
+
+def test_what_was_not_scored_is_in_no_mean(run: Path) -> None:
+    rows = [row(0, reward=1.0), row(1, reward=0.0), row(2, reward=0.0, segment=1)]
+    rows[1].scored = False
+    write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", *rows)
+    rows[0].scored = rows[2].scored = False
+    write(run / "trajectories", "step-000005-lineage0-rank0.jsonl.gz", *rows)
+    for step, reward in ((4, "0.5"), (5, "not scored")):
+        out = StringIO()
+        show(run, step, None, None, Console(file=out, width=120))
+        (line,) = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+        assert [cell.strip() for cell in line.split("│")[1:5]] == ["4", "3", "3", reward]
 
 
 def test_roles_are_told_apart_and_an_episodes_reward_is_the_mean_of_theirs(run: Path) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import gzip
 import io
 import json
+import os
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import QueueLost
-from rl_async.launcher.folder.tail import LineTail
+from rl_async.launcher.folder.tail import LineTail, last_line
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view import View, render_conversation
 from rl_async.launcher.watch.view_model import (
@@ -20,7 +22,7 @@ from rl_async.launcher.watch.view_model import (
     RecordedConversation,
     arguments_text,
     bar,
-    newest_conversation,
+    conversation_of,
     sparkline,
     step_line,
     summary_lines,
@@ -49,7 +51,19 @@ STATUS = StatusReport(
 
 def record(step: int, reward: float = 0.5, **more: float) -> dict[str, float]:
     times = {"time/step_s": 2.0, "time/wait_batch_s": 1.0, "time/train_s": 0.8, "time/sync_s": 0.2}
-    return {"step": step, "reward/mean": reward, "staleness/mean": 0.5, "staleness/max": 1, **times, **more}
+    return {
+        "step": step,
+        "lineage": 0,
+        "reward/mean": reward,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        **times,
+        **more,
+    }
+
+
+def line(step: int, reward: float = 0.5, **more: float) -> bytes:
+    return json.dumps(record(step, reward, **more)).encode()
 
 
 def append(folder: Path, *records: dict[str, float]) -> None:
@@ -89,11 +103,33 @@ def test_only_complete_lines_are_read(tmp_path: Path) -> None:
     assert tail.read() == [b"two"]
 
 
+def test_a_long_run_is_remembered_in_a_few_bytes_per_step_and_each_step_costs_the_same() -> None:
+    history = History()
+    tracemalloc.start()
+    for step in range(20_000):
+        history.add(line(step, 0.5, **{"eval/reward": 0.25}, **{f"other/{i}": 0.1 for i in range(20)}))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 20_000 * 50
+    assert len(history) == len(history.rewards) == len(history.held_out) == 20_000
+    assert history.last is not None and history.last["other/3"] == 0.1
+
+
+def test_the_last_whole_line_is_found_from_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    assert last_line(file) == b""
+    for text, found in ((b"", b""), (b"torn", b""), (b"one\n", b"one"), (b"one\ntwo\nthr", b"two")):
+        file.write_bytes(text)
+        assert last_line(file) == found
+    file.write_bytes(b"x" * 100 + b"\n" + b"y" * (1 << 20) + b"\n" + b"last\n")
+    assert last_line(file) == b"last"
+
+
 def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
     history = History()
     for step, reward in [(0, 0.1), (1, 0.2), (2, 0.9), (1, 0.3)]:
-        history.add(record(step, reward))
-    assert history.values("reward/mean") == [0.1, 0.3]
+        history.add(line(step, reward))
+    assert history.rewards == [0.1, 0.3]
     assert history.last is not None and history.last["step"] == 1
 
 
@@ -110,18 +146,22 @@ def test_bars_have_the_width_asked_for() -> None:
     assert bar([0, 0, 0], 8) == ""
 
 
-def test_the_newest_conversation_is_found(tmp_path: Path) -> None:
-    assert newest_conversation(tmp_path / "trajectories") is None
-    write_conversation(tmp_path, 3, "old")
+def test_the_conversation_of_a_step_is_read_once_it_is_recorded_and_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert conversation_of(tmp_path, record(12), ranks=2) is None
     write_conversation(tmp_path, 12, "new")
-    found = newest_conversation(tmp_path / "trajectories")
-    assert found is not None and found[0] == "13" and found[1].turns[-1].text == "new"
+    write_conversation(tmp_path, 13, "another step's")
+    monkeypatch.setattr(os, "scandir", lambda _: pytest.fail("a folder with a file for every step is not listed"))
+    found = conversation_of(tmp_path, record(12), ranks=2)
+    assert found is not None and found.turns[-1].text == "new"
+    assert conversation_of(tmp_path, record(12, lineage=1), ranks=2) is None
 
 
 def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) -> None:
     history = History()
     for step in range(10):
-        history.add(record(step, 0.2 if step < 5 else 0.9))
+        history.add(line(step, 0.2 if step < 5 else 0.9))
     (tmp_path / "evaluations.jsonl").write_text(
         '{"lineage":0,"eval/step":4.0,"eval/reward":0.4}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
     )
@@ -139,7 +179,7 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
 def test_short_runs_are_not_compared_with_themselves(tmp_path: Path) -> None:
     history = History()
     for step, reward in enumerate((0.2, 0.5, 0.8)):
-        history.add(record(step, reward))
+        history.add(line(step, reward))
     assert "0.200 (mean of the first step) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
 
 
@@ -207,9 +247,9 @@ async def test_an_absence_of_all_agent_programs_is_shown(tmp_path: Path, termina
 def test_the_summary_says_that_nobody_played_the_held_out_tasks(tmp_path: Path) -> None:
     config = load_config("calculator", ["trainer.steps=2", "agent.gateway={}"])
     history = History()
-    history.add(record(0, version=1))
+    history.add(line(0, version=1))
     assert unplayed_lines(config, history, tmp_path) == [], "the run did not get that far"
-    history.add(record(1, version=2))
+    history.add(line(1, version=2))
     assert "held-out" in unplayed_lines(config, history, tmp_path)[0]
     (tmp_path / "evaluations.jsonl").write_text('{"lineage":0,"eval/step":2.0,"eval/reward":0.4}\n')
     assert unplayed_lines(config, history, tmp_path) == []

@@ -162,5 +162,5 @@ def test_memory_follows_what_is_used(model: Qwen3ForCausalLM) -> None:
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(model: Qwen3ForCausalLM) -> None:
-    with pytest.raises(UserError, match=rf"cpu_cache_bytes.*max_model_len=64.*{64 * TOKEN_BYTES}"):
+    with pytest.raises(UserError, match=rf"rollout\.cache_bytes.*max_model_len=64.*{64 * TOKEN_BYTES}"):
         EngineCore(model, max_batch=4, max_length=64, cache_bytes=64 * TOKEN_BYTES - 1)

@@ -1,11 +1,14 @@
 """The client of vLLM's dialect, against servers that send what vLLM may send."""
 
 import asyncio
+import base64
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -13,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.answers import join
-from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
 
 REQUEST = GenerateRequest(
@@ -57,6 +60,46 @@ async def test_tokens_logprobs_and_versions_are_taken_over() -> None:
         got = await client.generate(REQUEST)
     assert (got.token_ids, got.logprobs, got.finish_reason) == ([5, 9], [-1.0, -2.0], "stop")
     assert got.versions == [VersionRun(Version(0, 1), 0, 1), VersionRun(Version(0, 2), 1, 2)]
+
+
+def npy(array: np.ndarray) -> str:
+    """As vLLM writes experts."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def test_experts_are_those_of_prompt_and_answer_from_the_first_that_is_wanted() -> None:
+    experts = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+    request = msgspec.structs.replace(REQUEST, token_ids=[1, 2, 3], routed_from=2)
+    bodies = []
+
+    def answer(path: str, body: Any) -> tuple[int, bytes]:
+        bodies.append(body)
+        return 200, stream({"choices": [ANSWER | {"routed_experts": npy(experts)}]})
+
+    async with answering(answer) as client:
+        got = await client.generate(request)
+    assert bodies[0]["sampling_params"]["routed_experts_prompt_start"] == 2
+    assert got.routes is not None and got.routes.start == 2 and np.array_equal(got.routes.experts, experts)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        npy(np.zeros((3, 3, 4), np.uint8)),  # of a token that was not fed
+        npy(np.zeros((2, 3), np.uint8)),
+        npy(np.zeros((2, 3, 4), np.float32)),
+        npy(np.zeros((2, 3, 4), np.uint8))[:40],
+        "no base64",
+    ],
+)
+async def test_experts_that_cannot_be_replayed_are_refused(experts: str) -> None:
+    request = msgspec.structs.replace(REQUEST, token_ids=[1])
+    chunk = {"choices": [ANSWER | {"routed_experts": experts}]}
+    async with answering(lambda path, body: (200, stream(chunk))) as client:
+        with pytest.raises(EngineRejected, match="experts"):
+            await client.generate(request)
 
 
 def part(tokens: list[int], spans: list[Any] | None, reason: str | None = None) -> Any:
@@ -148,9 +191,15 @@ vllm:num_requests_waiting{engine="0"} 1.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0
 vllm:kv_cache_usage_perc{engine="0"} 0.5
 vllm:num_preemptions_total{engine="0"} 7.0
+vllm:prompt_tokens_total{engine="0"} 90.0
+vllm:generation_tokens_total{engine="0"} 40.0
+vllm:generation_tokens_total{engine="1"} 2.0
+vllm:prefix_cache_queries_total{engine="0"} 80.0
+vllm:prefix_cache_hits_total{engine="0"} 60.0
 """
     async with answering(lambda path, body: (200, text.encode())) as client:
-        assert await client.load() == EngineLoad(requests=6, cache_usage=0.5, preemptions=7)
+        tokens = EngineTokens(prompt=90, sampled=42, looked_up=80, found=60)
+        assert await client.load() == EngineLoad(running=5, waiting=1, cache_usage=0.5, preemptions=7, tokens=tokens)
 
 
 async def test_nothing_is_left_to_the_servers_defaults() -> None:
@@ -170,6 +219,7 @@ async def test_nothing_is_left_to_the_servers_defaults() -> None:
         "ignore_eos": True,
         "stream_interval": STREAM_INTERVAL,
         "structured_outputs": None,
+        "routed_experts_prompt_start": 0,
     }
     assert sent == [plain, plain | {"structured_outputs": {"json": '{"type": "object"}'}}]
 

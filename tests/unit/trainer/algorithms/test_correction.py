@@ -194,7 +194,8 @@ def test_padding_row_order_splits_and_garbage_change_nothing(seed: int) -> None:
     padded = correct(*tensors(drawn, padding=5), EVERYTHING)
     order = torch.randperm(len(drawn), generator=torch.Generator().manual_seed(seed))
     permuted = correct(target[order], behaviour[order], mask[order], age[order], EVERYTHING)
-    single = [correct(*(x[i : i + 1] for x in (target, behaviour, mask, age)), EVERYTHING) for i in range(len(drawn))]
+    one_row = [slice(i, i + 1) for i in range(len(drawn))]
+    single = [correct(target[i], behaviour[i], mask[i], age[i], EVERYTHING) for i in one_row]
     spoilt = target.clone()
     spoilt[~mask] = math.nan
     garbage = correct(spoilt, behaviour, mask, age + 1000 * ~mask, EVERYTHING)

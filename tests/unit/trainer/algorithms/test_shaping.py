@@ -20,7 +20,7 @@ def header(reward: float = 0.0, sampled: int = 5, scored: bool = True, finish: s
         attempt=0,
         partition="train",
         episode_id="",
-        tokens_sha256="",
+        tokens_hash="",
         segment=0,
         tokens=sampled + 3,
         sampled=sampled,

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RowsChanged, RowsLost
-from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader
+from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader, codec
 from rl_async.trainer.batches.batch import agreed, take_batch
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import pure_data_parallel
 from rl_async.trainer.batches.sources import QueueSource
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.step.recorder import Recorder
-from rl_async.transfer_queue.client.announced import check_announced
+from rl_async.transfer_queue.client.announced import announced_rows
+from rl_async.transfer_queue.client.conversations import parcel
 from tests.conftest import make_rows
 
 CONFIG = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="none"))
@@ -31,13 +32,15 @@ class Queue:
         self._answers = list(answers)
 
     def reserve(self, step: int, wait_s: float) -> Reserved | NotReady:
-        return Reserved(step=step, headers=[row.header() for row in make_rows(step, groups=1, samples=2)])
+        return Reserved(
+            step=step, headers=[parcel([row], None).headers[0] for row in make_rows(step, groups=1, samples=2)]
+        )
 
     def fetch_announced(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, RowsLost):
             raise answer
-        check_announced(headers, answer)
+        announced_rows(headers, list(map(codec.encode, answer)))
         return answer
 
     def commit(self, step: int) -> Done:
@@ -79,7 +82,7 @@ def test_changed_rows_are_recorded_by_any_rank_and_never_trained(alone: None, tm
         take(Queue([rows[0], changed]), tmp_path)
     (line,) = [json.loads(line) for line in (tmp_path / "refused.jsonl").read_text().splitlines()]
     key = dict(zip(("group", "sample", "segment"), rows[1].key, strict=True))
-    assert line == {"lineage": 2, "step": 5, "rank": 0, "tokens_sha256": changed.tokens_sha256()} | key
+    assert line == {"lineage": 2, "step": 5, "rank": 0, "tokens_hash": changed.tokens_hash()} | key
 
 
 def test_ranks_go_on_only_if_no_row_of_any_changed(alone: None) -> None:

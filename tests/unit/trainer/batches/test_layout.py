@@ -22,7 +22,7 @@ def header(i: int, tokens: int) -> TrajectoryHeader:
         reward=0.0,
         finish_reason="stop",
         versions=[VersionRun(Version(0, 3), 0, tokens // 2)],
-        tokens_sha256="",
+        tokens_hash="",
     )
 
 

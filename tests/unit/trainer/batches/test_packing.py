@@ -19,6 +19,7 @@ def padded(lengths: list[int]) -> Tensors:
         batch.tokens[row, :length] = 100 * row + 1 + torch.arange(length)
     batch.lengths = torch.tensor(lengths)
     batch.temperature = torch.arange(1.0, len(lengths) + 1)[:, None, None]
+    batch.experts = batch.tokens.to(torch.int16)[..., None, None].expand(-1, -1, 2, 3)
     return batch
 
 
@@ -37,6 +38,7 @@ def test_what_is_computed_per_token_comes_back_where_the_token_is(lengths: list[
         (packed.tokens[0], batch.tokens[:, :-1]),
         (packed.targets, batch.tokens[:, 1:]),
         (packed.temperature, batch.temperature[:, 0].expand(there.shape)),
+        (packed.experts, batch.experts[:, :-1]),
         (packed.tokens[0, :, None] * torch.tensor([1, 2]), batch.tokens[:, :-1, None] * torch.tensor([1, 2])),
     ):
         back = packed.unpack(flat)

@@ -15,10 +15,10 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.checkpoints.export import MOMENT, SHARDS, export
+from rl_async.trainer.checkpoints.export import SHARDS, export
 from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint, newest_whole
 from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.checkpoints.shards import write_whole
+from rl_async.trainer.checkpoints.shards import MOMENT, write_whole
 from rl_async.trainer.step.models import Models, build_models
 from tests.contracts.trainer.workers.critic import CRITICS, state, train
 
@@ -73,10 +73,10 @@ def test_it_is_gone_on_from_and_exported(model_folder: Path, tmp_path: Path, kin
     again = build_models(config, "cpu")
     assert newest_whole(tmp_path / "checkpoints") == checkpoint
     assert load_checkpoint(checkpoint, again.trained()) == (CheckpointState(2, 1, 0.25), b"snapshot")
-    for found, wanted in ((state(again), state(models)), (moments(again), moments(models))):
+    weights, read = (state(one, tmp_path / name) for one, name in ((models, "written"), (again, "read")))
+    for found, wanted in ((read, weights), (moments(again), moments(models))):
         assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
 
-    weights = state(models)
     (tmp_path / ".policy.12345").mkdir()  # of an export that was killed
     assert export(tmp_path, tmp_path / "policy") == 2
     assert not list(tmp_path.glob(".policy.*"))
@@ -85,6 +85,6 @@ def test_it_is_gone_on_from_and_exported(model_folder: Path, tmp_path: Path, kin
     if kind == "own":
         export(tmp_path, tmp_path / "critic", part="critic")
         critic = dict(AutoModel.from_pretrained(tmp_path / "critic").named_parameters())
-        assert all(tensor.equal(weights[f"critic.lm.{name}"]) for name, tensor in critic.items())
+        assert all(tensor.equal(weights[f"critic.{name}"]) for name, tensor in critic.items())
         head = load_file(tmp_path / "critic" / "value_head.safetensors")
         assert head["weight"].equal(weights["critic.value_head.weight"]) and head["weight"].any()

@@ -59,9 +59,9 @@ def tiny() -> Qwen3ForSequenceClassification:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        num_labels=1,
         pad_token_id=None,
     )
+    shape.num_labels = 1
     return Qwen3ForSequenceClassification(shape).eval()
 
 

@@ -15,6 +15,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.model.families import FAMILIES, why_padded
+from rl_async.weight_sync.experts import single
 from tests.support.whole_weights import whole_weights
 
 VOCAB = 96
@@ -175,7 +176,8 @@ def test_a_step_trains_what_a_plain_model_would_learn(kind: str, tmp_path: Path)
         chosen = logits.log_softmax(-1).gather(1, x.tokens[row, 1:length, None])
         total = total - chosen.sum() / count
     total.backward()
-    gradients = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    found = ((name, parameter.grad) for name, parameter in plain.named_parameters())
+    gradients = dict(single((name, gradient) for name, gradient in found if gradient is not None))
     assert loss == pytest.approx(total.item(), abs=1e-5)
     assert norm == pytest.approx(torch.stack([g.norm() for g in gradients.values()]).norm().item(), rel=1e-4)
     after = whole_weights(backend)

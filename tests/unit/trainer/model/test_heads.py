@@ -15,7 +15,7 @@ from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.tensors import Tensors, collate
-from rl_async.trainer.model.heads import Head, load_headed
+from rl_async.trainer.model.heads import Head, build_headed
 from tests.conftest import make_rows
 from tests.support.pickled import pickled
 from tests.support.whole_weights import whole_weights
@@ -137,10 +137,10 @@ def test_the_head_of_a_shared_critic_is_no_part_of_the_model_that_others_read(
 @pytest.mark.parametrize(("head", "key"), [("value", "critic.path"), ("both", "model.path")])
 def test_a_model_that_cannot_be_loaded_names_its_key(tmp_path: Path, head: Head, key: str) -> None:
     with pytest.raises(UserError, match=key):
-        load_headed(str(tmp_path), head)
+        build_headed(str(tmp_path), head)
 
 
 @pytest.mark.parametrize(("head", "key"), [("value", "critic.path"), ("both", "model.path")])
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path, model_folder: Path, head: Head, key: str) -> None:
     with pytest.raises(UserError, match=key):
-        load_headed(str(pickled(model_folder, tmp_path / "model")), head)
+        build_headed(str(pickled(model_folder, tmp_path / "model")), head)

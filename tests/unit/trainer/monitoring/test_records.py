@@ -81,8 +81,8 @@ def test_what_is_recorded_as_trained_has_the_hash_that_the_worker_announced(tmp_
     sampled = make_rows(0)[:2]
     received = [codec.decoder(Trajectory)(codec.encode(row)) for row in sampled]
     append_trained(tmp_path / "trained.jsonl", 0, 0, received)
-    trained = [json.loads(line)["tokens_sha256"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
-    assert trained == [row.header().tokens_sha256 for row in sampled]
+    trained = [json.loads(line)["tokens_hash"] for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert trained == [row.header().tokens_hash for row in sampled]
     assert trained[0] != trained[1]
 
 
@@ -127,4 +127,4 @@ def test_rows_of_one_sample_are_recorded_and_replayed_one_by_one(tmp_path: Path)
     assert batch is not None
     assert [header.key for header in batch.headers] == [row.key for row in rows]
     found = source.fetch([batch.headers[1], batch.headers[0]])
-    assert [row.tokens_sha256() for row in found] == [rows[1].tokens_sha256(), first.tokens_sha256()]
+    assert [row.tokens_hash() for row in found] == [rows[1].tokens_hash(), first.tokens_hash()]

@@ -42,6 +42,7 @@ class Markov:
 
     device = "cpu"
     row_cost = RowCost()
+    replays_routers = False
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)

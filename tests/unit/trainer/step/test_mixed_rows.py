@@ -62,6 +62,7 @@ class Table:
 
     device = "cpu"
     row_cost = RowCost()
+    replays_routers = False
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(0)

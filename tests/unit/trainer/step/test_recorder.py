@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_async.messages import Trajectory
-from rl_async.recording import read_trajectories
+from rl_async.recording import read_trajectories, trained_file, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
@@ -59,6 +59,33 @@ def test_a_file_that_is_written_late_has_its_own_name(tmp_path: Path, monkeypatc
     may_write.set()
     recorder.flush()
     assert [file.name for file in (tmp_path / "trajectories").iterdir()] == ["step-000000-lineage0-rank0.jsonl.gz"]
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(file.name.removesuffix(".jsonl.gz") for file in (folder / "trajectories").iterdir())
+
+
+def test_trajectories_of_old_steps_are_deleted_and_what_the_audit_reads_is_not(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0, 0, is_recorder=True, keep=2)
+    for step in range(5):
+        made = batch(step)
+        recorder.trained(made, outcomes(made))
+        recorder.flush()
+        assert kept(tmp_path) == [f"step-{at:06d}-lineage0-rank0" for at in range(max(0, step - 1), step + 1)]
+    write_trajectories(tmp_path / "trajectories" / "eval-000001.jsonl.gz", [])
+    write_trajectories(trained_file(tmp_path, 1, 0, 7), [])  # of a rank that there is no more
+    resumed = Recorder(tmp_path, 1, 0, is_recorder=True, keep=2)
+    for step in (4, 5):
+        made = batch(step)
+        resumed.trained(made, outcomes(made))
+        resumed.flush()
+    assert kept(tmp_path) == [
+        "eval-000001",
+        "step-000004-lineage0-rank0",
+        "step-000004-lineage1-rank0",
+        "step-000005-lineage1-rank0",
+    ]
+    assert trained_steps(tmp_path) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 5, 5]
 
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Table:
 
     device = "cpu"
     row_cost = RowCost()
+    replays_routers = False
 
     def __init__(self) -> None:
         self.table = torch.full((VOCAB,), -4.0, dtype=torch.float64, requires_grad=True)

@@ -47,7 +47,8 @@ class Queue:
 
 async def handed_over(box: Outbox, *rows: Trajectory) -> list["asyncio.Future[Done | Refused]"]:
     answers = [box.put(parcel([row], {})) for row in rows]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the outbox looks at what waits
+    await asyncio.sleep(0)  # its messages are sent
     return answers
 
 
@@ -78,6 +79,24 @@ def test_a_message_has_a_largest_size_and_a_larger_sample_goes_alone(monkeypatch
         queue.open.set()
         await asyncio.gather(*tasks)
         assert queue.messages == [[0, 1], [2], [3, 4]]
+
+    asyncio.run(check())
+
+
+def test_full_messages_do_not_wait_for_one_another_and_a_growing_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_BYTES", 2000)
+    monkeypatch.setattr(outbox, "AT_ONCE", 3)
+
+    async def check() -> None:
+        queue = Queue()
+        box = Outbox(queue.send)
+        answers = await handed_over(box, *(row(sample, tokens=1000) for sample in (0, 2)), row(4))
+        assert queue.messages == [[0], [2]], "the last is not full"
+        answers += await handed_over(box, *(row(sample, tokens=1000) for sample in (6, 8)))
+        assert queue.messages == [[0], [2], [4]], "more would be too many at once"
+        queue.open.set()
+        assert all(isinstance(answer, Done) for answer in await asyncio.gather(*answers))
+        assert sorted(queue.messages) == [[0], [2], [4], [6], [8]]
 
     asyncio.run(check())
 

@@ -15,7 +15,7 @@ from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.reports.ledger import Ledger, tells_end
 from rl_async.transfer_queue.state.groups import Leases, Lost
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import (
@@ -61,7 +61,7 @@ def test_ledger_has_one_line_per_event_and_is_only_appended(make_rig, tmp_path):
         "resume",
         "finish",
     ]
-    assert lines[3] == {"event": "put", "group": 0, "sample": 1, "tokens_sha256": ["0-1-0"]}
+    assert lines[3] == {"event": "put", "stored": [[0, 1, ["0-1-0"]]]}
     assert lines[5]["group"] == 1 and "boom" in lines[5]["error"]
     assert lines[10] == {"event": "reserve", "step": 0, "groups": [0, 2]}
     assert (lines[12]["step"], lines[12]["lineage"], lines[12]["fresh"]) == (0, 1, False)
@@ -163,6 +163,51 @@ def test_what_a_power_cut_tore_is_written_again_if_the_journal_still_has_it(tmp_
         with closing(Ledger(path)) as ledger, pytest.raises(JournalError, match=rf"ledger\.jsonl:{torn + 1}"):
             ledger.follow("one", 2)
         assert path.read_bytes() == without(torn), "and nothing is cut off"
+
+
+def test_a_long_ledger_is_read_from_the_last_compaction_but_one(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = follow(path, "one", 0, [])
+    for transition in DROPS[:4]:
+        ledger.append(transition)
+        ledger.compacting()
+    ledger.append(DROPS[4])
+    ledger.flush()
+    ledger.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    events = [json.loads(line)["event"] for line in lines]
+    assert events == ["journal", *("drop", "compacted") * 4, "drop"]
+    path.write_bytes(b"".join([*lines[:2], b"x" * (len(lines[2]) - 1) + b"\n", *lines[3:]]))
+    follow(path, "one", 4, DROPS[4:]).close()  # what is written before it was on the disk, and is not read
+    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()[-2:]] == [4, 5]
+    path.write_bytes(b"".join([*lines[:7], b"\0" * (len(lines[7]) - 1) + b"\n", *lines[8:]]))
+    with closing(Ledger(path)) as ledger, pytest.raises(JournalError, match=r"ledger\.jsonl:8"):
+        ledger.follow("one", 4)  # the newest compaction may itself have been torn by a power cut
+    path.write_bytes(b"".join(lines))
+    with closing(Ledger(path)) as ledger:
+        assert not ledger.follow("two", 0)
+
+
+def test_the_end_of_a_run_is_found_whatever_is_written_around_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    said = 'quoted: "event":"finish" {"event":"finish"'
+    for events, ended in (
+        ([], False),
+        ([GroupDropped(group=1, reason=said)], False),
+        ([RunFinished()], True),
+        ([RunFinished(), GroupDropped(group=1, reason=said)], True),
+        (
+            [RunFinished(), RolledBack(step=1, lineage=1, readmitted=[], fresh=False, next_group=1, max_staleness=1)],
+            False,
+        ),
+    ):
+        path.unlink(missing_ok=True)
+        with closing(Ledger(path)) as ledger:
+            for event in events:
+                ledger.append(event)
+            ledger.flush()
+        assert tells_end(path) is ended
+    assert not tells_end(tmp_path / "none")
 
 
 def test_clients_that_know_of_lost_transitions_are_not_forgotten_over_torn_lines(tmp_path):
@@ -272,10 +317,14 @@ def test_memory_is_given_back_when_much_was_freed(monkeypatch):
     payloads.free([0])
     assert given == []
     payloads.free([1, 77])
+    assert given == [], "half of it is still held"
+    payloads.free([2])
     assert given == [0]
+    for group in range(4, 7):
+        payloads.put(group, 0, [b"12345", b"6"])
     payloads.free(None)
     assert given == [0, 1]
-    assert all(payloads.get(group, 0, 0) is None for group in range(4))
+    assert all(payloads.get(group, 0, 0) is None for group in range(7))
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [5, 3, 2], [10], [10, 10, 1], [11, 1, 30, 4, 4, 4]])

@@ -14,7 +14,7 @@ def admit(group, samples=2, partition="train"):
 
 
 def put(group, sample, *tokens):
-    return {"event": "put", "group": group, "sample": sample, "tokens_sha256": tokens or ["00"]}
+    return {"event": "put", "stored": [[group, sample, tokens or ["00"]]]}
 
 
 def puts(*groups):
@@ -31,7 +31,7 @@ def resume(step, lineage, **more):
 
 def trained(step, group, sample, lineage=0, tokens="00", segment=0):
     row = {"lineage": lineage, "step": step, "group": group, "sample": sample, "segment": segment}
-    return row | {"tokens_sha256": tokens}
+    return row | {"tokens_hash": tokens}
 
 
 FINISH = {"event": "finish"}
@@ -78,6 +78,15 @@ def test_what_an_unfinished_run_has_not_trained_is_in_flight(run, capsys):
     assert not audit(run(LEDGER, rows(0, 0, 1))).ok, "a finished run has lost them"
     assert not audit(run(LEDGER[:-1], rows(0, 0, 1) * 2)).ok, "twice is twice at any time"
     assert audit(run([*LEDGER, resume(1, 1)], rows(0, 0, 1))).in_flight == 2, "resumed, it is unfinished again"
+
+
+def test_hashes_of_an_older_version_are_compared_too(run):
+    def older(row):
+        return {"tokens_sha256" if name == "tokens_hash" else name: value for name, value in row.items()}
+
+    assert audit(run(LEDGER, list(map(older, TRAINED)))).ok
+    changed = [older(TRAINED[0] | {"tokens_hash": "ff"}), *map(older, TRAINED[1:])]
+    assert any("other tokens" in violation for violation in audit(run(LEDGER, changed)).violations)
 
 
 def test_a_correct_run_passes(run, capsys):
@@ -211,7 +220,7 @@ def test_every_row_of_a_sample_must_be_trained_once(run, more, message):
 
 
 def test_a_row_that_came_to_a_rank_changed_must_be_trained_in_a_later_lineage(run):
-    changed = {"lineage": 0, "step": 1, "group": 3, "sample": 1, "segment": 0, "tokens_sha256": "ff", "rank": 1}
+    changed = {"lineage": 0, "step": 1, "group": 3, "sample": 1, "segment": 0, "tokens_hash": "ff", "rank": 1}
     folder = run([*LEDGER[:-2]], rows(0, 0, 1))
     (folder / "refused.jsonl").write_text(json.dumps(changed) + "\n")
     (violation,) = audit(folder).violations
@@ -227,7 +236,7 @@ def test_a_row_that_came_to_a_rank_changed_must_be_trained_in_a_later_lineage(ru
 
 
 def test_a_row_refused_before_anything_was_trained_is_a_violation(run):
-    changed = {"lineage": 0, "step": 0, "group": 0, "sample": 0, "segment": 0, "tokens_sha256": "ff", "rank": 0}
+    changed = {"lineage": 0, "step": 0, "group": 0, "sample": 0, "segment": 0, "tokens_hash": "ff", "rank": 0}
     folder = run(LEDGER[:8], [])
     (folder / "trained.jsonl").unlink()
     (folder / "refused.jsonl").write_text(json.dumps(changed) + "\n")

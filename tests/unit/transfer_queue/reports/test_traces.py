@@ -15,7 +15,7 @@ from rl_async.transfer_queue.state.transitions import (
     GroupDropped,
     LeaseGiven,
     LeaseLost,
-    SampleStored,
+    SamplesStored,
 )
 
 Added = tuple[str, str, str]  # episode, name, error
@@ -57,7 +57,7 @@ def leased(group: int, attempt: int) -> LeaseGiven:
     return LeaseGiven(group=group, samples=[0], attempt=attempt, worker="w", min_version=Version())
 
 
-def stored(group: int, attempt: int) -> SampleStored:
+def stored(group: int, attempt: int) -> SamplesStored:
     header = TrajectoryHeader(
         group_id=group,
         sample=0,
@@ -70,9 +70,9 @@ def stored(group: int, attempt: int) -> SampleStored:
         reward=0.0,
         finish_reason="stop",
         versions=[],
-        tokens_sha256="",
+        tokens_hash="",
     )
-    return SampleStored(headers=[header])
+    return SamplesStored(samples=[[header]])
 
 
 def test_an_episode_that_is_trained(spans: FakeSpans) -> None:

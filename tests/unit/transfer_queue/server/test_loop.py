@@ -1,16 +1,23 @@
 """The loop around the server: what is flushed before what is sent, with a socket that writes down what happens."""
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections import deque
 
+import psutil
 import pytest
 import zmq
 
 from rl_async import messages as m
+from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import JournalError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.loop import MOST_REQUESTS, serve
+from rl_async.transfer_queue.server.loop import MOST_REQUESTS, OTHER_FILES, PROBE_S, PROBES, bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted
@@ -32,7 +39,7 @@ class Router:
     def poll(self, timeout_ms: int) -> int:
         return len(self.inbox)
 
-    def recv_multipart(self, flags: int) -> list[bytes]:
+    def recv_multipart(self, flags: int, copy: bool = True) -> list[bytes]:
         if not self.inbox:
             raise zmq.Again
         return self.inbox.popleft()
@@ -121,3 +128,54 @@ def test_a_flush_does_not_wait_for_ever_more_requests() -> None:
     loop.run()
     answers = "".join("." if entry == "to b" else "|" for entry in loop.log).strip("|").split("|")
     assert [len(part) for part in answers if part] == [MOST_REQUESTS, MOST_REQUESTS, 1]
+
+
+def test_all_clients_may_connect_at_once_and_have_no_timers() -> None:
+    with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=700)) as server:
+        assert server.get(zmq.BACKLOG) == 700
+        assert server.get(zmq.HEARTBEAT_IVL) == 0
+
+
+def accepted(port: int) -> list[socket.socket]:
+    """Copies of the connections that this process has accepted at ``port``."""
+    here = psutil.Process().net_connections("tcp4")
+    return [socket.socket(fileno=os.dup(one.fd)) for one in here if one.laddr.port == port and one.raddr]
+
+
+def test_the_kernel_probes_the_hosts_of_clients() -> None:
+    """libzmq hands each of these on to the connections that it accepts."""
+    with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits()) as server:
+        address = server.get(zmq.LAST_ENDPOINT).decode()
+        with socket.create_connection(("127.0.0.1", port := int(address.rpartition(":")[2]))):
+            deadline = time.monotonic() + 30
+            while not (found := accepted(port)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            with found[0] as connection:
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+                values = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+                assert values == [PROBE_S, PROBE_S, PROBES, 1000 * PROBE_S * (PROBES + 1)]
+
+
+LISTENS = """
+import logging, resource, sys, zmq
+from rl_async.configs.schema.queue import QueueLimits
+from rl_async.transfer_queue.server.loop import bind
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, int(sys.argv[1])))
+with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=300)):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def listening(hard: int) -> tuple[int, str]:
+    """The open files allowed to a queue for 300 clients that was started with 400 and may have ``hard``; its log."""
+    done = subprocess.run([sys.executable, "-c", LISTENS, str(hard)], capture_output=True, text=True, check=True)
+    return int(done.stdout), done.stderr
+
+
+def test_a_file_for_each_connection_may_be_opened_if_the_hard_limit_lets_it() -> None:
+    assert listening(1000) == (300 + OTHER_FILES, "")
+    allowed, log = listening(500)
+    assert allowed == 500 and "queue.limits.clients=300" in log

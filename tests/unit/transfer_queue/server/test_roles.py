@@ -105,7 +105,7 @@ def test_each_role_does_its_own_work(ask: Ask) -> None:
 def test_every_verb_has_a_role_and_a_trainer_s_are_its_own() -> None:
     by_kind = {verb.request: verb.roles for verb in VERBS} | SHARD_VERBS
     assert all(roles and roles <= set(ROLES) for roles in by_kind.values())
-    for kind in (m.Reserve, m.Commit, m.Publish, m.Retire, m.Tighten, m.Resume, m.Finish, m.Confirm):
+    for kind in (m.Reserve, m.Commit, m.Publish, m.Retire, m.Tighten, m.Resume, m.Finish, m.Confirm, m.Withdraw):
         assert by_kind[kind] == {"trainer"}
     assert by_kind[m.RegisterEngine] == {"operator"}
 

@@ -1,6 +1,7 @@
 """The server without its socket: what parked requests of silent and lost workers get."""
 
 import math
+import sys
 from typing import Any
 
 import msgspec
@@ -12,62 +13,10 @@ from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.server.peers import IDLE_S
-from rl_async.transfer_queue.server.queue_server import Outgoing, QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Admitted, Feed, LeaseLost, SampleStored, Submitted, Transition
-
-LEASE_S = 10.0
-EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")
-
-
-HEADER = m.TrajectoryHeader(
-    group_id=0,
-    sample=0,
-    attempt=0,
-    partition="train",
-    episode_id="e",
-    segment=0,
-    tokens=1,
-    sampled=1,
-    reward=0.0,
-    finish_reason="stop",
-    versions=[],
-    tokens_sha256="",
-)
-
-
-class Served:
-    """A server at time ``now``; every client's identity is its name."""
-
-    def __init__(self, limits: QueueLimits | None = None, **settings: Any) -> None:
-        self.now = 0.0
-        self.seen: list[Transition] = []
-        self._ids = wire.RequestIds()
-        journal = MemoryJournal()
-        feed = Feed(self.seen.append, journal.append)
-        usual: dict[str, Any] = {"steps": 10, "batch_groups": 2, "group_size": 1, "lease_s": LEASE_S, "max_attempts": 1}
-        store = Store(QueueSettings(**(usual | settings)), Counted(), [EVAL_TASK], feed)
-        self.server = QueueServer(store, journal, feed, lambda: self.now, limits)
-
-    def ask(self, name: str, request: m.Request, *payload: bytes) -> list[Outgoing]:
-        return self.server.handle([name.encode(), *wire.encode(self._ids.take(), request, payload)])
-
-    def hello(self, *names: str) -> None:
-        for name in names:
-            (welcome,) = self.ask(name, m.Hello(schema=m.SCHEMA, role="test", name=name))
-            assert isinstance(welcome.response.reply, m.Welcome)
-
-    def lease(self, name: str, groups: int = 1) -> list[Outgoing]:
-        return self.ask(name, m.Lease(worker=name, max_groups=groups, wait_s=60.0))
-
-    def publish(self) -> list[Outgoing]:
-        done, *woken = self.ask("t", m.Publish(version=m.Version(0, 0), engines=[]))
-        assert done.response.reply == m.Done()
-        return woken
+from rl_async.transfer_queue.server.queue_server import Outgoing
+from rl_async.transfer_queue.state.transitions import Admitted, LeaseLost, SamplesStored, Submitted
+from tests.unit.transfer_queue.server.served import EVAL_TASK, HEADER, LEASE_S, Served
 
 
 @pytest.fixture
@@ -102,6 +51,32 @@ def test_parked_requests_keep_no_leases(served: Served) -> None:
     served.now = LEASE_S
     served.server.tick()
     assert {lost.worker for lost in served.seen if isinstance(lost, LeaseLost)} == {"a"}
+
+
+def calls_of_a_put(groups: int) -> int:
+    """How many calls of Python functions a Put takes that completes a group while a step waits for more."""
+    served = Served(batch_groups=groups)
+    served.hello("t", "a")
+    served.publish()
+    served.lease("a", groups=groups)
+    assert served.ask("t", m.Reserve(step=0, wait_s=60.0)) == []
+    calls = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        (answer,) = served.ask("a", m.Put(worker="a", samples=[[HEADER]], lengths=[3]), b"row")
+    finally:
+        sys.setprofile(None)
+    assert answer.response.reply == m.Taken(refused=[None])
+    return calls
+
+
+def test_a_step_that_waits_for_groups_costs_no_put_more_for_each_open_group() -> None:
+    assert calls_of_a_put(groups=4) == calls_of_a_put(groups=64)
 
 
 def test_leases_that_were_not_delivered_go_to_others_and_cost_no_attempt(served: Served) -> None:
@@ -256,7 +231,7 @@ def test_groups_are_taken_back_only_when_no_copy_of_the_answer_may_have_arrived(
 
 def test_a_row_without_bytes_and_a_row_asked_for_twice_are_refused(served: Served) -> None:
     served.hello("a")
-    put = wire.encode(b"12345678", m.Put(worker="a", samples=[[HEADER]]), [b""])
+    put = wire.encode(b"12345678", m.Put(worker="a", samples=[[HEADER]], lengths=[0]), [b""])
     (answer,) = served.server.handle([b"a", *put])
     assert isinstance(answer.response.reply, m.Malformed)
     reply = served.ask("a", m.Fetch(rows=[(0, 0, 0), (0, 0, 0)]))[0].response.reply
@@ -274,9 +249,9 @@ def test_of_a_put_that_is_malformed_nothing_is_taken(replicas: int, bad: str) ->
     good = msgspec.structs.replace(HEADER, shards=["s1"], nbytes=1)
     rest = [] if bad == "no rows" else [msgspec.structs.replace(good, group_id=1, media=["no hash"])]
     payload = [] if replicas else [b"row"] * (1 + len(rest))
-    (answer,) = served.ask("a", m.Put(worker="a", samples=[[good], rest]), *payload)
+    (answer,) = served.ask("a", m.Put(worker="a", samples=[[good], rest], lengths=[3] * len(payload)), *payload)
     assert isinstance(answer.response.reply, m.Malformed)
-    assert not [event for event in served.seen if isinstance(event, SampleStored)]
+    assert not [event for event in served.seen if isinstance(event, SamplesStored)]
 
 
 def test_a_shard_hears_at_once_that_the_last_consumer_of_its_rows_is_gone() -> None:
@@ -318,6 +293,7 @@ FENCED = [
     m.Commit(step=0),
     m.Publish(version=m.Version(0, 0), engines=[]),
     m.Confirm(engine_id="e", version=m.Version(0, 0)),
+    m.Withdraw(engine_ids=["e"], lineage=0),
     m.Snapshot(lineage=0),
     m.Resume(step=0, lineage=0),
     m.Retire(step=0),
@@ -378,14 +354,14 @@ def test_a_reward_beyond_the_bound_fails_its_attempt(reward: float, parts: dict[
 
     def put(attempt: int, **changes: Any) -> m.Reply:
         header = msgspec.structs.replace(HEADER, attempt=attempt, shards=["s"] * replicas, **changes)
-        answer, *_ = served.ask("a", m.Put(worker="a", samples=[[header]]), *payload)
+        answer, *_ = served.ask("a", m.Put(worker="a", samples=[[header]], lengths=[1] * len(payload)), *payload)
         assert isinstance(answer.response.reply, m.Taken)
         return answer.response.reply.refused[0]
 
     served.lease("a")
     refused = put(0, reward=reward, reward_parts=parts)
     assert isinstance(refused, m.Refused) and refused.code == "reward"
-    assert not any(isinstance(seen, SampleStored) for seen in served.seen)
+    assert not any(isinstance(seen, SamplesStored) for seen in served.seen)
     (again,) = served.lease("a")
     assert isinstance(again.response.reply, m.Leased) and again.response.reply.groups[0].attempt == 1
     if not replicas:

@@ -13,7 +13,7 @@ from rl_async.transfer_queue.state.transitions import (
     Admitted,
     DeadLettered,
     GroupDropped,
-    SampleStored,
+    SamplesStored,
     ShardLost,
     Transition,
     TransitionType,
@@ -67,7 +67,7 @@ def headers(store: Store, group: LeasedGroup, sample: int, version: Version) -> 
             scored=group.group_id % 3 < 2,
             finish_reason="stop",
             versions=[VersionRun(version, 0, 1)],
-            tokens_sha256="",
+            tokens_hash="",
             nbytes=3,
             shards=shards,
         )
@@ -111,8 +111,8 @@ class Announced:
         """What a journal holds."""
         here: set[int] = set()
         for event in self.transitions:
-            if isinstance(event, SampleStored):
-                here.add(event.headers[0].group_id)
+            if isinstance(event, SamplesStored):
+                here |= {headers[0].group_id for headers in event.samples}
             freed = freed_by(event)
             here = set() if freed is None else here - set(freed)
         return here

@@ -4,7 +4,7 @@ from rl_async.messages import GroupList, LeaseRecord, Peeked, Refused
 from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT
 from rl_async.transfer_queue.state.observe import Rates
-from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SampleStored
+from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored
 
 
 def test_an_inspection_names_the_oldest_lease_and_the_age_of_every_state(make_rig):
@@ -111,7 +111,7 @@ def test_rates_are_of_the_last_minute(make_rig):
     (group,) = rig.lease(max_groups=1)
     rates = Rates(0.0)
     for second in range(200):
-        rates.see(SampleStored(headers=[rig.header(group, 0), rig.header(group, 0, segment=1)]), float(second))
+        rates.see(SamplesStored(samples=[[rig.header(group, 0), rig.header(group, 0, segment=1)]]), float(second))
         rates.see(GroupReady(group=0, partition="train"), float(second))
         rates.see(GroupReady(group=1 << 40, partition="eval"), float(second))
     rates.see(BatchReserved(step=0, groups=[1, 2, 3]), 199.0)

@@ -9,7 +9,7 @@ from rl_async.transfer_queue.state.groups import EVAL_GROUPS
 from rl_async.transfer_queue.state.transitions import (
     DeadLettered,
     LeaseLost,
-    SampleStored,
+    SamplesStored,
     Tightened,
 )
 from tests.unit.transfer_queue.conftest import members, train_step
@@ -69,7 +69,7 @@ def test_put_again_is_done_and_stores_once(make_rig):
     group = rig.lease()[0]
     header = rig.header(group, 0, reward=math.nan)
     assert rig.store.delivery.put("w", [header], 0.0) == rig.store.delivery.put("w", [header], 0.0) == Done()
-    assert len(rig.of(SampleStored)) == 1
+    assert len(rig.of(SamplesStored)) == 1
     assert rig.store.delivery.put("w", [rig.header(group, 0, tokens=99)], 0.0).code == "conflict"
 
 
@@ -192,7 +192,7 @@ def test_only_the_holder_of_a_lease_puts_or_fails_it(make_rig):
 def test_an_engine_that_no_worker_could_use_is_refused(make_rig, url, kind):
     rig = make_rig()
     assert rig.store.engines.register("e0", url, kind).code == "bad_engine"
-    assert rig.store.engines.records() == [] and rig.seen == []
+    assert rig.store.engine_list().engines == [] and rig.seen == []
 
 
 def test_failed_sample_is_redelivered_then_dead_letters_its_group(make_rig):
@@ -296,6 +296,13 @@ def test_engine_registry(make_rig):
     rig.store.engines.register("e1", "http://c", "embedded")
     assert rig.store.engines.confirm("e1", Version(0, 0)) == Done()
     assert isinstance(rig.store.engines.confirm("e2", Version(0, 0)), Refused)
+    revision = rig.store.engine_list().revision
+    for _ in range(2):
+        assert rig.store.engines.withdraw(["e1", "gone"]) == Done()
+        listed = rig.store.engine_list()
+        assert (listed.revision, [each.version for each in listed.engines]) == (revision + 1, [Version(0, 0), None])
+    rig.store.engines.published(["e1"], Version(0, 0))
+    assert rig.store.engine_list().engines[1].version == Version(0, 0)
     rig.store.engines.remove("e0")
     assert [engine.engine_id for engine in rig.store.engine_list().engines] == ["e1"]
 
@@ -304,7 +311,7 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     rig = make_rig()
     rig.publish(0)
     (group,) = rig.lease(max_groups=1)
-    first, second = (rig.header(group, 0, segment=segment, tokens_sha256=f"s{segment}") for segment in (0, 1))
+    first, second = (rig.header(group, 0, segment=segment, tokens_hash=f"s{segment}") for segment in (0, 1))
     other_episode = rig.header(group, 0, segment=1, episode_id="another")
     for rows in ([], [second], [second, first], [first, first], [first, rig.header(group, 1)], [first, other_episode]):
         assert rig.store.delivery.put("w", rows, 0.0).code == "rows"
@@ -312,7 +319,9 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     put = rig.store.delivery.put
     assert put("w", [first, second], 0.0) == put("w", [first, second], 0.0) == Done()
     assert rig.store.delivery.put("w", [first], 0.0).code == "conflict"
-    assert [[h.key for h in event.headers] for event in rig.of(SampleStored)] == [[(0, 0, 0), (0, 0, 1)]]
+    assert [[h.key for h in rows] for event in rig.of(SamplesStored) for rows in event.samples] == [
+        [(0, 0, 0), (0, 0, 1)]
+    ]
     assert rig.store.status(0.0).payload_bytes == 20
     for header in (rig.header(group, 1), *(rig.header(g, s) for g in rig.lease() for s in g.samples)):
         assert rig.store.delivery.put("w", [header], 0.0) == Done()
@@ -321,5 +330,5 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     rig.store.batches.commit(0)
     rig.publish(1)
     rig.store.retire(1)
-    left = sum(h.nbytes for event in rig.of(SampleStored) for h in event.headers) - 50
+    left = sum(h.nbytes for event in rig.of(SamplesStored) for rows in event.samples for h in rows) - 50
     assert rig.store.status(0.0).payload_bytes == left

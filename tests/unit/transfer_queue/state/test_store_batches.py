@@ -3,7 +3,7 @@
 import pytest
 
 from rl_async.messages import Done, NotReady, Reserved, Version, VersionRun
-from rl_async.transfer_queue.state.transitions import GroupDropped, SampleStored
+from rl_async.transfer_queue.state.transitions import GroupDropped, SamplesStored
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -42,7 +42,7 @@ def test_a_replay_that_lacks_a_sample_of_a_batch_is_refused(make_rig):
     rig = make_rig()
     rig.publish(0)
     batch = train_step(rig, 0)
-    stored = [event for event in rig.of(SampleStored) if event.headers[0] in batch.headers]
+    stored = [event for event in rig.of(SamplesStored) if event.samples[0][0] in batch.headers]
     assert len(stored) == 4
     for missing in stored:
         with pytest.raises(ValueError, match="step 0"):

@@ -45,7 +45,7 @@ def beside(work: Callable[[], None]) -> Iterator[None]:
 
 def pair(name: str) -> tuple[GlooSender, GlooReceiver]:
     """Both sides of a group that has met."""
-    sender = GlooSender(1, name, TIMEOUT_S)
+    sender = GlooSender((1,), name, TIMEOUT_S)
     with beside(sender.connect):
         receiver = GlooReceiver(sender.init_info(0))
     return sender, receiver
@@ -130,7 +130,7 @@ def test_whoever_leaves_while_a_bucket_is_in_flight_is_free_at_once(who: str) ->
 
 
 def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
-    sender = GlooSender(1, "silent", 0.5)
+    sender = GlooSender((1,), "silent", 0.5)
     with beside(sender.connect):
         receiver = GlooReceiver(sender.init_info(0))
     with pytest.raises(WeightSyncError, match=r"20 bytes: .*[Tt]imed out"):

@@ -1,0 +1,44 @@
+"""The reference of what users' programs import, from docstrings, which mkdocstrings reads without running the code."""
+
+from pathlib import Path
+
+INTRODUCTION = """# Python
+
+What your own tools, rewards, environments, agent programs and readers of a run import. Everything else is internal and
+may change without notice.
+
+"""
+OBJECTS = {
+    "Agent programs": ["rl_async.gateway.Gateway", "rl_async.gateway.RemoteEpisode", "rl_async.gateway.GatewayError"],
+    "Environments and tools": [
+        "rl_async.agent_loop.step.Step",
+        "rl_async.agent_loop.environments.interface.Environment",
+        "rl_async.agent_loop.environments.interface.Game",
+    ],
+    "Rewards": ["rl_async.reward_loop.api.Score", "rl_async.extraction.last_number"],
+    "The transfer queue": [
+        "rl_async.transfer_queue.server.standalone.serve",
+        "rl_async.transfer_queue.client.sync_client.SyncQueueClient",
+        "rl_async.transfer_queue.client.async_client.QueueClient",
+        "rl_async.transfer_queue.client.readers.read_batches",
+        "rl_async.transfer_queue.client.readers.read_groups",
+        "rl_async.transfer_queue.client.readers.Batch",
+        "rl_async.transfer_queue.client.readers.TrainedGroup",
+        "rl_async.transfer_queue.client.torch_dataset.QueueDataset",
+    ],
+    "Messages": ["rl_async.messages.data.Task", "rl_async.messages.data.Trajectory", "rl_async.messages.data.Sampling"],
+    "Algorithms of your own": [
+        "rl_async.trainer.algorithms.advantages.Groups",
+        "rl_async.trainer.algorithms.advantages.spread",
+        "rl_async.trainer.algorithms.correction.Corrected",
+    ],
+    "Sandboxes": ["rl_async.sandbox.api.Sandbox", "rl_async.sandbox.api.Workspace", "rl_async.sandbox.api.Result"],
+    "Errors": ["rl_async.errors"],
+}
+
+
+def write(pages: Path) -> list[str]:
+    """Write the page below ``pages``; return its path."""
+    parts = [f"## {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in OBJECTS.items()]
+    (pages / "reference/python.md").write_text(INTRODUCTION + "\n\n".join(parts) + "\n")
+    return ["reference/python.md"]

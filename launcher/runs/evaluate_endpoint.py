@@ -1,0 +1,248 @@
+"""``rl-async eval --endpoint``: the held-out tasks as a run plays and scores them, played by a model behind a URL.
+
+An agent worker plays them in this process. No engine, trainer or transfer queue runs.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from rl_async.agent_loop.chat_formats.message_lines import MessageLines
+from rl_async.agent_loop.episodes.endpoint import Endpoint
+from rl_async.agent_loop.episodes.episode import policy_sampling
+from rl_async.agent_loop.process import cancel_on_signals, played_and_scored
+from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.agent_loop.worker import AgentWorker
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.user import EndpointConfig
+from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
+from rl_async.launcher.evaluation.lines import write_lines
+from rl_async.launcher.folder.run_folder import create, hold, next_folder
+from rl_async.launcher.plan.machine import check_api_keys
+from rl_async.launcher.plan.planning import serves_reward_model
+from rl_async.launcher.runs.evaluate import EVAL_ID, print_report, recorded_in
+from rl_async.launcher.runs.launch import log_into
+from rl_async.launcher.runs.prepare import prepare_data
+from rl_async.launcher.watch.terminal import say
+from rl_async.messages import Done, Leased, LeasedGroup, Reserved, SampleKey, Task, Trajectory, Turn, Version
+from rl_async.recording import write_trajectories
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.transfer_queue.data.task_stream import held_out_tasks
+
+UNBOUNDED = 1 << 30  # bytes of a conversation: how many tokens there may be is the endpoint's business
+PROGRESS_S = 30.0
+
+
+def evaluate_endpoint(
+    config: RunConfig, endpoint: EndpointConfig, name_or_path: str, solved: float, jsonl: Path | None
+) -> int:
+    """Evaluate a served model on ``data.eval_path`` as ``evaluate`` does a folder's; return the exit code.
+
+    Episodes that were played before SIGINT, SIGTERM or an error are written. Raises ConfigError, before any episode,
+    if the endpoint does not answer a first request, and RlAsyncError, once all is written, if no episode was scored.
+    """
+    _require_playable(config)
+    folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
+    model = msgspec.structs.replace(config.model, path=endpoint.model)
+    config = msgspec.structs.replace(config, name=folder.name, model=model)
+    console = Console()
+    prepare_data(config, lambda line: say(console, line))
+    samples = HeldOutSamples(held_out_tasks(config), config)
+    with hold(folder):
+        try:
+            code = asyncio.run(_play_and_tell(config, endpoint, samples, folder, console))
+        finally:
+            if rows := samples.rows:
+                write_trajectories(recorded_in(folder), rows)
+                if jsonl is not None:
+                    write_lines(jsonl, rows)
+    if rows:
+        headers = [row.header() for row in rows]
+        print_report(Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks), solved, console)
+    if samples.done < samples.count:
+        say(console, f"interrupted after {samples.done} of {samples.count} episodes; only these are counted and kept")
+    say(console, f"run folder: {folder}")
+    if code == 0 and not any(row.scored for row in rows):
+        raise RlAsyncError(f"no episode could be scored; the error of the last one: {rows[-1].error}")
+    return code
+
+
+def _require_playable(config: RunConfig) -> None:
+    """Raise ConfigError for what a run has and an endpoint alone does not."""
+    if config.data.eval_path is None:
+        raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
+    if config.agent.gateway is not None:
+        raise ConfigError("agent.gateway: agent programs ask an endpoint themselves; set agent.gateway=null")
+    if serves_reward_model(config):
+        raise ConfigError("reward.model.url: a run starts its reward model itself; give the URL of one that runs")
+    check_api_keys(config)
+
+
+async def play(config: RunConfig, endpoint: EndpointConfig, samples: "HeldOutSamples", folder: Path) -> None:
+    """Play and score all samples; the run folder is made once the endpoint has answered.
+
+    Raises ConfigError if the endpoint does not answer a first request, or for what is wrong in the config.
+    """
+    async with AsyncExitStack() as stack:
+        subject = Endpoint(endpoint)
+        stack.push_async_callback(subject.close)
+        await _try(subject, config, endpoint, samples.tasks[0])
+        create(config, folder)
+        stack.enter_context(log_into(folder))
+        config = msgspec.structs.replace(
+            config,
+            agent=msgspec.structs.replace(
+                config.agent, max_tokens=UNBOUNDED, past_reasoning="keep", check_rendering=0.0
+            ),
+            rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED),
+        )
+        playing = played_and_scored(config, MessageLines(), subject, folder, logs=folder / "logs", owner="evaluation")
+        runner, rewards = await stack.enter_async_context(playing)
+        await AgentWorker(samples, runner, rewards, config).run()
+
+
+async def _try(subject: Endpoint, config: RunConfig, endpoint: EndpointConfig, task: Task) -> None:
+    """Ask the endpoint something and offer the task's tools, so that a wrong key or name, or a server without tools, is
+    told once and not by every episode. Tools of MCP servers and environments are not known yet."""
+    chat, tools = MessageLines(), [tool.schema for tool in task_tools(config, task)]
+    request = GenerateRequest(
+        request_id="first",
+        token_ids=chat.prompt([{"role": "user", "content": "Say OK."}], tools),
+        sampling=policy_sampling(config, "eval"),
+        max_tokens=config.rollout.max_tokens,
+        stop_token_ids=chat.stop_token_ids,
+    )
+    try:
+        await subject.generate(request, session="first")
+    except EngineError as error:
+        raise ConfigError(f"a first request for {endpoint.model} was not answered: {error}") from None
+
+
+async def _play_and_tell(
+    config: RunConfig, endpoint: EndpointConfig, samples: "HeldOutSamples", folder: Path, console: Console
+) -> int:
+    """Play all samples, or until SIGINT or SIGTERM; print from time to time how many are done. Return the exit code."""
+    received = cancel_on_signals()
+    playing = asyncio.create_task(play(config, endpoint, samples, folder))
+    try:
+        while not (await asyncio.wait([playing], timeout=PROGRESS_S))[0]:
+            say(console, f"{samples.done} of {samples.count} episodes")
+        await playing
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        playing.cancel()
+        await asyncio.wait([playing])
+        return EXIT_SIGNAL + received[0]
+    return 0
+
+
+class HeldOutSamples:
+    """The held-out tasks as a `SampleQueue` that keeps the rows, in the order of tasks and samples.
+
+    A sample that fails ``queue.max_attempts`` times has a row that was not scored, with the last error.
+    """
+
+    def __init__(self, tasks: Sequence[Task], config: RunConfig) -> None:
+        self.tasks = dict(enumerate(tasks))
+        self._sampling, self._max_attempts = policy_sampling(config, "eval"), config.queue.max_attempts
+        samples = config.eval.samples
+        self.count = len(tasks) * samples
+        self._waiting = deque(self._group(group, 0, list(range(samples))) for group in self.tasks)
+        self._rows: dict[tuple[int, int], Sequence[Trajectory]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def done(self) -> int:
+        """How many samples are played, or have failed for good."""
+        return len(self._rows)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """The rows of all samples that are done."""
+        return [row for key in sorted(self._rows) for row in self._rows[key]]
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased:
+        """Return samples to play; once all are done, that it is over."""
+        if not self._waiting and self.done < self.count:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+        groups = [self._waiting.popleft() for _ in range(min(max_groups, len(self._waiting)))]
+        return Leased(groups=groups, finished=self.done == self.count)
+
+    async def renew(self, held: list[SampleKey]) -> Done:
+        """Do nothing: nobody else plays."""
+        return Done()
+
+    async def put(self, *rows: Trajectory) -> Done:
+        """Keep the rows of a sample."""
+        for row in rows:
+            _forget_tokens(row)
+        self._finish(rows)
+        return Done()
+
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done:
+        """Let a sample be played again, or keep its error."""
+        if attempt + 1 < self._max_attempts:
+            self._waiting.append(self._group(group_id, attempt + 1, [sample]))
+            self._changed.set()
+        else:
+            self._finish([self._failed(self._group(group_id, attempt, [sample]), error)])
+        return Done()
+
+    def _finish(self, rows: Sequence[Trajectory]) -> None:
+        self._rows[rows[0].group_id, rows[0].sample] = rows
+        self._changed.set()
+
+    def _group(self, group_id: int, attempt: int, samples: list[int]) -> LeasedGroup:
+        return LeasedGroup(
+            group_id=group_id,
+            partition="eval",
+            attempt=attempt,
+            samples=samples,
+            task=self.tasks[group_id],
+            min_version=Version(),
+        )
+
+    def _failed(self, group: LeasedGroup, error: str) -> Trajectory:
+        (sample,) = group.samples
+        return Trajectory(
+            task_id=group.task.task_id,
+            group_id=group.group_id,
+            sample=sample,
+            attempt=group.attempt,
+            episode_id=f"{group.group_id}.{sample}.{group.attempt}",
+            partition=group.partition,
+            token_ids=_nothing(np.int32),
+            loss_mask=_nothing(np.bool_),
+            logprobs=_nothing(np.float32),
+            versions=[],
+            sampling=self._sampling,
+            reward=0.0,
+            scored=False,
+            finish_reason="error",
+            error=error,
+            turns=[Turn(role=message["role"], text=message["content"]) for message in group.task.prompt],
+            ground_truth=group.task.ground_truth,
+            data_source=group.task.data_source,
+        )
+
+
+def _forget_tokens(row: Trajectory) -> None:
+    """Leave the conversation alone of a row, whose tokens were its bytes."""
+    row.token_ids, row.loss_mask, row.logprobs = _nothing(np.int32), _nothing(np.bool_), _nothing(np.float32)
+    row.versions = []
+    for turn in row.turns:
+        turn.start = turn.end = 0
+
+
+def _nothing(kind: type[np.generic]) -> np.ndarray:
+    return np.array([], kind)

@@ -1,0 +1,62 @@
+"""The makes of accelerator that torch drives. No other module names one of them, or a device type of torch's."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+DEVICES = Path("/dev")
+
+
+class Accelerator(NamedTuple):
+    """How devices of one make are found, selected, addressed in torch, and connected."""
+
+    make: str
+    files: str  # a device's file below /dev, as a pattern
+    driver: str  # a file below /dev that only this make's driver creates
+    visible: str  # the variable that says which devices a process may use
+    torch_device: str
+    collectives: str  # torch.distributed's backend
+    handles: bool  # whether torch hands its memory to other processes on the machine
+
+
+ACCELERATORS = (
+    Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True),
+    Accelerator(
+        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True
+    ),  # ROCm keeps torch's names
+    Accelerator("Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False),
+)
+
+
+def accelerator_here(devices: Path = DEVICES) -> Accelerator:
+    """Return the make of this machine's accelerators, by the files in ``devices``; NVIDIA where there are none."""
+    return next((one for one in ACCELERATORS if (devices / one.driver).exists()), ACCELERATORS[0])
+
+
+def count_files(devices: Path = DEVICES) -> int:
+    """Count the accelerators of this machine by their files in ``devices``."""
+    return len(list(devices.glob(accelerator_here(devices).files)))
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = DEVICES) -> int:
+    """Count the accelerators that processes started from here may use."""
+    visible = environment.get(accelerator_here(devices).visible)
+    if visible is None:
+        return count_files(devices)
+    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+def select_devices(indices: Iterable[int], devices: Path = DEVICES) -> dict[str, str]:
+    """Return the variables by which a process gets these of the machine's accelerators."""
+    return {accelerator_here(devices).visible: ",".join(map(str, indices))}
+
+
+def collectives_of(torch_device: str) -> str:
+    """Return torch.distributed's backend for tensors on accelerators of a torch type. Raises KeyError if unknown."""
+    return {one.torch_device: one.collectives for one in ACCELERATORS}[torch_device]
+
+
+def shares_memory(torch_device: str) -> bool:
+    """Return whether processes on one machine can map one another's memory on devices of a torch type."""
+    return any(one.handles for one in ACCELERATORS if one.torch_device == torch_device)

@@ -1,0 +1,355 @@
+"""The way of weights on a device of Python's (tests/support/python_device.py), beside the same on the CPU.
+
+``python -m tests.contracts.device.rehearsal MODEL_FOLDER`` prints a line of JSON per part. It is a process of its own,
+since the device changes torch.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.messages import Sampling, Version
+from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.backends.interface import Outputs
+from rl_async.trainer.batches.tensors import Tensors, collate
+from rl_async.weight_sync.buckets.assembly import Assembler
+from rl_async.weight_sync.buckets.buckets import Bucket, Piece, unpack, verify
+from rl_async.weight_sync.buckets.checksum import SUMS
+from rl_async.weight_sync.buckets.delta import deltas
+from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.layout import slices, whole
+from rl_async.weight_sync.phases import TakeTurns
+from rl_async.weight_sync.protocol import InitInfo, SyncReport, UpdateInfo, of_worker
+from rl_async.weight_sync.ranks.outlet import Outlet
+from rl_async.weight_sync.ranks.rounds import Needs
+from rl_async.weight_sync.ranks.shipment import RankShards
+from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.reshard.gather import Gathering
+from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
+from tests.conftest import make_rows
+from tests.support import python_device
+from tests.support.python_device import DEVICE, NAME, moved
+
+BUCKET = 4096
+SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
+
+Told = dict[str, Any]
+
+
+def likelihood(batch: Tensors, _: int, outputs: Outputs) -> Tensor:
+    assert outputs.logprobs is not None
+    return -torch.where(batch.mask, outputs.logprobs, 0.0).mean()
+
+
+def step(backend: Fsdp2Backend, seed: int) -> tuple[float, float]:
+    batch = collate(make_rows(seed)[:8], device=backend.device)
+    return backend.step([batch], functools.partial(likelihood, batch))
+
+
+def places(backend: Fsdp2Backend) -> list[str]:
+    """Where parameters and the optimizer's tensors are, but for the counts of its steps."""
+    assert backend.optimizer is not None
+    states = [t for state in backend.optimizer.state.values() for t in state.values() if t.dim()]
+    return sorted({t.device.type for t in (*backend.model.parameters(), *states)})
+
+
+def buckets_of(backend: Fsdp2Backend, device: str) -> list[Bucket]:
+    wire = PointToPoint(dist.HashStore(), device=backend.device)
+    return Gathering(wire, 0, BUCKET, 60.0, device).buckets(backend.sharded_weights())
+
+
+def as_held(backend: Fsdp2Backend, buckets: Items[Bucket]) -> bool:
+    """Whether the buckets have the bits of the weights that the backend, of one rank, holds."""
+    held = {name: tensor.cpu().view(-1) for (name, _), tensor in backend.sharded_weights().held.items()}
+    pieces = contents(buckets)
+    return {piece.name for piece in pieces} == held.keys() and all(
+        piece.data.equal(held[piece.name][piece.start : piece.start + piece.data.numel()]) for piece in pieces
+    )
+
+
+def contents(buckets: Items[Bucket]) -> list[Piece]:
+    return [piece for bucket in buckets for piece in unpack(bucket.data.cpu(), bucket.info)]
+
+
+def training(there: Fsdp2Backend, here: Fsdp2Backend) -> Told:
+    """Forward passes and steps, asleep and awake in between."""
+    batch, same = (collate(make_rows(0)[:8], device=backend.device) for backend in (there, here))
+    logprobs, expected = there.forward(batch).logprobs, here.forward(same).logprobs
+    assert logprobs is not None and expected is not None
+    moved.clear()
+    steps = [(step(there, 0), step(here, 0))]
+    largest = max(moved, default=0)
+    awake = places(there)
+    there.sleep()
+    asleep = places(there)
+    there.wake()
+    steps.append((step(there, 1), step(here, 1)))
+    return {
+        "device": logprobs.device.type,
+        "difference": float((logprobs.cpu() - expected)[same.mask].abs().max()),
+        "steps": steps,
+        "scalars_only": largest <= SCALARS,
+        "places": [awake, asleep, places(there)],
+    }
+
+
+def gathering(there: Fsdp2Backend) -> Told:
+    """Buckets filled and checksummed on the device, awake and asleep."""
+    moved.clear()
+    filled = buckets_of(there, there.device)
+    largest = max(moved, default=0)
+    there.sleep()
+    asleep = buckets_of(there, there.device)
+    there.wake()
+    for bucket in filled:
+        verify(bucket.data.cpu(), bucket.info)  # the host finds the same checksum
+    return {
+        "devices": sorted({bucket.data.device.type for bucket in (*filled, *asleep)}),
+        "kinds": sorted({bucket.info.checksum.startswith(SUMS) for bucket in filled}),
+        "scalars_only": largest <= SCALARS,
+        "as_held": as_held(there, filled),
+        "same_asleep": [bucket.info for bucket in filled] == [bucket.info for bucket in asleep],
+    }
+
+
+def updates(there: Fsdp2Backend) -> Told:
+    """Deltas between versions, encoded on the device, and an engine's copy that is patched with them there."""
+    versions = []
+    for number in range(3):
+        versions.append(list(numbered(buckets_of(there, there.device), Version(0, number), "keep")))
+        with torch.no_grad():  # little changes, so that a delta is smaller
+            for parameter in there.model.parameters():
+                parameter._local_tensor.view(-1)[:3] += 1.0
+    retained, right, kinds = RetainedBuckets(), [], []
+    for number, version in enumerate(versions):
+        sent = list(deltas(version, versions[number - 1], f"0.{number - 1}")) if number else version
+        host = [bucket.offloaded() for bucket in version]
+        again = list(deltas(host, [b.offloaded() for b in versions[number - 1]], f"0.{number - 1}")) if number else host
+        right += [torch.equal(a.data.cpu(), b.data) for a, b in zip(sent, again, strict=True)]
+        for bucket, full in zip(sent, version, strict=True):
+            data = retained.put(bucket.data, bucket.info)
+            right += [data.device.type == NAME, torch.equal(data.cpu(), full.data.cpu())]
+            kinds.append(bucket.info.kind)
+        kept: list[Tensor] = []
+        retained.load(f"0.{number}", lambda pieces, kept=kept: kept.extend(piece.data for piece in pieces))
+        right += [all(a.equal(b.data) and not a.device.index for a, b in zip(kept, contents(version), strict=True))]
+    return {"right": all(right), "kinds": sorted(set(kinds))}
+
+
+class HandedOver:
+    """Both ends of a transport between outlets and receivers of this process: the bytes stay where they are."""
+
+    buckets: ClassVar[dict[str, deque[Bucket]]] = {}  # under way, by group
+
+    def __init__(self, group: str) -> None:
+        self._queue = self.buckets.setdefault(group, deque())
+        self._info = InitInfo(backend="nccl", group_name=group)
+
+    def init_info(self, member: int) -> InitInfo:
+        return self._info
+
+    def connect(self) -> None: ...
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        self._queue.append(bucket)
+        return bucket.info
+
+    def send(self, bucket: Bucket) -> None: ...
+
+    def unstage(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        return self._queue.popleft().data
+
+
+def received(shards: RankShards, needs: Items[Needs | None]) -> list[dict[str, Tensor]]:
+    """What the loader of each worker gets of a publication."""
+    shipment = shards.shipment(1, needs)
+    found: list[dict[str, Tensor]] = [{} for _ in needs]
+    loads = [Assembler(lambda named, to=to: to.update((n, t.clone()) for n, t in named)) for to in found]  # type: ignore[misc]
+    receivers = [WeightReceiver(load, DEVICE) for load in loads]
+    for worker, receiver in enumerate(receivers):
+        receiver.init(of_worker(shipment.init_info(0), worker))
+    for number in range(shipment.count):
+        info = shipment.stage(number)
+        for worker, receiver in enumerate(receivers):
+            receiver.update(of_worker(info, worker))
+    return found
+
+
+def same(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return found.keys() == right.keys() and all(found[name].cpu().equal(tensor) for name, tensor in right.items())
+
+
+def sending(there: Fsdp2Backend) -> Told:
+    """Shards that their rank sends from the device, to a worker that takes everything and two that take halves."""
+    TRANSPORTS["nccl"] = Transport(lambda setup: HandedOver(setup.group_name), lambda info: HandedOver(info.group_name))
+    sync = WeightSyncConfig(transport="nccl", bucket_bytes=BUCKET)
+    outlet = Outlet(0, sync, "127.0.0.1", 60.0, there.device)
+    shards = RankShards(outlet, {})
+    held = there.sharded_weights()
+    outlet.offer(held)
+    upper = {n: (((0, -(-spec.shape[0] // 2)), *whole(spec.shape)[1:]),) for n, spec in held.layout.tensors.items()}
+    lower = {
+        n: (((upper[n][0][0][1], spec.shape[0]), *whole(spec.shape)[1:]),) if spec.shape[0] > 1 else ()
+        for n, spec in held.layout.tensors.items()
+    }
+    needs: list[Needs | None] = [None, upper, lower]
+    moved.clear()
+    shards.begin(Version(0, 1), "no")
+    found = received(shards, needs)
+    shards.seal()
+    largest = max(moved, default=0)
+    outlet.offer(held)
+    outlet.keep()
+    there.sleep()
+    shards.begin(Version(0, 2), "no")
+    asleep, homes = shards.shipment(1, needs[:1]), set[tuple[str, str]]()
+    kept: dict[str, Tensor] = {}
+    loads = Assembler(lambda named: kept.update((name, tensor.clone()) for name, tensor in named))
+    for number in range(asleep.count):
+        info = asleep.stage(number)
+        bucket = HandedOver.buckets[asleep.init_info(0).group_name].popleft()
+        homes.add((bucket.data.device.type, bucket.device.type))
+        verify(bucket.data, info)
+        loads(unpack(bucket.data, info))
+    there.wake()
+    right = {name: tensor.cpu() for (name, _), tensor in there.sharded_weights().held.items()}
+    parts = [(found[0], right), (kept, right)]
+    for got, of in zip(found[1:], (upper, lower), strict=True):
+        some = {name: slices(boxes[0], whole(right[name].shape)) for name, boxes in of.items() if boxes}
+        parts.append(({n: t[some[n]] for n, t in got.items()}, {n: right[n][part] for n, part in some.items()}))
+    return {
+        "devices": sorted({tensor.device.type for of in found for tensor in of.values()}),
+        "scalars_only": largest <= SCALARS,
+        "same": [same(*pair) for pair in parts],
+        "asleep": sorted(homes),
+    }
+
+
+def taking_turns(there: Fsdp2Backend) -> Told:
+    """What the engines are given when they share the device."""
+    given: list[Bucket] = []
+
+    class Updater:
+        def publish(self, version: Version, buckets: Items[Bucket]) -> SyncReport:
+            given.extend(buckets)
+            given_places.append(places(there))
+            return SyncReport(
+                version=version, seconds=0, waiting_seconds=0, pause_seconds=0, nbytes=0, engines=[], failures=[]
+            )
+
+        def suspend(self) -> None:
+            pass
+
+    given_places: list[list[str]] = []
+    phase = TakeTurns(Updater(), lambda: None, there.wake, there.sleep)
+    phase.before_train()
+    phase.after_train(Version(0, 1), buckets_of(there, there.device))
+    there.wake()
+    for bucket in given:
+        verify(bucket.data, bucket.info)
+    return {
+        "bytes": sorted({bucket.data.device.type for bucket in given}),
+        "home": sorted({bucket.device.type for bucket in given}),
+        "trainer": given_places,
+    }
+
+
+def sampled(engine: EngineThread, seed: int) -> list[list[int]]:
+    """Greedy answers, so that the device's own generator does not matter."""
+    done: list[Sequence] = []
+    greedy, ready = Sampling(temperature=0.0), torch.futures.Future[None]()
+
+    def deliver(sequence: Sequence) -> None:
+        done.append(sequence)
+        if len(done) == 4:
+            ready.set_result(None)
+
+    prompts = [list(range(3 + seed, 8 + seed + i)) for i in range(4)]
+    engine.submit(*(Sequence(str(i), p, greedy, 6, frozenset(), None, deliver) for i, p in enumerate(prompts)))
+    ready.wait()
+    return [sequence.tokens for sequence in sorted(done, key=lambda sequence: sequence.request_id)]
+
+
+def generating(folder: str, there: Fsdp2Backend) -> Told:
+    """An engine on the device: it loads buckets from there, samples, sleeps without its weights, and loads again."""
+    buckets = buckets_of(there, there.device)
+    answers = []
+    for device in (DEVICE, "cpu"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        model.tie_weights()  # of which moving to a device in Python makes two
+        engine = EngineThread(EngineCore(model, max_batch=4, max_length=64), on_crash=print)
+        own = [dataclasses.replace(bucket, data=bucket.data.to(device)) for bucket in buckets]
+        found = [sampled(engine, 0)]
+        for level in (1, 2):
+            engine.pause("keep").result()
+            engine.sleep(level).result()
+            engine.wake([]).result()
+            for bucket in own:
+                engine.load_weights(unpack(bucket.data, bucket.info))
+            engine.set_version(f"0.{level}").result()
+            engine.resume().result()
+            found.append(sampled(engine, 0))
+        answers.append(found)
+        engine.stop()
+    return {"same": answers[0] == answers[1], "changed": answers[0][0] != answers[0][1]}
+
+
+def mixing() -> Told:
+    """What the device refuses, without which the rest would show nothing."""
+    refused = []
+    for operation in (
+        lambda t: t + torch.ones(4),
+        lambda t: torch.cat([t, torch.ones(4)]),
+        lambda t: t[torch.ones(2).long()],
+    ):
+        try:
+            operation(torch.zeros(4, device=DEVICE))
+        except RuntimeError as error:
+            refused.append("on the host" in str(error))
+    return {"refused": refused}
+
+
+def main(folder: str) -> None:
+    """Run all parts, in the order in which each needs those before it."""
+    torch.set_num_threads(1)
+    python_device.install()
+    dist.init_process_group(f"cpu:gloo,{NAME}:fake", store=dist.HashStore(), rank=0, world_size=1)
+    config = TrainerConfig(learning_rate=1e-2, minibatches=1)
+    there, here = (Fsdp2Backend(folder, "float32", device, config) for device in (DEVICE, "cpu"))
+    parts = {
+        "mixing": mixing,
+        "training": lambda: training(there, here),
+        "gathering": lambda: gathering(there),
+        "generating": lambda: generating(folder, there),
+        "taking turns": lambda: taking_turns(there),
+        "updates": lambda: updates(there),
+        "sending": lambda: sending(there),
+    }
+    for name, part in parts.items():
+        print(json.dumps({"part": name} | part()), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

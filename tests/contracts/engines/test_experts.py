@@ -1,0 +1,96 @@
+"""Mixtures of experts, on a real engine: weights arrive one by one; answers name the experts of their tokens."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl_async.messages import Sampling, Version
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.weight_sync.experts import single
+from tests.conftest import VOCAB, save_tokenizer
+from tests.contracts.engines.conftest import Connect
+from tests.contracts.engines.engine_peers import Peer, running
+from tests.contracts.engines.engine_weights import differences, scaled, send
+from tests.support.sparse import chosen, sparse_model
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
+V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
+
+
+@pytest.fixture(scope="module")
+def sparse_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE of 2 layers, away from the even distribution of a fresh one."""
+    folder = tmp_path_factory.mktemp("sparse")
+    sparse_model(VOCAB).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peer(
+    request: pytest.FixtureRequest, sparse_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    """A running engine of each kind."""
+    with running(request.param, sparse_folder, tmp_path_factory.mktemp("run"), eager=True) as started:
+        yield started
+
+
+def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=secrets.token_hex(4),
+        token_ids=[(7 * i + 3) % 60 for i in range(tokens)],
+        max_tokens=20,
+        sampling=Sampling(),
+        stop_token_ids=[],
+        min_version=version,
+        routed_from=routed_from,
+    )
+
+
+@pytest.mark.parametrize("peer", ["embedded", pytest.param("vllm", marks=SLOW)], indirect=True, scope="module")
+async def test_updates_reach_every_expert(connect: Connect, sparse_folder: Path) -> None:
+    client = connect()
+    fresh = await client.checksums()
+    for version, scale in ((V0, 1.0), (V1, 1.3)):
+        model = scaled(sparse_folder, scale)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:
+                    parameter.mul_(torch.linspace(1.0, scale, 8)[:, None, None])  # each by another number
+        await send(client, [(name, part.detach()) for name, part in single(model.named_parameters())], version)
+        assert (await client.checksums() == fresh) == (scale == 1.0), "not the bits of a fresh load"
+        requests = [ask(5 + i, version) for i in range(12)]
+        answers = await asyncio.gather(*map(client.generate, requests))
+        for request, got in zip(requests, answers, strict=True):
+            assert differences(model, request, got).max() < 1e-5
+            assert scale == 1.0 or differences(scaled(sparse_folder), request, got).max() > 1e-3
+
+
+@pytest.mark.parametrize("peer", ["embedded"], indirect=True, scope="module")  # on a CPU vLLM records no experts
+async def test_answers_have_the_experts_of_a_plain_forward_pass(connect: Connect, sparse_folder: Path) -> None:
+    client, model = connect(max_coalesced=4), scaled(sparse_folder)
+    await send(client, [(name, part.detach()) for name, part in single(model.named_parameters())], V2)
+    requests = [ask(40, V2) for _ in range(4)] + [ask(5 + i, V2, routed_from=i) for i in range(6)]
+    answers = await asyncio.gather(*map(client.generate, requests))
+    more = [
+        GenerateRequest(  # the next turn, whose prefix is known
+            request_id=secrets.token_hex(4),
+            token_ids=[*request.token_ids, *got.token_ids, 7, 8],
+            max_tokens=9,
+            sampling=Sampling(),
+            stop_token_ids=[],
+            routed_from=len(request.token_ids) + len(got.token_ids) - 1,
+        )
+        for request, got in zip(requests, answers, strict=True)
+    ]
+    answers += await asyncio.gather(*map(client.generate, more))
+    for request, got in zip(requests + more, answers, strict=True):
+        assert got.routes is not None and got.routes.start == request.routed_from
+        expected = chosen(model, [*request.token_ids, *got.token_ids][:-1])[request.routed_from :]
+        assert np.array_equal(np.sort(got.routes.experts, -1), expected.numpy())
+        assert got.routes.experts.dtype == np.uint8

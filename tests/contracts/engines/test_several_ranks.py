@@ -1,0 +1,144 @@
+"""A vLLM engine of several workers: every worker takes every update, and all of them together serve one model."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.errors import EngineLost
+from rl_async.messages import EngineRecord, Sampling, Version
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.layout import TensorSpec, volume
+from rl_async.weight_sync.protocol import InitInfo, TransportName
+from rl_async.weight_sync.reshard.model_layouts import engine as engine_layout
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.contracts.engines.conftest import Connect
+from tests.contracts.engines.engine_peers import Peer, running
+from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
+from tests.contracts.weights.test_transport import Directory
+from tests.support.buckets import make_buckets
+from tests.support.trainer_ranks import TrainerRanks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
+
+V1 = Version(0, 1)
+WORKERS = 2
+BUCKET_BYTES = 1 << 12
+
+
+@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+def peer(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    """A running engine whose two workers divide each layer, or the layers."""
+    folder = tmp_path_factory.mktemp("run")
+    eager = request.param == "tensor_parallel"  # on a CPU vLLM's later stages fail without its warm-up
+    with running("vllm", model_folder, folder, eager=eager, ranks={request.param: WORKERS}) as started:
+        yield started
+
+
+async def test_its_weights_are_those_of_a_fresh_load_and_of_every_update(
+    peer: Peer, connect: Connect, model_folder: Path, tmp_path: Path
+) -> None:
+    engine = connect()
+    assert await engine.workers() == WORKERS
+    fresh = await engine.checksums()
+    assert len({name.partition("model")[0] for name in fresh}) == WORKERS, "a worker without checksums"
+    for transport in ("gloo", "nearest", "disk", "whole"):
+        for scale in (1.5, 1.0):
+            named = dict(tensors(model_folder, scale))
+            if transport == "whole":
+                await send(engine, list(named.items()), V1)
+            else:
+                ranks = {"gloo": 4, "nearest": 2, "disk": 1}[transport]
+                sent = await asyncio.to_thread(publish, peer, named, ranks, transport, tmp_path)
+                whole = WORKERS * sum(tensor.nbytes for tensor in named.values())
+                assert sent <= 1.05 * await minimal_bytes(engine, named) < whole
+            request = ask()
+            got = await engine.generate(request)
+            assert differences(scaled(model_folder, scale), request, got).max() < 1e-5
+            sums = await engine.checksums()
+            assert {name for name in fresh if sums[name] != fresh[name]} == {
+                name for name in fresh if scale != 1.0 and "norm" not in name
+            }
+
+
+async def test_what_workers_need_is_what_the_rules_for_vllm_say(
+    peer: Peer, connect: Connect, model_folder: Path
+) -> None:
+    if peer.ranks != {"tensor_parallel": WORKERS}:
+        pytest.skip("the rules are about tensor parallelism")
+    engine, named = connect(), dict(tensors(model_folder))
+    found = await engine.boxes({name: list(tensor.shape) for name, tensor in named.items()})
+    specs = {name: TensorSpec(tuple(tensor.shape), "float32") for name, tensor in named.items()}
+    rules = engine_layout(specs, tp=WORKERS, kv_heads=1)
+    for worker, of_tensors in enumerate(found or ()):
+        for name, boxes in zip(named, of_tensors, strict=True):
+            expected = [shard.box for shard in rules.shards[name] if shard.rank == worker]
+            assert [tuple(map(tuple, box)) for box in boxes] == expected, name
+    assert found is not None
+    await engine.start_update()
+    await engine.init_transfer(InitInfo(backend="ipc"))
+    sender = SharedMemorySender()
+    await engine.pause("keep")
+    fused = [(name, tensor) for name, tensor in named.items() if "q_proj" in name]  # without keys and values
+    await engine.update(sender.stage(make_buckets(fused, 1 << 20)[0]))
+    sender.close()
+    assert await engine.boxes({"model.norm.weight": [32]}) is None, "loaders only collect in the middle of an update"
+    await send(engine, list(named.items()), V1)
+
+
+async def test_an_update_that_failed_on_every_worker_can_be_started_again(connect: Connect, model_folder: Path) -> None:
+    engine, sender = connect(), SharedMemorySender()
+    buckets = make_buckets(tensors(model_folder, 3.0), 1 << 12)
+    await engine.init_transfer(sender.init_info(0))
+    await engine.pause("keep")
+    await engine.start_update()
+    await engine.update(sender.stage(buckets[0]))
+    with pytest.raises(EngineLost, match="checksum"):
+        await engine.update(msgspec.structs.replace(sender.stage(buckets[1]), checksum="wrong"))
+    sender.close()
+    await send(engine, tensors(model_folder, 1.5), V1)
+    request = ask()
+    assert differences(scaled(model_folder, 1.5), request, await engine.generate(request)).max() < 1e-5
+
+
+def publish(peer: Peer, named: Mapping[str, Tensor], ranks: int, transport: TransportName, folder: Path) -> int:
+    """One publication by the trainer's coordinator, from the shards of so many ranks; the bytes that it sent."""
+    directory = Directory()
+    directory.add(EngineRecord(engine_id="e", url=peer.url, kind="vllm"))
+    sync = WeightSyncConfig(
+        transport=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES
+    )
+    with (
+        TrainerRanks(named, ranks, sync) as trainer,
+        WeightCoordinator(directory.open, lambda _: peer.client(), sync) as coordinator,
+    ):
+        report = coordinator.publish(V1, trainer.weights(named))
+    assert report.failures == []
+    return report.nbytes
+
+
+async def minimal_bytes(engine: VllmEngine, named: Mapping[str, Tensor]) -> int:
+    """Bytes of float32 that the workers need together: any transfer has to move them."""
+    found = await engine.boxes({name: list(tensor.shape) for name, tensor in named.items()})
+    assert found is not None
+    return 4 * sum(volume(tuple(box)) for worker in found for boxes in worker for box in boxes)
+
+
+def ask() -> GenerateRequest:
+    return GenerateRequest(
+        sampling=Sampling(),
+        request_id=secrets.token_hex(4),
+        token_ids=[3, 10, 17, 24],
+        max_tokens=24,
+        stop_token_ids=[],
+        min_version=V1,
+    )

@@ -1,0 +1,99 @@
+"""Publications of two trainer ranks, one of them another process, to engines in processes of their own."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rl_async.errors import RanksLost
+from rl_async.messages import Version
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.layout import fsdp2
+from rl_async.weight_sync.protocol import SyncReport, TransportName
+from rl_async.weight_sync.ranks.outlet import Outlet
+from rl_async.weight_sync.ranks.remote import RemoteOutlet
+from rl_async.weight_sync.ranks.shipment import RankShards
+from tests.contracts.weights import test_transport
+from tests.contracts.weights.outlet_rank import RANKS, ROWS, named, sync_of
+from tests.contracts.weights.test_transport import TRANSPORTS, Directory, Start, connect, states
+from tests.support.forked import Forked
+from tests.support.trainer_ranks import HOST, TOKEN, shards_of, specs_of
+
+start = test_transport.start
+NBYTES = sum(rows * 16 * 2 for rows in ROWS)
+
+
+class Trainer:
+    """Both ranks of one lineage, and the coordinator on the first."""
+
+    def __init__(self, directory: Directory, transport: TransportName, folder: Path, lineage: int, fault: str) -> None:
+        self._lineage, self._exits = lineage, ExitStack()
+        arguments = [transport, str(folder), str(lineage), *fault.split()]
+        self._other = Forked("tests.contracts.weights.outlet_rank", *arguments)
+        self._exits.callback(self._other.wait, 10)
+        self._exits.callback(self._other.kill)
+        remote = RemoteOutlet(1, str(self._other.first_line()), TOKEN, 5, 30)
+        sync = sync_of(transport, str(folder), 30)
+        self._outlet = Outlet(0, sync, HOST, 30)
+        self._layout = fsdp2(specs_of(named(0)), RANKS)
+        self._shards = RankShards(self._outlet, {1: remote})
+        self._exits.callback(self._shards.close)
+        self.coordinator = self._exits.enter_context(WeightCoordinator(directory.open, connect, sync))
+
+    def publish(self, step: int) -> SyncReport:
+        version = Version(self._lineage, step)
+        self._outlet.offer(shards_of(self._layout, 0, named(10.0 * step)))
+        return self.coordinator.publish(version, self._shards)
+
+    def close(self) -> None:
+        self._exits.close()
+
+
+@contextmanager
+def trainer(
+    directory: Directory, transport: TransportName, folder: Path, lineage: int = 0, fault: str = ""
+) -> Iterator[Trainer]:
+    running = Trainer(directory, transport, folder / "weights", lineage, fault)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def serves(value: float, version: str) -> dict[str, object]:
+    sums = {f"layer.{i}": 16.0 * rows * (value + i) for i, rows in enumerate(ROWS)}
+    return {"paused": False, "version": version, "sums": sums}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_killed_in_the_middle_is_cut_off_and_the_others_go_on(
+    transport: TransportName, start: Start, tmp_path: Path
+) -> None:
+    directory, records = Directory(), start(a="", b="", dying="--fault kill --at 5")
+    directory.add(*records)
+    with trainer(directory, transport, tmp_path) as ranks:
+        report = ranks.publish(0)
+        assert (report.engines, report.failures, report.nbytes) == (["a", "b", "dying"], [], NBYTES)
+        report = ranks.publish(1)
+        assert report.engines == ["a", "b"] and report.failures[0].startswith("dying failed in update, bucket 2/3: ")
+        assert states(records[:2]) == {"a": serves(10, "0.1"), "b": serves(10, "0.1")}
+        assert ranks.publish(2).engines == ["a", "b"]
+        assert states(records[:2]) == {"a": serves(20, "0.2"), "b": serves(20, "0.2")}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("transport", "how"), [*((t, "kill") for t in TRANSPORTS), ("gloo", "stop")])
+def test_engines_survive_a_rank_that_is_lost_in_the_middle_and_take_weights_from_the_next_ones(
+    transport: TransportName, how: str, start: Start, tmp_path: Path
+) -> None:
+    directory, records = Directory(), start(a="", b="")
+    directory.add(*records)
+    with trainer(directory, transport, tmp_path, fault=f"--fault {how} --at 5") as ranks:
+        assert ranks.publish(0).engines == ["a", "b"]
+        with pytest.raises(RanksLost, match="rank 0 lost rank 1"):
+            ranks.publish(1)
+    assert directory.removed == {} and directory.published == Version(0, 0)
+    with trainer(directory, transport, tmp_path, lineage=1) as ranks:
+        assert (ranks.publish(0).engines, ranks.publish(1).engines) == (["a", "b"], ["a", "b"])
+    assert states(records) == {"a": serves(10, "1.1"), "b": serves(10, "1.1")}

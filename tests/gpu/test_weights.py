@@ -1,0 +1,192 @@
+"""The way of weights on a CUDA device: buckets that never come to the host, and engines that read device memory."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.messages import Version
+from rl_async.weight_sync.buckets.buckets import Bucket, unpack
+from rl_async.weight_sync.buckets.checksum import SUMS, checksum, checksum_like
+from rl_async.weight_sync.buckets.delta import deltas
+from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
+from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.reshard.gather import Gathering, ShardedWeights
+from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.support.trainer_ranks import TrainerRanks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+DEVICE = "cuda:0"
+BUCKET = 1 << 20
+SPECS = {f"layer.{i}": TensorSpec((700, 1000), "bfloat16") for i in range(4)}
+
+ENGINE = """
+import sys
+import msgspec, torch
+from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
+from rl_async.weight_sync.receiver import WeightReceiver
+
+def load(pieces):
+    assert all(piece.data.is_cuda for piece in pieces)
+    print(sum(float(piece.data.double().sum()) for piece in pieces), flush=True)
+
+receiver = WeightReceiver(load, "cuda:0")
+receiver.init(msgspec.json.decode(sys.stdin.readline(), type=InitInfo))
+for line in sys.stdin:
+    receiver.update(msgspec.json.decode(line, type=UpdateInfo))
+receiver.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """Collectives among this process alone."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def filled(value: float) -> list[Bucket]:
+    """Buckets of weights on the device, gathered there."""
+    layout = fsdp2(SPECS, 1)
+    held = {
+        (name, whole(spec.shape)): torch.full(spec.shape, value + i, device=DEVICE)
+        for i, (name, spec) in enumerate(SPECS.items())
+    }
+    wire = PointToPoint(dist.HashStore(), device=DEVICE)
+    return Gathering(wire, 0, BUCKET, 60.0, DEVICE).buckets(ShardedWeights(layout, held))
+
+
+def test_buckets_are_filled_and_checksummed_on_the_device_as_on_the_host() -> None:
+    buckets = filled(1.0)
+    assert len(buckets) > 4
+    for bucket in buckets:
+        assert bucket.data.is_cuda and bucket.info.checksum.startswith(SUMS)
+        assert checksum_like(bucket.info.checksum, bucket.data.cpu()) == bucket.info.checksum
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, (1 << 18) - 1, 1 << 18, (1 << 26) + 13])
+def test_a_device_finds_the_checksum_that_the_host_does(count: int) -> None:
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    assert checksum(data.to(DEVICE)) == checksum_like(SUMS, data)
+
+
+def test_deltas_are_the_same_bytes_as_on_the_host_and_patch_there() -> None:
+    old, new = (list(numbered(filled(1.0), Version(0, step), "keep")) for step in (0, 1))
+    for bucket in new:
+        bucket.data[:64] ^= 1
+    new = [Bucket(b.data, msgspec.structs.replace(b.info, checksum=checksum(b.data))) for b in new]
+    sent = list(deltas(new, old, "0.0"))
+    host = list(deltas([b.offloaded() for b in new], [b.offloaded() for b in old], "0.0"))
+    retained = RetainedBuckets()
+    for bucket in old:
+        retained.put(bucket.data, bucket.info)
+    for bucket, same, right in zip(sent, host, new, strict=True):
+        assert bucket.info.kind == "delta" and bucket.data.is_cuda
+        assert torch.equal(bucket.data.cpu(), same.data)
+        assert torch.equal(retained.put(bucket.data, bucket.info), right.data)
+    kept = []
+    retained.load("0.1", lambda pieces: kept.extend(piece.data for piece in pieces))
+    assert all(not data.is_cuda for data in kept)
+
+
+@contextmanager
+def engine() -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def tell(process: "subprocess.Popen[str]", message: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(message).decode() + "\n")
+    process.stdin.flush()
+
+
+def answer(process: "subprocess.Popen[str]") -> float:
+    assert process.stdout is not None
+    return float(process.stdout.readline())
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_engines_read_buckets_from_memory_of_the_device(offloaded: bool) -> None:
+    """Two engines, two versions; what is added on the device is two buckets."""
+    sender = SharedMemorySender()
+    with engine() as one, engine() as other:
+        for process in (one, other):
+            tell(process, InitInfo(backend="ipc"))
+        for value in (1.0, 5.0):
+            buckets = [bucket.offloaded() if offloaded else bucket for bucket in filled(value)]
+            before = torch.cuda.memory_allocated()
+            found = [0.0, 0.0]
+            for bucket in buckets:
+                info = sender.stage(bucket)
+                assert info.device_memory is not None and not info.shm_name
+                for number, process in enumerate((one, other)):
+                    tell(process, info)
+                    found[number] += answer(process)
+                sender.unstage()
+            expected = sum(float(p.data.double().sum()) for b in buckets for p in unpack(b.data, b.info))
+            assert found == [expected, expected]
+            assert torch.cuda.memory_allocated() - before <= 2 * BUCKET + (1 << 20)  # rounded up by the allocator
+    sender.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_sends_its_shards_from_the_device(ranks: int, leaves: bool) -> None:
+    """Two versions of float32, which travel in bfloat16; ``leaves``: copied to the host before engines wake."""
+    sync = WeightSyncConfig(transport="ipc", bucket_bytes=BUCKET, timeout_s=30)
+    named = {name: torch.full(spec.shape, 1.0, device=DEVICE) for name, spec in SPECS.items()}
+    with engine() as process, TrainerRanks(named, ranks, sync, fsdp2(SPECS, ranks), DEVICE) as trainer:
+        weights = trainer.weights(named)
+        shipment = weights.shipment(1, [None])
+        tell(process, shipment.init_info(0))
+        for step in range(2):
+            if step:
+                weights = trainer.weights({name: tensor + 1 for name, tensor in named.items()})
+            if leaves:
+                for outlet in trainer.outlets:
+                    outlet.keep()
+            weights.begin(Version(0, step), "no")
+            found = 0.0
+            for number in range(shipment.count):
+                info = shipment.stage(number)
+                for source in info.sources or [info]:
+                    assert source.device_memory is not None and source.checksum.startswith(SUMS)
+                tell(process, info)
+                found += answer(process)
+            weights.seal()
+            assert found == (step + 1) * sum(tensor.numel() for tensor in named.values())
+        shipment.close()
+
+
+def test_a_killed_engine_leaves_the_sender_able_to_go_on() -> None:
+    sender = SharedMemorySender()
+    (first, *_) = filled(1.0)
+    with engine() as killed:
+        tell(killed, InitInfo(backend="ipc"))
+        tell(killed, sender.stage(first))
+        answer(killed)
+    sender.unstage()
+    with engine() as another:
+        tell(another, InitInfo(backend="ipc"))
+        tell(another, sender.stage(first))
+        assert answer(another) == sum(float(p.data.double().sum()) for p in unpack(first.data, first.info))
+    sender.close()

@@ -1,0 +1,163 @@
+"""A device of torch's that is made of Python: tensors on it compute on the CPU, and refuse tensors that are not on it.
+
+With it code runs as it does on a GPU, values and gradients included, on a machine without one: a host tensor that gets
+among device tensors is an error, as it would be there, and bytes that come to the host are counted. Collectives of
+tensors on it go through gloo. It has no streams, no kernels and no memory of its own, so it says nothing about those.
+``install`` changes torch for the rest of the process.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map
+
+NAME = "rehearsal"
+DEVICE = f"{NAME}:0"
+aten = torch.ops.aten
+moved: list[int] = []  # sizes in bytes of what came to the host
+
+_library: torch.library.Library | None = None
+
+
+class OnDevice(Tensor):
+    """A tensor on the device. ``inner`` holds its elements, in host memory."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnDevice":
+        with torch.inference_mode(False):  # views of tensors that are made in that mode, or outside it, differ
+            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=DEVICE,
+            )
+        made.inner = inner
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"OnDevice({self.inner!r})"
+
+    def tolist(self) -> Any:
+        """torch itself refuses it of subclasses."""
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> Any:
+        """The one that has the bytes; FSDP frees and allocates it, and compares addresses."""
+        return self.inner.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled():  # in which operations made of others arrive here whole
+            parts = function.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if function is aten.copy_.default:
+            target, source = args[0], args[1]
+            _in(target).copy_(_in(source) if isinstance(target, OnDevice) else _out(source))
+            return target
+        given: list[Any] = []
+        tree_map(given.append, (args, kwargs))
+        hosts = [x for x in given if isinstance(x, Tensor) and not isinstance(x, OnDevice) and x.dim() > 0]
+        if hosts:
+            raise RuntimeError(f"{function} got tensors on {DEVICE} and on the host, of shape {list(hosts[0].shape)}")
+        where = torch.device(kwargs.get("device") or DEVICE)
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        found = function(*tree_map(_in, args), **tree_map(_in, kwargs))
+        own = {id(x.inner): x for x in given if isinstance(x, OnDevice)}
+        if where.type == "cpu":
+            return tree_map(lambda x: _counted(x) if isinstance(x, Tensor) else x, found)
+        return tree_map(lambda x: _same(own, x), found)
+
+
+def _in(value: Any) -> Any:
+    return value.inner if isinstance(value, OnDevice) else value
+
+
+def _out(value: Tensor) -> Tensor:
+    return _counted(value.inner) if isinstance(value, OnDevice) else value
+
+
+def _counted(value: Tensor) -> Tensor:
+    moved.append(value.nbytes)
+    return value
+
+
+class _Module:
+    """What torch asks of a device."""
+
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+
+def install() -> None:
+    """Make the device known to torch, which calls it an accelerator."""
+    global _library
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    accelerator: Any = torch.accelerator  # a backend in Python has no way to offer these two
+    accelerator.synchronize = accelerator.empty_cache = lambda device=None: None
+    _library = torch.library.Library("aten", "IMPL")
+    _library.impl("_copy_from", _copy_from, "PrivateUse1")
+    _library.impl("empty.memory_format", _empty, "PrivateUse1")
+    _library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    plain: Any = Tensor.data
+
+    def replace_data(tensor: Tensor, value: Tensor) -> None:
+        """``tensor.data = value``, also when a tensor changes between host and device, which torch refuses here."""
+        if isinstance(tensor, OnDevice) != isinstance(value, OnDevice):
+            torch.utils.swap_tensors(tensor, value)
+            return
+        plain.__set__(tensor, value)
+        if isinstance(tensor, OnDevice) and isinstance(value, OnDevice):
+            tensor.inner = value.inner
+
+    changed: Any = Tensor
+    changed.data = property(plain.__get__, replace_data)
+
+
+def _empty(size: Any, *, dtype: Any = None, **_: object) -> Tensor:
+    return OnDevice(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: object) -> Tensor:
+    return OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    _in(target).copy_(_in(source))  # called by ``torch.tensor``, which bypasses __torch_dispatch__
+    return target
+
+
+def _same(own: dict[int, OnDevice], value: Any) -> Any:
+    """The tensor that an operation changed in place, or a new one."""
+    if not isinstance(value, Tensor):
+        return value
+    return own[id(value)] if id(value) in own else OnDevice(value)

@@ -1,0 +1,187 @@
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.agent_loop.chat_formats.format import TooLong
+from rl_async.agent_loop.chat_formats.message_lines import MessageLines
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_SIGNAL, ConfigError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.evaluation.lines import read_lines
+from rl_async.launcher.runs.evaluate import recorded_in
+from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
+from rl_async.messages import Task, Trajectory
+from rl_async.recording import read_trajectories
+from tests.unit.reward_loop.outside import Answer, Outside, says
+
+TASK = Task(task_id="t:0", data_source="sums", prompt=[{"role": "user", "content": "what is 2+3?"}], ground_truth="5")
+READY = says("OK")  # to the first request, which no episode sends
+
+
+def calls(*arguments: str, **more: Any) -> Answer:
+    found = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "calculator", "arguments": text}}
+        for number, text in enumerate(arguments)
+    ]
+    return says(None, "tool_calls", tool_calls=found, **more)  # type: ignore[arg-type]
+
+
+def config(it: Outside, *overrides: str) -> RunConfig:
+    endpoint = {"url": f"{it.url}/v1", "model": "m", "backoff_s": 0.01, "attempts": 2}
+    return load_config("calculator", [f"eval.endpoint={json.dumps(endpoint)}", *overrides])
+
+
+async def played(it: Outside, folder: Path, *overrides: str, tasks: int = 1) -> list[Trajectory]:
+    given = config(it, *overrides)
+    assert given.eval.endpoint is not None
+    samples = HeldOutSamples([TASK] * tasks, given)
+    await play(given, given.eval.endpoint, samples, folder / "run")
+    return samples.rows
+
+
+async def started(it: Outside, folder: Path) -> asyncio.subprocess.Process:
+    """Start the command on two tasks, one after the other."""
+    endpoint = ["--endpoint", f"{it.url}/v1", "--model", "m", "--jsonl", "out.jsonl"]
+    overrides = ["eval.tasks=2", "agent.concurrency=1", "queue.max_attempts=1"]
+    command = ["-m", "rl_async.launcher.cli", "eval", "--config", "calculator", *endpoint, *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    return await asyncio.create_subprocess_exec(sys.executable, *command, cwd=folder, env=environment)
+
+
+async def test_calls_are_structured_and_their_results_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBJECT_KEY", "sesame")
+    said = calls('{"expression": "2+3"}', reasoning_content="add them")
+    async with Outside(READY, said, says("5")) as it:
+        (row,) = await played(it, tmp_path, "eval.endpoint.api_key_env=SUBJECT_KEY")
+    assert (row.reward, row.scored, row.finish_reason, row.partition) == (1.0, True, "stop", "eval")
+    assert [(turn.role, len(turn.tool_calls)) for turn in row.turns] == [
+        *(("user", 0), ("assistant", 1), ("tool", 0), ("assistant", 0)),
+    ]
+    assert "add them" in row.turns[1].text and row.turns[1].tool_calls[0].result == "5"
+    assert len(row.token_ids) == len(row.logprobs) == 0 and row.header().tokens == 0
+    assert {asked.authorization for asked in it.asked} == {"Bearer sesame"}
+    first, second = it.asked[1].body, it.asked[2].body
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["calculator"]
+    assert (first["temperature"], first["max_tokens"]) == (0.0, 48)
+    sent = {"name": "calculator", "arguments": '{"expression": "2+3"}'}
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c0", "type": "function", "function": sent}]},
+        {"role": "tool", "content": "5", "tool_call_id": "c0"},
+    ]
+
+
+async def test_arguments_that_are_no_json_are_a_bad_call_and_are_sent_back_as_json(tmp_path: Path) -> None:
+    async with Outside(READY, calls('{"expression": 2+', "[1]", ""), says("5")) as it:
+        (row,) = await played(it, tmp_path)
+    assert [(call.error, call.problem) for call in row.turns[1].tool_calls[:2]] == [
+        ("bad call", "bad_json"),
+        ("bad call", "bad_arguments"),
+    ]
+    sent = [call["function"]["arguments"] for call in it.asked[-1].body["messages"][1]["tool_calls"]]
+    assert [type(json.loads(text)) for text in sent if text] == [dict, dict]
+
+
+async def test_an_answer_that_was_cut_ends_the_episode(tmp_path: Path) -> None:
+    async with Outside(READY, says("5 and", "length")) as it:
+        (row,) = await played(it, tmp_path)
+    assert (row.finish_reason, row.turns[-1].text, len(it.asked)) == ("length", "5 and", 2)
+
+
+async def test_a_busy_endpoint_is_asked_again(tmp_path: Path) -> None:
+    async with Outside(READY, Answer({"error": "slow down"}, 429, {"Retry-After": "1"}), says("5")) as it:
+        (row,) = await played(it, tmp_path)
+    assert (row.reward, row.timings["generate"] >= 1.0, len(it.asked)) == (1.0, True, 3)
+
+
+@pytest.mark.parametrize("broken", [Answer({}, 500), Answer("<html>"), Answer({"choices": []}), Answer({}, 0)])
+async def test_an_episode_that_fails_is_in_the_results_with_its_error(tmp_path: Path, broken: Answer) -> None:
+    async with Outside(READY, broken) as it:
+        rows = await played(it, tmp_path, "eval.samples=2", "queue.max_attempts=2", tasks=2)
+    assert [(row.group_id, row.sample) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(not row.scored and row.error and row.finish_reason == "error" for row in rows)
+    tries = 2 if broken.status in (500, 0) else 1
+    assert len(it.asked) == 1 + 4 * 2 * tries
+
+
+@pytest.mark.parametrize("refused", [Answer({"error": "key"}, 401), Answer({"error": "model"}, 404), Answer({}, 500)])
+async def test_what_no_request_can_pass_is_told_before_any_episode(tmp_path: Path, refused: Answer) -> None:
+    async with Outside(refused) as it:
+        with pytest.raises(ConfigError, match=r"eval\.endpoint"):
+            await played(it, tmp_path)
+    assert len(it.asked) <= 2 and not (tmp_path / "run").exists()
+
+
+async def test_a_server_that_takes_no_tools_is_told_before_any_episode(tmp_path: Path) -> None:
+    def without_tools(body: dict[str, Any]) -> Answer:
+        return Answer({"error": "tools need --enable-auto-tool-choice"}, 400) if body.get("tools") else says("5")
+
+    async with Outside(without_tools) as it:
+        with pytest.raises(ConfigError):
+            await played(it, tmp_path)
+    assert len(it.asked) == 1 and not (tmp_path / "run").exists()
+
+
+async def test_an_evaluation_without_any_score_fails_and_keeps_its_errors(tmp_path: Path) -> None:
+    async with Outside(READY, Answer({"error": "no"}, 400)) as it:
+        command = await started(it, tmp_path)
+        async with asyncio.timeout(60):
+            assert await command.wait() == 1
+    lines = read_lines(tmp_path / "out.jsonl")
+    assert len(lines) == 2 and all(line.error and not line.scored for line in lines)
+
+
+async def test_a_silent_endpoint_has_a_deadline(tmp_path: Path) -> None:
+    async with Outside(Answer(None)) as it:
+        with pytest.raises(ConfigError, match=r"eval\.endpoint\.timeout_s"):
+            await played(it, tmp_path, "eval.endpoint.timeout_s=0.1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_what_was_played_before_an_interruption_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    async with Outside(READY, says("5"), Answer(None)) as it:
+        command = await started(it, tmp_path)
+        try:
+            async with asyncio.timeout(60):
+                while len(it.asked) < 3:
+                    assert command.returncode is None
+                    await asyncio.sleep(0.05)
+                command.send_signal(number)
+                assert await command.wait() == EXIT_SIGNAL + number
+        finally:
+            if command.returncode is None:
+                command.kill()
+                await command.wait()
+    (line,) = read_lines(tmp_path / "out.jsonl")
+    assert (line.answer, line.scored) == ("5", True)
+    (run,) = (tmp_path / "runs").iterdir()
+    (row,) = read_trajectories(recorded_in(run))
+    assert row.turns[-1].text == "5"
+
+
+def test_options_that_need_another_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (("--endpoint", "http://127.0.0.1:9/v1"), ("--model", "m")):
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", "--config", "calculator", *options])
+        assert ended.value.code == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_a_training_run_takes_no_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = [f"launcher.run_dir={tmp_path}", "eval.endpoint={url: http://127.0.0.1:9/v1, model: m}"]
+    assert main(["launch", "--config", "calculator", "--dry-run", *place]) == 2
+    assert "eval.endpoint" in capsys.readouterr().err
+
+
+def test_a_conversation_is_as_long_as_its_bytes() -> None:
+    chat, messages = MessageLines(), [{"role": "user", "content": "é"}]
+    length = len(chat.prompt(messages))
+    assert length == len('[]\n{"role":"user","content":"é"}\n'.encode())
+    with pytest.raises(TooLong):
+        chat.prompt(messages, limit=length)

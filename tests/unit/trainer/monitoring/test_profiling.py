@@ -1,0 +1,61 @@
+"""Profiles of steps: those of the config and those that are asked for, and no others."""
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+from rl_async.process.heartbeat import Phase
+from rl_async.trainer.monitoring.profile_request import traces, write_request
+from rl_async.trainer.monitoring.profiling import StepProfiler
+
+PHASES: tuple[Phase, ...] = ("waiting for a batch", "training", "reporting")
+
+
+def work(profiler: StepProfiler, step: int) -> None:
+    for phase in PHASES:
+        profiler.at(step, phase)
+        if phase == "training":
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def names(file: Path) -> set[str]:
+    return {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(file.name for file in traces(run))
+
+
+def test_a_step_of_the_config_is_recorded_with_its_phases(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, 1, [1, 3], "cpu")
+    for step in range(4):
+        work(profiler, step)
+        assert len(traces(tmp_path)) == (step > 1), "it is there from the next step on"
+    profiler.close()
+    assert steps(tmp_path) == ["step-000001-rank1.json.gz", "step-000003-rank1.json.gz"]
+    assert {*PHASES, "aten::mm"} <= names(min(traces(tmp_path)))
+
+
+def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, 0, [], "cpu")
+    work(profiler, 0)
+    profiler.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_is_answered_once_with_the_next_steps(tmp_path: Path) -> None:
+    write_request(tmp_path, 1)  # of an earlier process
+    profiler = StepProfiler(tmp_path, 0, [], "cpu")
+    work(profiler, 4)
+    assert steps(tmp_path) == []
+    write_request(tmp_path, 2)
+    for step in range(5, 9):
+        work(profiler, step)
+    assert steps(tmp_path) == ["step-000005-rank0.json.gz", "step-000006-rank0.json.gz"]
+    write_request(tmp_path, 1)
+    work(profiler, 9)
+    profiler.close()
+    assert steps(tmp_path)[2:] == ["step-000009-rank0.json.gz"]
+    assert not [file for file in (tmp_path / "profiles").iterdir() if file.name.startswith(".")]

@@ -1,0 +1,234 @@
+"""Publications from several trainer ranks to engines of one and of several workers."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.errors import EngineLost, RanksLost, WeightSyncError
+from rl_async.messages import Version
+from rl_async.weight_sync.layout import Box, fsdp2
+from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
+from rl_async.weight_sync.ranks.outlet import Outlet
+from rl_async.weight_sync.ranks.remote import OutletServer, RemoteOutlet
+from rl_async.weight_sync.ranks.rounds import Needs
+from tests.support.trainer_ranks import HOST, TrainerRanks, shards_of, specs_of
+from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
+
+HALVES = [[[[(0, 2)]], [[(0, 4)]]], [[[(2, 4)]], []]]  # of a and b, for two workers
+TRANSPORTS: list[TransportName] = ["nearest", "ipc", "gloo", "disk"]
+
+
+def sync_of(transport: TransportName, folder: Path, **options: float) -> WeightSyncConfig:
+    return WeightSyncConfig(
+        transport=transport, folder=str(folder / "weights"), bucket_bytes=16, timeout_s=30, **options
+    )
+
+
+def named(value: float) -> dict[str, Tensor]:
+    return {"a": torch.full((4,), float(value)), "b": torch.full((4,), float(value))}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_workers_get_only_the_slices_that_they_need(
+    transport: TransportName, ranks: int, staged: bool, tmp_path: Path
+) -> None:
+    engines = {"x": Engine(workers=2, needs=HALVES), "y": Engine(workers=2, needs=HALVES), "one": Engine()}
+    sync = sync_of(transport, tmp_path, staged=staged)
+    fleet = make_fleet(directory := Directory(**engines), transport, timeout_s=30, sync=sync)
+    with TrainerRanks(named(0), ranks, sync) as trainer:
+        for step in (1, 2):
+            weights = named(float(step))
+            report = await fleet.publish(Version(0, step), trainer.weights(weights))
+            assert (sorted(report.engines), report.failures) == (["one", "x", "y"], [])
+            for name in ("x", "y"):
+                assert engines[name].of_workers == [{"a": 2.0 * step, "b": 4.0 * step}, {"a": 2.0 * step}]
+            assert engines["one"].weights == {"a": 4.0 * step, "b": 4.0 * step}
+            for tensor in weights.values():
+                tensor.fill_(99)  # training goes on; late engines get what was published
+        late = Engine(workers=2, needs=HALVES)
+        directory.add("late", late)
+        catching_up = asyncio.create_task(fleet.keep_caught_up())
+        await eventually(lambda: late.serves == Version(0, 2))
+        catching_up.cancel()
+        assert late.of_workers == [{"a": 4.0, "b": 8.0}, {"a": 4.0}]
+        await fleet.publish(Version(0, 3), trainer.weights(named(3.0)))
+        assert late.of_workers == [{"a": 6.0, "b": 12.0}, {"a": 6.0}], "the slices of what it caught up with"
+        assert [engine.calls.count("boxes") for engine in engines.values()] == [1, 1, 0]
+        await fleet.close()
+
+
+@pytest.mark.parametrize(("ranks", "idle"), [(1, 1), (4, 8)])  # a byte from a rank that has nothing for a worker
+async def test_the_bytes_of_a_publication_are_those_of_all_workers_of_an_engine(
+    ranks: int, idle: int, tmp_path: Path
+) -> None:
+    sent, sync = [], sync_of("ipc", tmp_path)
+    for engine in (Engine(workers=2, needs=HALVES), Engine(workers=2), Engine()):
+        fleet = make_fleet(Directory(a=engine), sync=sync)
+        with TrainerRanks(named(1), ranks, sync) as trainer:
+            sent.append((await fleet.publish(Version(), trainer.weights(named(1)))).nbytes)
+        await fleet.close()
+    assert sent == [8 + 16 + 8 + idle, 2 * 32, 32]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_engine_that_dies_is_cut_off_and_the_others_go_on(transport: TransportName, tmp_path: Path) -> None:
+    engines = {"good": Engine(), "bad": Engine({"update 2": EngineLost("gone")}), "fine": Engine()}
+    sync = sync_of(transport, tmp_path)
+    fleet = make_fleet(directory := Directory(**engines), transport, timeout_s=4, sync=sync)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        report = await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        assert sorted(report.engines) == ["fine", "good"] and list(directory.removed) == ["bad"]
+        assert engines["good"].weights == engines["fine"].weights == {"a": 4.0, "b": 4.0}
+        await fleet.close()
+
+
+async def test_no_engine_is_blamed_for_a_rank_that_is_lost(tmp_path: Path) -> None:
+    sync = sync_of("gloo", tmp_path)
+    fleet = make_fleet(directory := Directory(x=Engine(), y=Engine()), "gloo", timeout_s=4, sync=sync)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        weights = trainer.weights(named(2))
+
+        def lost(key: str, number: int) -> None:
+            raise SystemExit  # its thread ends, and with it the connection, as if the process had
+
+        trainer.outlets[1].send = lost  # type: ignore[method-assign]
+        with pytest.raises(RanksLost, match="rank 1"):
+            await fleet.publish(Version(0, 2), weights)
+        assert directory.removed == {} and directory.published == (Version(0, 1), ["x", "y"])
+        await fleet.close()
+
+
+async def test_a_group_that_opens_when_its_update_is_over_is_closed(tmp_path: Path) -> None:
+    """The folder of a group of engines exists as long as the group is open."""
+    sync = sync_of("disk", tmp_path, sync_timeout_s=0.3)
+    fleet = make_fleet(directory := Directory(a=Engine()), "disk", sync=sync)
+    may_open, has_opened = threading.Event(), threading.Event()
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        at_once = trainer.outlets[1].open
+
+        def late(key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
+            may_open.wait(30)
+            joins = at_once(key, members, needs)
+            has_opened.set()
+            return joins
+
+        trainer.outlets[1].open = late  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError):
+            await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        assert list(directory.removed) == ["a"] and any((tmp_path / "weights").iterdir())
+        may_open.set()
+        await eventually(lambda: has_opened.is_set() and not any((tmp_path / "weights").iterdir()))
+        await fleet.close()
+
+
+async def test_a_late_engine_gets_all_of_a_version_before_the_next_is_copied(tmp_path: Path) -> None:
+    """Models leave their devices, and the ranks' copies are made anew, while other engines may still be served."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Engine):
+        async def update(self, info: UpdateInfo) -> None:
+            begun.set()
+            await asyncio.wait_for(go_on.wait(), 30)
+            await super().update(info)
+
+    sync, late, later = sync_of("ipc", tmp_path), Slow(), Engine()
+    fleet = make_fleet(directory := Directory(first=Engine()), sync=sync, timeout_s=30)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        catching_up = asyncio.create_task(fleet.keep_caught_up())
+        directory.add("late", late)
+        await asyncio.wait_for(begun.wait(), 30)
+        deferring = asyncio.create_task(fleet.defer_late())
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        await deferring
+        weights = trainer.weights(named(2))
+        for outlet in trainer.outlets:
+            outlet.keep()
+        assert late.weights == {"a": 4.0, "b": 4.0} and directory.confirmed == [("late", Version(0, 1))]
+        directory.add("later", later)
+        await asyncio.sleep(0.2)
+        assert later.calls == []
+        await fleet.publish(Version(0, 2), weights)
+        assert late.weights == later.weights == {"a": 8.0, "b": 8.0}
+        catching_up.cancel()
+        await fleet.close()
+
+
+async def test_a_rank_copies_round_after_round_without_waiting_for_an_engine() -> None:
+    copied: list[str] = []
+
+    class Watched(dict[tuple[str, Box], Tensor]):
+        def __getitem__(self, key: tuple[str, Box]) -> Tensor:
+            copied.append(key[0])
+            return super().__getitem__(key)
+
+    outlet = Outlet(0, WeightSyncConfig(transport="ipc", bucket_bytes=16), HOST, 5)
+    weights = shards_of(fsdp2(specs_of(named(1)), 2), 0, named(1))
+    outlet.offer(weights._replace(held=Watched(weights.held)))
+    assert not copied
+    outlet.begin("0.1", 1, "no")
+    await eventually(lambda: copied == ["a", "b"])
+    outlet.disconnect()
+
+
+def test_a_rank_that_is_behind_is_named() -> None:
+    sync = WeightSyncConfig(transport="ipc", timeout_s=0.05)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        weights = trainer.weights(named(1))
+        trainer.outlets[0].offer(shards_of(trainer.layout, 0, named(2)))
+        with pytest.raises(RanksLost, match=r"rank 1 did not offer version 0\.2"):
+            weights.begin(Version(0, 2), "no")
+
+
+def test_strangers_direct_nothing() -> None:
+    outlet = Outlet(1, WeightSyncConfig(transport="ipc"), HOST, 1)
+    server = OutletServer(outlet, HOST, "the token")
+    try:
+        stranger = RemoteOutlet(1, server.address, "another", 5, 5)
+        with pytest.raises(RanksLost, match="rank 1"):
+            stranger.seal()
+        host, port = server.address.split(":")
+        for length in (1 << 29, (1 << 64) - 1):  # of what a stranger says before it is known; nothing is allocated
+            with socket.create_connection((host, int(port)), 5) as peer:
+                peer.sendall(length.to_bytes(8, "big"))
+                assert peer.recv(1) == b""
+    finally:
+        server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 5)
+
+
+def test_a_fault_of_a_rank_is_no_failed_transfer() -> None:
+    sync = WeightSyncConfig(transport="ipc", timeout_s=5)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        weights = trainer.weights(named(1))
+        weights.begin(Version(0, 1), "no")
+
+        def out_of_memory(key: str, number: int) -> None:
+            raise MemoryError
+
+        trainer.outlets[1].stage = out_of_memory  # type: ignore[method-assign, assignment]
+        shipment = weights.shipment(1, [None])
+        with pytest.raises(RanksLost, match="rank 1 failed in stage"):
+            shipment.stage(0)
+        shipment.close()
+
+
+async def test_a_version_that_is_published_again_is_copied_again(tmp_path: Path) -> None:
+    sync, engine = sync_of("ipc", tmp_path), Engine()
+    fleet = make_fleet(Directory(a=engine), sync=sync)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        for value in (1.0, 3.0):  # as if the first copy had been damaged
+            await fleet.publish(Version(0, 1), trainer.weights(named(value)))
+            assert engine.weights == {"a": 4.0 * value, "b": 4.0 * value}
+        await fleet.close()
