@@ -5,6 +5,7 @@ another; equal prompts are computed once. Then it decodes all running sequences.
 forward pass, whatever shares the batch.
 """
 
+import inspect
 import itertools
 import time
 from collections import deque
@@ -74,6 +75,9 @@ class EngineCore:
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
+        # Transformers 5.24 renamed the argument.
+        named = inspect.signature(self.model.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
         self._recorder = make_recorder(model) if record_routes else None
         self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)  # at its largest
         self.version = "default"
@@ -256,8 +260,8 @@ class EngineCore:
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
         ).last_hidden_state
         self._cache.record(*tokens.shape)
         return hidden
