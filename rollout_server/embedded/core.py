@@ -29,9 +29,8 @@ from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
-ONE_THREAD = (
-    2**24
-)  # multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes
+# Multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes.
+ONE_THREAD = 2**24
 HEADROOM = 32  # tokens that must fit beside what is there, so that an admitted sequence is not preempted at once
 
 Prompt = tuple[int, ...]
@@ -49,6 +48,11 @@ def _check_served(model: nn.Module) -> None:
             f"model.path: the embedded engine serves {', '.join(SERVED)} with full or sliding attention (sdpa) and "
             f"rotary embedding {', '.join(ROPES)}; this model has {found}. Use rollout.engine: vllm"
         )
+
+
+def _cache_argument(decoder: Any) -> str:
+    """Return the name under which a decoder takes its cache, which Transformers 5.24 changed."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 class EngineCore:
@@ -75,9 +79,7 @@ class EngineCore:
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
-        # Transformers 5.24 renamed the argument.
-        named = inspect.signature(self.model.model.forward).parameters
-        self._cache_argument = "cache" if "cache" in named else "past_key_values"
+        self._cache_argument = _cache_argument(self.model.model)
         self._recorder = make_recorder(model) if record_routes else None
         self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)  # at its largest
         self.version = "default"
