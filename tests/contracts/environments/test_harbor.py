@@ -224,6 +224,7 @@ def test_rows_of_a_folder_leave_out_what_cannot_be_played(copied: Path, tmp_path
     assert "Dockerfile:3: RUN" in str(refused[0])
 
 
+@needs_bwrap
 @pytest.mark.parametrize("name", [None, "", "..", "average/tests", "/etc"])
 def test_a_row_names_a_task_of_the_folder(name: str | None) -> None:
     with pytest.raises(DataError, match=r"extra_info\.task"):
