@@ -26,6 +26,7 @@ KEYS = (
     Key("adam-beta1", "trainer.beta1", 0.9),
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
+    Key("rollout-num-gpus-per-engine", "rollout.tensor_parallel", 1),
     Key("tensor-model-parallel-size", "trainer.tensor_parallel"),
     Key("pipeline-model-parallel-size", "trainer.pipeline_parallel"),
     Key("context-parallel-size", "trainer.sequence_parallel"),
@@ -46,7 +47,6 @@ _RAY = "an option of Ray"
 _MEGATRON = "a setting of Megatron that is fixed or absent here"
 NO_COUNTERPART = {
     **dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus"), _LAYOUT),
-    "rollout-num-gpus-per-engine": _LAYOUT,
     "colocate": "give --mode colocated to `rl-async launch`",
     **dict.fromkeys(("rm-type", "custom-rm-path"), "rewards are reward.functions"),
     **dict.fromkeys(("head", "node-ip-address", "num-gpus", "disable-usage-stats", "dashboard-host"), _RAY),

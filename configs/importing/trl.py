@@ -14,6 +14,7 @@ KEYS = (
     Key("top_k", "rollout.top_k", 0),
     Key("max_completion_length", "rollout.max_tokens", 512),
     Key("vllm_max_model_length", "rollout.max_model_len"),
+    Key("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
     Key("shuffle_dataset", "data.shuffle", True),
     Key("learning_rate", "trainer.learning_rate", 1e-6),
     Key("weight_decay", "trainer.weight_decay", 0.0),

@@ -112,6 +112,21 @@ def test_flags_of_slimes(tmp_path: Path) -> None:
     assert "of-tomorrow" in text and "load =" not in text
 
 
+@pytest.mark.parametrize(
+    ("source", "name", "text", "given"),
+    [
+        ("verl", "run.sh", "main_ppo a.b=c", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        ("trl", "c.yaml", TRL, "vllm_tensor_parallel_size=2"),
+        ("prime-rl", "rl.toml", PRIME_RL, "inference.parallel.tp=2"),
+        ("slime", "run.sh", SLIME, "rollout-num-gpus-per-engine=2"),
+    ],
+)
+def test_ranks_of_an_engine_are_taken_over(tmp_path: Path, source: str, name: str, text: str, given: str) -> None:
+    (tmp_path / name).write_text(text)
+    written = yaml.safe_load(SOURCES[source](tmp_path / name, [given]))
+    assert (written["rollout"]["tensor_parallel"], "engine_args" in written["rollout"]) == (2, False)
+
+
 def test_a_micro_batch_of_slimes_is_of_the_whole_rows_that_ranks_share(tmp_path: Path) -> None:
     assert translated(tmp_path, "slime", "run.sh", SLIME)[0].trainer.max_tokens_per_microbatch == 16384  # our default
     given = "max-tokens-per-gpu=9216"
