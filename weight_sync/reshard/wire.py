@@ -146,8 +146,8 @@ class SharedMemoryWire:
         if outgoing == 0:
             return
         self._segment = new_segment(outgoing)
-        self._buffer = mapped(self._segment.name, outgoing, shared=True)
-        self._store.set(self._key("segment", self._rank), f"{self._segment.name} {outgoing}")
+        self._buffer = mapped(self._segment.name, shared=True)
+        self._store.set(self._key("segment", self._rank), self._segment.name)
 
     def send_buffers(self, messages: RankMessages) -> list[Tensor]:
         return [self._buffer[span.start : span.start + span.nbytes] for span in messages.outgoing]
@@ -179,8 +179,8 @@ class SharedMemoryWire:
 
     def _peer(self, peer: int, deadline: float) -> Tensor:
         if peer not in self._peers:
-            name, size = self._get(self._key("segment", peer), peer, deadline).decode().split()
-            self._peers[peer] = mapped(name, int(size), shared=True)
+            name = self._get(self._key("segment", peer), peer, deadline).decode()
+            self._peers[peer] = mapped(name, shared=True)
         return self._peers[peer]
 
     def _take(self, key: str, peer: int, deadline: float) -> None:

@@ -157,21 +157,23 @@ class SharedMemoryReceiver:
 
     def __init__(self, info: InitInfo) -> None:
         """There is no group to join."""
-        self._open: dict[DeviceMemory, Tensor] = {}  # at most as many as the sender has
+        # At most as many as the sender has. They stay open from bucket to bucket: to map pages again costs time.
+        self._open: dict[str | DeviceMemory, Tensor] = {}
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """Return one bucket's bytes, uint8[nbytes], where they are. Their values change after the answer to it."""
-        nbytes = wire_bytes(info)
-        memory = info.device_memory
-        if memory is None:
-            return mapped(info.shm_name, nbytes)
-        if nbytes > memory.nbytes:
-            raise WeightSyncError(f"a bucket of {nbytes} bytes in device memory of {memory.nbytes} bytes")
-        if memory not in self._open:
+        """Return one bucket's bytes, uint8[nbytes], where they are, for reading only: their values change after the
+        answer to it."""
+        nbytes, where = wire_bytes(info), info.device_memory or info.shm_name
+        if isinstance(where, DeviceMemory) and nbytes > where.nbytes:
+            raise WeightSyncError(f"a bucket of {nbytes} bytes in device memory of {where.nbytes} bytes")
+        if where not in self._open:
             while len(self._open) > 1:  # the sender has dropped one
                 del self._open[next(iter(self._open))]
-            self._open[memory] = opened(memory)
-        return self._open[memory][:nbytes]
+            self._open[where] = opened(where) if isinstance(where, DeviceMemory) else mapped(where)
+        memory = self._open[where]
+        if nbytes > memory.numel():
+            raise WeightSyncError(f"a bucket of {nbytes} bytes in shared memory of {memory.numel()} bytes")
+        return memory[:nbytes]
 
     def close(self) -> None:
         """Close what is open, once no tensor refers to it."""
@@ -202,8 +204,8 @@ def new_segment(nbytes: int) -> SharedMemory:
     return segment
 
 
-def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
-    """Map the first bytes of a segment, uint8[nbytes]; the mapping lives as long as the tensor and its views.
+def mapped(name: str, *, shared: bool = False) -> Tensor:
+    """Map a whole segment, uint8[its size]; the mapping lives as long as the tensor and its views.
 
     Writes to it stay private unless ``shared``. Raises WeightSyncError if there is no such segment.
     """
@@ -214,9 +216,9 @@ def mapped(name: str, nbytes: int, *, shared: bool = False) -> Tensor:
         # Not SharedMemory: until Python 3.13 it makes the reader's resource tracker unlink the sender's segment.
         descriptor = _posixshmem.shm_open(f"/{name}", flags, mode=0o600)
         try:
-            region = mmap.mmap(descriptor, nbytes, access=access)
+            region = mmap.mmap(descriptor, 0, access=access)
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise WeightSyncError(f"cannot map {nbytes} bytes of shared memory {name}: {error}") from error
-    return torch.frombuffer(region, dtype=torch.uint8, count=nbytes)
+        raise WeightSyncError(f"cannot map the shared memory {name}: {error}") from error
+    return torch.frombuffer(region, dtype=torch.uint8)

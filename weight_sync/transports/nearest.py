@@ -97,7 +97,7 @@ class NearestReceiver:
 def _opens(segment: str) -> bool:
     """Whether this process can open the sender's memory, of which it keeps nothing mapped."""
     try:
-        mapped(segment, 1)
+        mapped(segment)
     except WeightSyncError:
         return False
     return True

@@ -18,7 +18,7 @@ from rl_async.weight_sync.receiver import WeightReceiver
 from rl_async.weight_sync.transports.disk import DiskSender
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.transports.interface import bucket_device
-from rl_async.weight_sync.transports.ipc import SharedMemorySender, new_segment
+from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, new_segment
 from rl_async.weight_sync.transports.nccl import NcclSender
 from tests.support.buckets import make_buckets
 
@@ -191,6 +191,20 @@ def test_two_pieces_of_memory_are_used_in_turns_and_none_after_the_end() -> None
     with pytest.raises(WeightSyncError, match="closed"):
         sender.stage(bucket)
     assert not any(Path("/dev/shm", name).exists() for name in names)
+
+
+def test_memory_stays_mapped_from_bucket_to_bucket() -> None:
+    sender, receiver = SharedMemorySender(), SharedMemoryReceiver(InitInfo(backend="ipc"))
+    found: list[tuple[int, list[float]]] = []
+    for number in range(4):
+        (bucket,) = make_buckets([("w", torch.full((10,), float(number)))], 1 << 10)
+        data = receiver.receive(sender.stage(bucket))
+        found.append((data.data_ptr(), data.view(torch.float32).tolist()))
+        sender.unstage()
+    assert len({place for place, _ in found}) == 1
+    assert [values for _, values in found] == [[float(number)] * 10 for number in range(4)]
+    receiver.close()
+    sender.close()
 
 
 def test_a_larger_bucket_gets_larger_memory_in_place_of_the_old() -> None:
