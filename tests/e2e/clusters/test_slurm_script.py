@@ -37,8 +37,8 @@ SMALL = [
 ]
 
 
-def run_script(folder: Path, nodes: list[str], step: str, within: tuple[str, ...] = ()) -> None:
-    """Run the script to its end; ``step`` is how the stand-in runs a command on ``$node``."""
+def run_script(folder: Path, nodes: list[str], step: str, *more: str, within: tuple[str, ...] = ()) -> None:
+    """Run the script to its end, with ``more`` overrides; ``step`` is how the stand-in runs a command on ``$node``."""
     tools = folder / "tools"
     tools.mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN + step)):
@@ -52,7 +52,7 @@ def run_script(folder: Path, nodes: list[str], step: str, within: tuple[str, ...
         "RUN": "runs/x",
         "OMP_NUM_THREADS": "1",
     }
-    command = [*within, "bash", str(SCRIPT), "calculator", *SMALL]
+    command = [*within, "bash", str(SCRIPT), "calculator", *SMALL, *more]
     with (folder / "out").open("w") as out:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
@@ -85,11 +85,14 @@ def test_every_role_as_a_step(tmp_path: Path) -> None:
 
 
 def test_every_role_as_a_step_on_hosts_with_addresses_of_their_own(tmp_path: Path, hosts: dict[str, str]) -> None:
-    """The queue, the weights and the engines' answers cross from one host to the other."""
-    step = 'exec ip netns exec "$node" "$@"\n'
-    run_script(tmp_path, list(hosts), step, within=("ip", "netns", "exec", next(iter(hosts))))
+    """The queue, gradients, weights and the engines' answers cross from one host to the other."""
+    step = 'echo "$node $*" >> steps; exec ip netns exec "$node" "$@"\n'
+    first, second = hosts
+    run_script(tmp_path, [first, second], step, "trainer.ranks=2", within=("ip", "netns", "exec", first))
     assert_trained(tmp_path)
     assert_ended(tmp_path)
+    steps = [line.split() for line in (tmp_path / "steps").read_text().splitlines()]
+    assert sorted(node for node, *command in steps if "rl_async.trainer" in command) == sorted([first, second])
     run = tmp_path / "runs" / "x"
     assert json.loads((run / "endpoints.json").read_text())["queue"].startswith("tcp://10.77.0.1:")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
