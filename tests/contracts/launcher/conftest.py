@@ -17,6 +17,7 @@ from rl_async.launcher.plan.spec import ProcessSpec, Role
 
 ROLES = Path(__file__).with_name("roles.py")
 DEADLINE_S = 60.0
+GONE_S = 10.0
 
 
 def fake_plan(
@@ -83,6 +84,13 @@ class Rig:
         """Processes of this run that still run."""
         kinds = [file.stem for file in self.folder.glob("*.pids")]
         return [pid for kind in kinds for pid in self.pids(kind) if running(pid)]
+
+    def left(self) -> list[int]:
+        """Processes of this run that do not end by themselves: one is gone some time after it was killed."""
+        deadline = time.monotonic() + GONE_S
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return alive
 
 
 def running(pid: int) -> bool:

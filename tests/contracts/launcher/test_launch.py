@@ -47,7 +47,7 @@ def test_a_run_ends_with_a_summary_and_0(rig: Any, config: Any, capsys: pytest.C
     assert read_endpoints(rig.folder).queue.startswith("ipc://")
     assert "no step was trained" in shown
     assert "trainer-0 started" in (rig.folder / "logs" / "launcher.log").read_text()
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 @pytest.mark.usefixtures("fake_roles")
@@ -55,7 +55,7 @@ def test_a_role_failing_for_good_is_raised(rig: Any, config: Any) -> None:
     rig.do("trainer", "exit 3")
     with pytest.raises(RoleFailed, match=r"trainer-0 failed \(exit code 3\)(.|\n)*something broke"):
         launch(config, rig.folder)
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 @pytest.mark.usefixtures("fake_roles")

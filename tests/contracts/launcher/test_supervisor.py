@@ -42,7 +42,7 @@ async def supervise(
             if meddling is not None:
                 meddling.cancel()
                 await asyncio.wait([meddling])
-    assert rig.alive() == []
+    assert rig.left() == []
     for port in ports.values():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,7 +179,7 @@ async def test_a_role_that_fails_too_often_fails_the_run(rig: Any, make_plan: An
     assert "worker-0" in said and "something broke" in said
     assert str(rig.folder / "logs" / "worker-0.log") in log
     assert len(rig.pids("worker")) == 2
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 @pytest.mark.parametrize("role", ["queue", "engine", "worker", "trainer"])
@@ -189,7 +189,7 @@ async def test_a_mistake_of_the_user_ends_the_run_at_once(rig: Any, make_plan: A
         await supervise(rig, make_plan(rig.folder))
     assert role in str(caught.value)
     assert len(rig.pids(role)) == 1
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 async def test_a_trainer_that_diverged_is_not_started_again(rig: Any, make_plan: Any) -> None:
@@ -206,7 +206,7 @@ async def test_the_death_of_the_queue_ends_the_run(rig: Any, make_plan: Any) -> 
 
     with pytest.raises(RoleFailed, match=r"queue failed \(killed by SIGKILL\)"):
         await supervise(rig, make_plan(rig.folder), meddle)
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 async def test_a_queue_whose_journal_outlives_it_is_started_again(rig: Any, make_plan: Any) -> None:
@@ -248,7 +248,7 @@ async def test_a_queue_that_dies_too_often_ends_the_run(rig: Any, make_plan: Any
     rig.do("queue", "exit 7")
     with pytest.raises(RoleFailed, match=r"queue failed \(exit code 7 after 1 restarts\)"):
         await supervise(rig, make_plan(rig.folder, queue_restarts=1))
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 class Trouble:
@@ -351,7 +351,7 @@ def test_one_signal_stops_everything_cleanly(rig: Any, driver: Any, number: int)
     process = driver()
     process.send_signal(number)
     assert process.wait(60) == 128 + number
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -383,7 +383,7 @@ def test_a_second_signal_kills_what_does_not_listen(rig: Any, driver: Any, until
     assert any(map(rig_running, rig.pids("worker")))
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert rig.alive() == []
+    assert rig.left() == []
 
 
 def test_nothing_outlives_a_killed_supervisor(rig: Any, driver: Any, until: Any) -> None:
