@@ -192,7 +192,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         token = run_token(run.folder, "engines")
         run.engines = EngineLoads(queue.engines, lambda record: connect(record.kind, record.url, token=token))
         if config.data.eval_path:
-            run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated)
+            run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated, solved=config.eval.solved)
         with (
             _weight_source(run, host, store) as source,
             WeightCoordinator(

@@ -27,6 +27,7 @@ class EvalConfig(Config, frozen=True):
     tasks: Annotated[Positive, doc("Held-out tasks used, from the start of the file.")] = 64
     samples: Annotated[Positive, doc("Trajectories per held-out task.")] = 1
     temperature: Annotated[float, Meta(ge=0, description="0: greedy.")] = 0.0
+    solved: Annotated[float, doc("Reward from which on an episode counts as passed, for pass@k.")] = 1.0
     endpoint: Annotated[
         EndpointConfig | None,
         doc(

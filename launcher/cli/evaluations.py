@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_async.launcher.cli.options import add_config
 
-SOLVED_HELP = "reward from which on an episode counts as passed, for pass@k (default: 1)"
+SOLVED_HELP = "reward from which on an episode counts as passed, for pass@k (default: eval.solved)"
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", metavar="URL", help="base URL of a server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", metavar="NAME", help="the model at that server")
     parser.add_argument("--api-key-env", metavar="NAME", default="", help="environment variable with its API key")
-    parser.add_argument("--solved", type=float, default=1.0, metavar="REWARD", help=SOLVED_HELP)
+    parser.add_argument("--solved", type=float, metavar="REWARD", help=SOLVED_HELP)
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode, and role")
     parser.set_defaults(command=_evaluate, fail=parser.error)
 
@@ -31,7 +31,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
     check_user_code(config)
-    told = arguments.config, arguments.solved, arguments.jsonl
+    solved = config.eval.solved if arguments.solved is None else arguments.solved
+    told = arguments.config, solved, arguments.jsonl
     if config.eval.endpoint is not None:
         from rl_async.launcher.runs.evaluate_endpoint import evaluate_endpoint
 

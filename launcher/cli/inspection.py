@@ -19,7 +19,7 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 def _show(arguments: argparse.Namespace) -> int:
     if arguments.eval:
-        from rl_async.launcher.watch.evaluation_view import show_evaluations
+        from rl_async.launcher.evaluation.answers import show_evaluations
 
         show_evaluations(arguments.run)
         return 0

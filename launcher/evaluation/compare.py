@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rl_async.errors import UserError
+from rl_async.evaluation.statistics import Interval, mean_change_of, mean_of, paired_p
+from rl_async.evaluation.summary import line_of
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
-from rl_async.launcher.evaluation.statistics import Interval, mean_change_of, mean_of, paired_p
-from rl_async.launcher.evaluation.summary import line_of
 
 
 class Change(msgspec.Struct, kw_only=True):

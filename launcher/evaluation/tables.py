@@ -7,19 +7,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_async.evaluation.statistics import Interval
+from rl_async.evaluation.summary import Summary
 from rl_async.launcher.evaluation.compare import Comparison
-from rl_async.launcher.evaluation.statistics import Interval
-from rl_async.launcher.evaluation.summary import Summary
 from rl_async.launcher.watch.terminal import printable
 
 SHOWN = 5  # tasks that became worse, and as many that became better
 LONGEST = 120  # characters of a prompt or an answer; the files have all
 
 
-def summary_table(summaries: Sequence[Summary]) -> Table:
-    """Lay out an evaluation, one line per data source."""
+def summary_table(summaries: Sequence[Summary], what: str) -> Table:
+    """Lay out an evaluation, one line per data source; ``what`` is its title."""
     table = Table(
-        title="held-out reward, with 95 % intervals", title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False
+        title=f"{what}, with 95 % intervals", title_justify="left", box=SIMPLE, padding=(0, 1), pad_edge=False
     )
     table.add_column("source", overflow="fold")
     for name in ("tasks", "samples", "avg@k", "pass@1", "pass@k"):

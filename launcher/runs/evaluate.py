@@ -11,8 +11,8 @@ from rich.console import Console
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
+from rl_async.evaluation.summary import answers_of, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
-from rl_async.launcher.evaluation.summary import answers_of, summarize
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
@@ -134,10 +134,6 @@ def print_report(result: Reserved, solved: float, console: Console) -> None:
     """Print avg@k and pass@k by data source and role and over all, and how many episodes were not scored."""
     tasks = {group: (task.data_source, task.task_id) for group, task in result.tasks.items()}
     answers = answers_of(result.headers, tasks)
-    summaries = summarize(answers, solved)
-    if len(summaries) > 1:
-        everything = (answer._replace(source="all", task="/".join(answer[:2]), role="") for answer in answers)
-        summaries += summarize(everything, solved)
-    console.print(summary_table(summaries))
+    console.print(summary_table(summarize_with_total(answers, solved), "held-out reward"))
     if failed := sum(not answer.scored for answer in answers):
         say(console, f"{failed} of {len(answers)} episodes could not be scored, and count as 0; their error says why")

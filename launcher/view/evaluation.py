@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.errors import RequestRefused, UserError
+from rl_async.evaluation.summary import Answer, line_of, summarize
 from rl_async.launcher.evaluation.compare import compare
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
-from rl_async.launcher.evaluation.summary import Answer, line_of, summarize
 from rl_async.launcher.view import search
 
 SHOWN = 500  # tasks of a comparison

@@ -28,7 +28,8 @@ config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"),
 tracking = Tracking(config, Path(sys.argv[1]))
 for step in range(3):
     numbers = {"reward/mean": 0.5 + 0.1 * step, "loss/kl_reference": 1e-9 * step, "batch/bytes": 3e9 + step}
-    tracking.log(step, {"step": step, "version": step + 1, **numbers} | ({"eval/reward": 0.75} if step == 1 else {}))
+    evaluated = {"eval/reward": 0.75, "eval/math/pass@4": 0.875, "eval/math/pass@4/low": 0.5} if step == 1 else {}
+    tracking.log(step, {"step": step, "version": step + 1, **numbers, **evaluated})
 assert sys.argv[2] in tracking._live, "it was dropped"
 tracking.close()
 """
@@ -109,7 +110,10 @@ def read_mlflow(folder: Path) -> Series:
     experiment = client.get_experiment_by_name("rl-async")
     (run,) = client.search_runs([experiment.experiment_id])
     histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    return {name.replace(".", "/"): {m.step: m.value for m in history} for name, history in histories.items()}
+    return {
+        name.replace(".", "/").replace("_at_", "@"): {m.step: m.value for m in history}
+        for name, history in histories.items()
+    }
 
 
 READERS: dict[str, Callable[[Path], Series]] = {

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
+from rl_async.evaluation.summary import Summary, answers_of, summarize_with_total
 from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards, mean_role_rewards
 
 log = logging.getLogger("rl_async.evaluation")
@@ -29,20 +30,22 @@ class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     reward: float  # mean over episodes
     trajectories: int  # number of episodes, each of one or several rows
     roles: dict[str, float] = {}  # mean reward of each role, if episodes have several
+    sources: list[Summary] = []  # avg@k and pass@k by data source and role, and over all if there are several
 
     def metrics(self) -> dict[str, float]:
-        """Return the result as metrics ``eval/...``."""
-        numbers = msgspec.structs.asdict(self)
-        roles = {f"reward/{role}": reward for role, reward in numbers.pop("roles").items()}
-        return {f"eval/{name}": float(value) for name, value in (numbers | roles).items()}
+        """Return the result as metrics ``eval/...``; those of a source are named as ``Summary.metrics`` has them."""
+        found = {name: value for source in self.sources for name, value in source.metrics().items()}
+        found |= {f"reward/{role}": reward for role, reward in self.roles.items()}
+        found |= {name: getattr(self, name) for name in ("step", "newest_step", "reward", "trajectories")}
+        return {f"eval/{name}": float(value) for name, value in found.items()}
 
 
 class Evaluator:
-    """Has the queue sample the held-out tasks (partition ``eval``) and reports their mean reward.
+    """Has the queue sample the held-out tasks (partition ``eval``) and reports their rewards.
 
     An evaluation is identified by the step of the published version. One runs at a time. An evaluation that is due
     while another runs, or whose version was evaluated before, is skipped, except the last. ``record`` stores each
-    result.
+    result. An episode passes with a reward of ``solved`` or more.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class Evaluator:
         every: int,
         record: Callable[[FinishedEvaluation, list[Trajectory]], None],
         clock: Callable[[], float] = time.monotonic,
+        solved: float = 1.0,
     ) -> None:
-        self._queue, self._every, self._record, self._clock = queue, every, record, clock
+        self._queue, self._every, self._record, self._clock, self._solved = queue, every, record, clock, solved
         self._running: int | None = None
         self._newest = -1  # requested last
         self._unattended_s = 0.0  # as the queue said last
@@ -131,12 +135,14 @@ class Evaluator:
             log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)
             return None
         episodes = [row for row in rows if row.segment == 0]
+        answers = answers_of(reply.headers, {row.group_id: (row.data_source, row.task_id) for row in rows})
         result = FinishedEvaluation(
             step=step,
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
             reward=sum(episode_rewards(reply.headers).values()) / len(episodes),
             trajectories=len(episodes),
             roles=mean_role_rewards(reply.headers),
+            sources=summarize_with_total(answers, self._solved),
         )
         self._record(result, rows)
         log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))

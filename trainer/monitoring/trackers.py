@@ -5,6 +5,7 @@ A tracker is one function here and one line in ``TRACKERS``, under its name in t
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -111,9 +112,14 @@ def mlflow(config: RunConfig, folder: Path) -> Destination:
     mlflow.start_run(run_name=config.name)
 
     def send(step: int, metrics: Metrics) -> None:
-        mlflow.log_metrics({key.replace("/", "."): value for key, value in metrics.items()}, step=step)
+        mlflow.log_metrics({mlflow_name(key): value for key, value in metrics.items()}, step=step)
 
     return Destination(send, mlflow.end_run)
+
+
+def mlflow_name(key: str) -> str:
+    """Return the metric's name for MLflow, which refuses a whole step for one name with ``@``, as pass@k has it."""
+    return re.sub(r"[^\w\-. ]", "_", key.replace("/", ".").replace("@", "_at_"))
 
 
 TRACKERS: dict[TrackerName, Tracker] = {

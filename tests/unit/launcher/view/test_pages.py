@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rl_async.errors import RequestRefused
+from rl_async.evaluation.statistics import wilson
 from rl_async.launcher.evaluation.compare import compare as by_files
 from rl_async.launcher.evaluation.recorded import read_evaluation
-from rl_async.launcher.evaluation.statistics import wilson
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
 from rl_async.launcher.view.evaluation import answered, compared, recorded, table
 from rl_async.launcher.view.index import TrajectoryIndex

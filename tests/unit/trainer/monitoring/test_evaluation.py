@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rl_async.errors import RlAsyncError
+from rl_async.evaluation.statistics import wilson
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
@@ -70,7 +71,8 @@ def test_the_name_is_the_published_step_and_no_version_is_evaluated_twice() -> N
     assert [result and result.step for result in results] == [None, 2, 4, None]
     assert [result.step for result in recorder.results] == [2, 4]
     assert results[1] is not None
-    assert results[1].metrics() == {
+    metrics = results[1].metrics()
+    assert {name: value for name, value in metrics.items() if name.count("/") == 1} == {
         "eval/step": 2.0,
         "eval/newest_step": 2.0,
         "eval/reward": 0.5,
@@ -112,6 +114,57 @@ def test_an_episode_of_several_rows_counts_once() -> None:
     recorder = Recorder()
     (result,) = Evaluator(Branching(done=True), 0, recorder).finish(7, 1.0)
     assert (result.reward, result.trajectories) == (0.5, 2)
+
+
+class Mixed(Queue):
+    """Two samples each of two tasks of one source and of one of another; the last one could not be scored."""
+
+    def rows(self) -> list[Trajectory]:
+        places = [("math", 0, 1.0), ("math", 0, 0.0), ("math", 1, 1.0), ("math", 1, 1.0), ("code", 2, 0.5)]
+        rows = [
+            msgspec.structs.replace(
+                ROWS[0], data_source=source, task_id=f"t:{group}", group_id=group, sample=at % 2, reward=reward
+            )
+            for at, (source, group, reward) in enumerate(places)
+        ]
+        return [*rows, msgspec.structs.replace(rows[-1], sample=1, reward=7.0, scored=False)]
+
+
+def test_each_source_is_recorded_with_its_estimates_and_their_intervals() -> None:
+    results: list[FinishedEvaluation] = []
+    (result,) = Evaluator(Mixed(done=True), 0, lambda found, _: results.append(found), solved=0.5).finish(3, 1.0)
+    assert results == [result]
+    metrics = result.metrics()
+    expected = {  # of tasks [1, 0] and [1, 1], and of [0.5, 0]
+        "math/avg": 0.75,
+        "math/pass@1": 0.75,
+        "math/pass@2": 1.0,
+        "math/tasks": 2.0,
+        "math/samples": 2.0,
+        "code/avg": 0.25,
+        "code/pass@1": 0.5,
+        "code/pass@2": 1.0,
+        "all/avg": 7 / 12,
+        "all/pass@1": 2 / 3,
+        "all/tasks": 3.0,
+    }
+    assert {name: metrics[f"eval/{name}"] for name in expected} == pytest.approx(expected)
+    assert (metrics["eval/math/avg/low"], metrics["eval/math/avg/high"]) == wilson(0.75, 2)
+    assert metrics["eval/reward"] == pytest.approx(3.5 / 6), "the mean over episodes keeps its name"
+
+
+def test_roles_are_recorded_by_source() -> None:
+    class Game(Queue):
+        def rows(self) -> list[Trajectory]:
+            return [
+                msgspec.structs.replace(ROWS[0], data_source="go", segment=at, role=role, reward=reward)
+                for at, (role, reward) in enumerate([("black", 1.0), ("white", -1.0)])
+            ]
+
+    (result,) = Evaluator(Game(done=True), 0, lambda *_: None).finish(3, 1.0)
+    metrics = result.metrics()
+    assert (metrics["eval/go as black/avg"], metrics["eval/go as white/avg"]) == (1.0, -1.0)
+    assert (metrics["eval/reward/black"], metrics["eval/reward/white"]) == (1.0, -1.0)
 
 
 def test_the_initial_weights_can_be_evaluated_once_before_the_first_step() -> None:

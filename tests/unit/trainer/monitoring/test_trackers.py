@@ -9,7 +9,7 @@ import pytest
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig, TrackerName, TrackingConfig
 from rl_async.errors import ConfigError
-from rl_async.trainer.monitoring.trackers import TRACKERS, Destination, Tracking
+from rl_async.trainer.monitoring.trackers import TRACKERS, Destination, Tracking, mlflow_name
 
 
 def config(*backends: str) -> RunConfig:
@@ -44,6 +44,11 @@ def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5)]
+
+
+def test_names_for_mlflow_have_only_characters_that_it_takes() -> None:
+    assert mlflow_name("eval/math/pass@4/low") == "eval.math.pass_at_4.low"
+    assert mlflow_name("eval/go as black, or \u00fc/avg") == "eval.go as black_ or \u00fc.avg"
 
 
 def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,12 @@
 """One evaluation by data source: avg@k and pass@k."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from rl_async.launcher.evaluation.statistics import Interval, mean_of, pass_at
+from rl_async.evaluation.statistics import Interval, mean_of, pass_at
 from rl_async.messages import TrajectoryHeader, role_rewards
 
 
@@ -29,6 +30,16 @@ class Summary(msgspec.Struct, kw_only=True):
     average: Interval  # avg@k
     passed: dict[int, Interval]  # pass@1, and pass@k if k > 1
 
+    def metrics(self) -> dict[str, float]:
+        """Return it as metrics: ``SOURCE/avg``, ``SOURCE/pass@1``, ``SOURCE/pass@k`` with the number k, each with
+        ``/low`` and ``/high`` of its interval where that has bounds, ``SOURCE/tasks`` and ``SOURCE/samples``."""
+        estimates = {"avg": self.average} | {f"pass@{k}": found for k, found in self.passed.items()}
+        numbers = {"tasks": float(self.tasks), "samples": float(self.k)}
+        for name, found in estimates.items():
+            numbers |= {name: found.value, f"{name}/low": found.low, f"{name}/high": found.high}
+        source = self.source or "unnamed"
+        return {f"{source}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+
 
 def answers_of(headers: Sequence[TrajectoryHeader], tasks: Mapping[int, tuple[str, str]]) -> list[Answer]:
     """Return an evaluation's episodes, role by role; ``tasks`` has the data source and the name of each group's task.
@@ -50,6 +61,15 @@ def summarize(answers: Iterable[Answer], solved: float) -> list[Summary]:
     for answer in answers:
         by_source.setdefault(line_of(answer.source, answer.role), {}).setdefault(answer.task, []).append(answer.reward)
     return [_summary(source, list(tasks.values()), solved) for source, tasks in sorted(by_source.items())]
+
+
+def summarize_with_total(answers: Sequence[Answer], solved: float) -> list[Summary]:
+    """Return what ``summarize`` does and, if that has several lines, one over all of them, called ``all``."""
+    summaries = summarize(answers, solved)
+    if len(summaries) > 1:
+        everything = (answer._replace(source="all", task="/".join(answer[:2]), role="") for answer in answers)
+        summaries += summarize(everything, solved)
+    return summaries
 
 
 def line_of(source: str, role: str) -> str:

@@ -1,4 +1,4 @@
-"""``rl-async show RUN --eval``: the held-out answers of a run's first and last evaluation, side by side."""
+"""``rl-async show RUN --eval``: a run's first and last evaluation by data source, and their answers side by side."""
 
 import gzip
 from pathlib import Path
@@ -8,7 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import EvalConfig
 from rl_async.errors import UserError
+from rl_async.evaluation.summary import summarize_with_total
+from rl_async.launcher.evaluation.recorded import read_evaluation
+from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Turn
 from rl_async.recording import evaluations
@@ -28,7 +33,8 @@ class HeldOut(msgspec.Struct):
 
 
 def show_evaluations(run: Path, console: Console | None = None) -> None:
-    """Print the answers of the first and the last evaluation, tasks that changed most first.
+    """Print what each data source earned in the first and the last evaluation, and then their answers side by side,
+    tasks that changed most first.
 
     Raises UserError unless the run has recorded two.
     """
@@ -42,7 +48,20 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
         )
     console = console or Console()
     (first, before), *_, (last, after) = files.items()
+    solved = _solved(run)
+    for step in (first, last):
+        answers = read_evaluation(f"{run}@{step}").answers
+        title = f"step {step}: held-out reward (of {solved:g} or more: passed)"
+        console.print(summary_table(summarize_with_total(answers, solved), title))
     console.print(side_by_side(before, after, f"step {first}", f"step {last}"))
+
+
+def _solved(run: Path) -> float:
+    """Return the run's ``eval.solved``; the default if its config is missing or of another version."""
+    try:
+        return load_resolved(run / "config.yaml").eval.solved
+    except UserError:
+        return EvalConfig().solved
 
 
 def side_by_side(first: Path, last: Path, *names: str) -> Table:

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.watch.evaluation_view import show_evaluations
+from rl_async.launcher.evaluation.answers import show_evaluations
 from rl_async.messages import Trajectory, Turn
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
@@ -36,6 +37,22 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path: Path) ->
     assert "[bold]3[/bold]" in improved and "2" in improved and "\x1b" not in text
     assert text.index(improved) < text.index(worse)
     assert "step 0" in text and "step 10" in text and "mean reward of 2" in text and text.count("0.500") == 2
+
+
+def test_each_source_has_a_line_before_and_after_with_the_rewards_that_pass_in_this_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load_config("calculator", ["eval.solved=0.5"])))
+    rows = [row("t:0", "?", "a", 0.5), row("t:1", "?", "b", 0.0)]
+    sources = [msgspec.structs.replace(one, data_source=one.task_id, group_id=at) for at, one in enumerate(rows)]
+    for step in (0, 5):
+        write_trajectories(tmp_path / "trajectories" / f"eval-{step:06d}.jsonl.gz", sources)
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_evaluations(tmp_path, console)
+    lines = [words for words in map(str.split, console.export_text().splitlines()) if "[" in "".join(words)]
+    assert [(words[0], words[1], words[3], words[6]) for words in lines] == 2 * [
+        ("t:0", "1", "0.500", "1.000"),
+        ("t:1", "1", "0.000", "0.000"),
+        ("all", "2", "0.250", "0.500"),
+    ]
 
 
 def test_one_evaluation_cannot_be_compared(tmp_path: Path) -> None:
