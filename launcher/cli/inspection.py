@@ -13,7 +13,7 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="counted from 0 (default: the newest)")
     parser.add_argument("--group", type=int, help="only the rows of this group")
     parser.add_argument("--sample", type=int, help="only this row of each group")
-    parser.add_argument("--eval", action="store_true", help="held-out answers of the first and last evaluation instead")
+    parser.add_argument("--eval", action="store_true", help="what the first and last evaluation earned instead")
     parser.set_defaults(command=_show)
 
 

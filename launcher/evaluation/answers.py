@@ -51,7 +51,7 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
     solved = _solved(run)
     for step in (first, last):
         answers = read_evaluation(f"{run}@{step}").answers
-        title = f"step {step}: held-out reward (of {solved:g} or more: passed)"
+        title = f"step {step}: held-out reward, passed at {solved:g} or more"
         console.print(summary_table(summarize_with_total(answers, solved), title))
     console.print(side_by_side(before, after, f"step {first}", f"step {last}"))
 
