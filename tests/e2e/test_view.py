@@ -134,6 +134,7 @@ def test_a_masked_token_is_explained(tab: Tab) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     story.get_by_text("weight 0.5").wait_for()
+    story.get_by_text("pushed the token's probability up").wait_for()
     page.get_by_label("colour by").select_option("difference")
     page.keyboard.press("Escape")
     assert story.count() == 0

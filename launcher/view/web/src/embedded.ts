@@ -42,6 +42,9 @@ function metrics(all: Metrics, keys: string[]): Metrics {
 export const keyOf = (row: { partition: string; step: number; grp: number; sample: number; segment: number }) =>
   `${row.partition}-${row.step}-${row.grp}-${row.sample}-${row.segment}`;
 
+// Asks for the trajectories of the same task, the newest first: a page has 100 at most. Data sources may name tasks alike.
+export const sameTask = (row: { task: string; source: string }) => `${new URLSearchParams({ task: row.task, source: row.source, order: "newest" })}`;
+
 const total = (row: Row) => row.reward + row.turn_reward;
 const tests: Record<string, (row: Row, value: string, full: Trajectory | undefined) => boolean> = {
   partition: (row, value) => row.partition === value,

@@ -3,7 +3,7 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { live, parameters, run as runPath, useKeys, useLoaded } from "./api";
-import { keyOf } from "./embedded";
+import { keyOf, sameTask } from "./embedded";
 import { number, seconds, signed, toolArguments, visible } from "./format";
 import { address, go, type Place } from "./main";
 import { Story, Timings } from "./story";
@@ -196,7 +196,8 @@ function CallBox({ call }: { call: Call }) {
 }
 
 function OverTime({ name, trajectory }: { name: string; trajectory: Trajectory }) {
-  const found = useLoaded<Page>(`${runPath(name)}/trajectories?${parameters({ task: trajectory.task, order: "oldest" })}`).value;
+  const found = useLoaded<Page>(`${runPath(name)}/trajectories?${sameTask(trajectory)}`).value;
+  const rest = (found?.count ?? 0) - (found?.rows.length ?? 0);
   const steps = new Map<string, Row[]>();
   for (const row of found?.rows ?? []) {
     const key = `${row.partition === "eval" ? "version" : "step"} ${row.step}`;
@@ -216,7 +217,7 @@ function OverTime({ name, trajectory }: { name: string; trajectory: Trajectory }
           ))}
         </div>
       ))}
-      <a href={address({ page: "trajectories", run: name, given: { task: trajectory.task } })}>all of them</a>
+      <a href={address({ page: "trajectories", run: name, given: { task: trajectory.task, source: trajectory.source } })}>{rest > 0 ? `all of them, with ${number(rest)} older ones` : "all of them"}</a>
     </section>
   );
 }

@@ -184,6 +184,13 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
     assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
 
 
+def test_a_task_is_found_in_its_data_source_alone(page: Page) -> None:
+    indexed(page, "a")
+    task = page.get("runs/a/trajectories?limit=1")["rows"][0]["task"]
+    of_source = [page.get(f"runs/a/trajectories?task={task}&source={source}")["count"] for source in ("math", "")]
+    assert of_source[0] > 0 and of_source[1] == 0, "no name is a data source, too"
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [
