@@ -182,6 +182,15 @@ class LeaseRecord(msgspec.Struct, kw_only=True):
     age_s: float
 
 
+class WorkerRecord(msgspec.Struct, kw_only=True):
+    """A worker that was heard of within the lease time, with the samples that it generates."""
+
+    worker: str
+    samples: int
+    groups: int  # of which they are
+    oldest_s: float  # since it took the first of these groups; 0 without one
+
+
 class DeadLetter(msgspec.Struct, kw_only=True):
     """A training group that was given up because one of its samples failed too often."""
 
@@ -213,6 +222,7 @@ class Inspection(Reply):
     shards: list[ShardRecord] = []  # payload shards that live
     consumers: list[ConsumerRecord] = []
     kept_bytes: int = 0  # for consumers only
+    workers: list[WorkerRecord] = []  # by name, at most 1000
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):

@@ -129,6 +129,14 @@ class Leases:
         """The number of workers heard of within the lease time."""
         return len(self._heard)
 
+    def names(self) -> list[str]:
+        """Return the workers heard of within the lease time, by name."""
+        return sorted(self._heard)
+
+    def held(self, worker: str) -> dict[int, int]:
+        """Return how many samples of each group the worker holds."""
+        return {group: len(samples) for group, samples in self._held.get(worker, {}).items()}
+
     def hears(self, worker: str) -> bool:
         """Whether the worker was heard of within the lease time."""
         return worker in self._heard

@@ -3,12 +3,12 @@
 from collections import Counter, deque
 from itertools import islice
 
-from rl_async.messages import GroupList, GroupRecord, LeaseRecord, Peeked, Refused
+from rl_async.messages import GroupList, GroupRecord, LeaseRecord, Peeked, Refused, WorkerRecord
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.groups import EVAL_GROUPS, TRAIN, Group, State
 from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored, Transition
 
-MOST_LISTED = 1000  # groups of one answer
+MOST_LISTED = 1000  # groups, or workers, of one answer
 WINDOW_S = 60
 NAMES = ("groups_ready", "groups_reserved", "rows", "bytes")
 
@@ -20,6 +20,17 @@ def oldest_lease(book: Book, now: float) -> LeaseRecord | None:
         return None
     worker, group = oldest
     return LeaseRecord(group_id=group, worker=worker, age_s=book.leases.age(worker, group, now))
+
+
+def workers(book: Book, now: float) -> list[WorkerRecord]:
+    """The workers heard of with what they hold, by name, at most MOST_LISTED."""
+    return [_worker(book, worker, now) for worker in book.leases.names()[:MOST_LISTED]]
+
+
+def _worker(book: Book, worker: str, now: float) -> WorkerRecord:
+    held = book.leases.held(worker)
+    oldest = max((book.leases.age(worker, group, now) for group in held), default=0.0)
+    return WorkerRecord(worker=worker, samples=sum(held.values()), groups=len(held), oldest_s=oldest)
 
 
 def ages(book: Book, now: float) -> dict[str, float]:

@@ -233,6 +233,7 @@ class Store:
             shards=self.shards.list().shards,
             consumers=self.consumers.records(),
             kept_bytes=self.consumers.kept_bytes,
+            workers=observe.workers(self.book, now),
         )
 
     def count(self, counter: str) -> None:

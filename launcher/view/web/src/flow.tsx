@@ -106,7 +106,7 @@ function Loop({ value }: { value: Diagnosis }) {
       <Arrow name="tasks" text="tasks" moving={Boolean(status?.leased)} />
       <Stage name="workers" title="agent workers" note={`${workers.length} started${status ? `, ${status.workers} connected` : ""}`}>
         {seen.queue && <p><span class="figure">{number(rate)}</span> rows per second</p>}
-        {workers.filter((worker) => worker.record.state !== "running").map((worker) => <p class="problem" key={worker.record.name}>{worker.record.name}: {worker.record.state}</p>)}
+        <Workers processes={workers} seen={seen} />
       </Stage>
       <Arrow name="tokens" text="prompts ⇄ tokens" moving={seen.engines.some((engine) => engine.requests)} />
       <Stage name="engines" title="engines" note={seen.engines.length ? "" : "none registered"}><Engines value={value} newest={newest} /></Stage>
@@ -137,6 +137,32 @@ function States({ status }: { status: NonNullable<Seen["queue"]>["report"]["stat
       </div>
       <ol class="states">{states.map((state) => <li key={state}><i class={`patch ${state}`} /> <span class="figure">{number(status[state])}</span> {state}</li>)}</ol>
     </>
+  );
+}
+
+// One line per worker process with the samples that it holds in the queue, and one per worker that joined from elsewhere.
+function Workers({ processes, seen }: { processes: Seen["processes"]; seen: Seen }) {
+  const connected = seen.queue?.report.workers ?? [];
+  const most = Math.max(1, ...connected.map((worker) => worker.samples));
+  const of = (pid: number) => connected.find((worker) => worker.worker.includes(`-${pid}-`)); // the queue's names have it
+  const own = processes.map((process) => ({ name: process.record.name, state: process.record.state, held: of(process.record.pid) }));
+  const others = connected.filter((worker) => !own.some((one) => one.held === worker)).map((held) => ({ name: held.worker, state: "running", held }));
+  return (
+    <ul class="workers">
+      {[...own, ...others].map(({ name, state, held }) => (
+        <li key={name} class={state === "running" ? "worker" : "worker problem"} data-worker={name}>
+          <b>{visible(name)}</b>
+          {state !== "running" && <span class="state-word">{state}</span>}
+          {state === "running" && seen.queue && !held && <span class="state-word">not connected</span>}
+          {held && (
+            <span class="load" title={held.samples ? `of ${number(held.groups)} ${held.groups === 1 ? "group" : "groups"}, the first taken ${seconds(held.oldest_s)} ago` : "it waits for work"}>
+              <i style={{ width: `${(100 * held.samples) / most}%` }} />
+              <span class="figure">holds {number(held.samples)} {held.samples === 1 ? "sample" : "samples"}{held.samples > 0 && `, ${seconds(held.oldest_s)}`}</span>
+            </span>
+          )}
+        </li>
+      ))}
+    </ul>
   );
 }
 

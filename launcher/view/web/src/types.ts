@@ -246,13 +246,20 @@ export interface Diagnosis {
       stack: { file: string; line: string; name: string }[];
     }[];
     ranks: { rank: number; step: number; phase: string; for_s: number }[];
-    queue: { report: { status: QueueStatus; rates: Record<string, number>; draining: boolean } } | null;
+    queue: { report: { status: QueueStatus; rates: Record<string, number>; draining: boolean; workers: HeldByWorker[] } } | null;
     engines: { engine_id: string; url: string; answers: boolean; version: string; paused: boolean | null; requests: number | null }[];
     steps: number;
     steps_done: number;
     usual_step_s: number | null;
     trouble: string[];
   };
+}
+
+export interface HeldByWorker {
+  worker: string;
+  samples: number;
+  groups: number;
+  oldest_s: number;
 }
 
 export interface QueueStatus {

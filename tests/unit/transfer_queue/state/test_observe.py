@@ -26,6 +26,28 @@ def test_an_inspection_names_the_oldest_lease_and_the_age_of_every_state(make_ri
     assert report.status == rig.store.status(rig.now)
 
 
+def test_an_inspection_has_what_each_worker_holds(make_rig):
+    rig = make_rig(lease_s=10.0)
+    rig.publish(0)
+    first, second = rig.lease("busy", 2)
+    rig.now = 4.0
+    rig.store.delivery.renew("idle", rig.now)
+    rig.store.delivery.put("busy", [rig.header(first, 0)], rig.now)
+
+    def held():
+        return [(w.worker, w.samples, w.groups, w.oldest_s) for w in rig.store.inspect(rig.now, {}).workers]
+
+    assert held() == [("busy", 3, 2, 4.0), ("idle", 0, 0, 0.0)]
+    rig.store.delivery.put("busy", [rig.header(first, 1)], rig.now)
+    rig.put_all([second], "busy")
+    assert held() == [("busy", 0, 0, 0.0), ("idle", 0, 0, 0.0)]
+    rig.now = 13.0
+    rig.store.delivery.renew("idle", rig.now)
+    rig.now = 15.0
+    rig.store.expire(rig.now)
+    assert held() == [("idle", 0, 0, 0.0)], "the other was silent for longer than a lease"
+
+
 def test_without_groups_there_is_nothing_to_name(make_rig):
     report = make_rig().store.inspect(3.0, {"rows": 1.0})
     assert (report.oldest_lease, report.ages_s, report.dead_letters) == (None, {}, [])
