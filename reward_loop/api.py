@@ -10,6 +10,7 @@ from rl_async.errors import RlAsyncError
 from rl_async.messages import Turn
 
 ENVIRONMENT = "environment"  # the scorer that returns what the episode's environment gave
+MOST_REASON = 4096  # characters of a reason that are recorded
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,14 +26,19 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """``value`` enters the reward; ``extra`` is only recorded."""
+    """``value`` enters the reward; ``extra`` and ``reason``, for people, are only recorded."""
 
     value: float
     extra: dict[str, float] = {}
+    reason: str = ""
 
     def named(self, name: str) -> dict[str, float]:
         """Return all numbers as entries of ``Trajectory.reward_parts``, below the scorer's name."""
         return {name: self.value} | {f"{name}/{key}": number for key, number in self.extra.items()}
+
+    def reasons(self, name: str) -> dict[str, str]:
+        """Return the reason as an entry of ``Trajectory.reward_reasons``, whose beginning it is if it is long."""
+        return {name: self.reason[:MOST_REASON]} if self.reason else {}
 
 
 def is_time(part: str) -> bool:
@@ -54,20 +60,22 @@ class Scorer(Protocol):
 
 
 def to_score(answer: object) -> Score:
-    """Convert what a reward function returned: a number, or verl's mapping with ``score`` and other numbers.
+    """Convert what a reward function returned: a number, or verl's mapping with ``score``, other numbers and a ``reason``.
 
     Raises ScorerFailed for anything else and for a score that is not finite.
     """
     extra: dict[str, float] = {}
-    given = answer
+    given, reason = answer, ""
     if isinstance(answer, Mapping):
         given = answer.get("score")
+        if isinstance(text := answer.get("reason"), str):
+            reason = text[:MOST_REASON].encode(errors="replace").decode()  # half a character could not be sent
         numbers = {str(key): _number(value) for key, value in answer.items() if key != "score"}
         extra = {key: number for key, number in numbers.items() if number is not None}
     value = _number(given)
     if value is None:
         raise ScorerFailed(f"gave {answer!r:.80}, which is neither a finite number nor a mapping with such a `score`")
-    return Score(value, extra)
+    return Score(value, extra, reason)
 
 
 def _number(value: object) -> float | None:

@@ -62,7 +62,7 @@ class _ScorerProcess:
                 await self.stop()
         if reply.error:
             raise ScorerFailed(reply.error)
-        return Score(reply.value, reply.extra)
+        return Score(reply.value, reply.extra, reply.reason)
 
     async def _exchange(self, process: asyncio.subprocess.Process, request: ScoreRequest) -> ScoreReply:
         stdin = process.stdin

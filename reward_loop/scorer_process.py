@@ -33,6 +33,7 @@ class ScoreReply(msgspec.Struct):
 
     value: float = 0.0
     extra: dict[str, float] = {}
+    reason: str = ""
     error: str = ""
 
 
@@ -50,7 +51,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
         signal.alarm(math.ceil(request.timeout_s + GRACE_S))
         try:
             score = to_score(functions[request.scorer](request.conversation))
-            reply = ScoreReply(score.value, score.extra)
+            reply = ScoreReply(score.value, score.extra, score.reason)
         except MemoryError:
             reply = ScoreReply(error="needs more memory than reward.process_bytes")
         except Exception as error:  # the user's code may raise anything; only this conversation fails

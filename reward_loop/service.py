@@ -66,7 +66,7 @@ class RewardService:
             await model.close()
 
     async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None:
-        """Fill in the trajectory's ``reward``, ``reward_parts`` and ``timings["reward"]``.
+        """Fill in the trajectory's ``reward``, ``reward_parts``, ``reward_reasons`` and ``timings["reward"]``.
 
         When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and what happened, and
         the trajectory is not ``scored``: its reward is 0 and no estimator learns from it. ``others`` are the rows of
@@ -83,6 +83,7 @@ class RewardService:
                 continue
             reward += term.weight * outcome.value
             trajectory.reward_parts |= outcome.named(spec.name)
+            trajectory.reward_reasons |= outcome.reasons(spec.name)
         if problem := unbounded({"the reward": reward}, limit) or _unbounded_turn([trajectory, *others], limit):
             errors.append(problem)
         trajectory.reward = 0.0 if errors else reward
@@ -92,7 +93,7 @@ class RewardService:
         trajectory.activities.append(Activity("reward", "", at, seconds))
         for row in others:
             row.reward, row.scored, row.error = trajectory.reward, trajectory.scored, trajectory.error
-            row.reward_parts = dict(trajectory.reward_parts)
+            row.reward_parts, row.reward_reasons = dict(trajectory.reward_parts), dict(trajectory.reward_reasons)
 
     def _spec(self, name: str) -> ScorerSpec:
         model = self._models.get(name)
@@ -110,9 +111,11 @@ class RewardService:
         except TimeoutError as error:
             return describe(error)
         if found is None:
-            return Score(0.0, {"extracted": 0.0})
+            return Score(0.0, {"extracted": 0.0}, "nothing was extracted from the answer")
         outcome = await self._term(spec, msgspec.structs.replace(conversation, solution_str=found))
-        return outcome if isinstance(outcome, str) else Score(outcome.value, outcome.extra | {"extracted": 1.0})
+        if isinstance(outcome, str):
+            return outcome
+        return msgspec.structs.replace(outcome, extra=outcome.extra | {"extracted": 1.0})
 
     async def _term(self, spec: ScorerSpec, conversation: Conversation) -> Score | str:
         """Return one part of the reward, or the error as text."""

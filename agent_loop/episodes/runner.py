@@ -144,7 +144,7 @@ class EpisodeRunner:
             self._check(episode)
         rows = episode.trajectories(reason)
         if score is not None:
-            rows[-1].reward_parts = score.named(ENVIRONMENT)
+            rows[-1].reward_parts, rows[-1].reward_reasons = score.named(ENVIRONMENT), score.reasons(ENVIRONMENT)
             self._warn_if_unused(score)
         return rows
 

@@ -61,6 +61,8 @@ def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
         for term in config.reward.functions:
             value = trajectory.reward_parts.get(term.name)
             lines.append(f"  {term.name} {'failed' if value is None else f'{value:g}'} (weight {term.weight:g})")
+            reason = trajectory.reward_reasons.get(term.name)
+            lines += [f"    reason: {_short(reason[:SHOWN])}"] if reason else []
             more = {key: number for key, number in trajectory.reward_parts.items() if key.startswith(f"{term.name}/")}
             lines += [f"    {key.removeprefix(f'{term.name}/')} {number:g}" for key, number in more.items()]
             lines += [f"    {step}" for step in _steps(trajectory.turns[-1].text, term.extract)]

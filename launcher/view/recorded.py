@@ -34,6 +34,7 @@ class RecordedRow(msgspec.Struct, dict=True):
     attempt: int = 0
     episode_id: str = ""
     reward_parts: dict[str, float] = {}
+    reward_reasons: dict[str, str] = {}
     scored: bool = True
     baseline: bool = False
     finish_reason: str = ""
@@ -77,7 +78,7 @@ class RecordedRow(msgspec.Struct, dict=True):
             for call in turn.tool_calls
         ]
         said = [turn.text for turn in self.turns]
-        return "\n".join([self.error, *said, *calls, self.ground_truth])
+        return "\n".join([self.error, *said, *calls, *self.reward_reasons.values(), self.ground_truth])
 
     def asked(self) -> int:
         """Return a number that rows share whose prompts, all turns before the policy's first, are the same."""

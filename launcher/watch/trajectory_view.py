@@ -16,7 +16,7 @@ from rich.text import Text
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.watch.terminal import printable
-from rl_async.messages import Explanation
+from rl_async.messages import Explanation, Trajectory
 
 LESS = 0.9  # a weight below this is marked
 LEGEND = (
@@ -43,6 +43,8 @@ class RecordedRow(msgspec.Struct):
     loss_mask: list[bool]
     segment: int = 0
     role: str = ""
+    reward_parts: dict[str, float] = {}
+    reward_reasons: dict[str, str] = {}
     scored: bool = True
     error: str = ""
     correction: Explanation | None = None
@@ -77,7 +79,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
     place += f", role {printable(row.role)}" * bool(row.role)
     console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
-    for line in turn_rewards(row):
+    for line in [*reward_parts(row), *turn_rewards(row)]:
         console.print(line, highlight=False, markup=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
     console.print(LEGEND, highlight=False, soft_wrap=True)
@@ -110,6 +112,15 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
 def reward_text(reward: float, reason: str) -> str:
     """Format a turn's reward with its reason."""
     return f"reward {reward:g}" + (f" ({reason})" if reason else "")
+
+
+def reward_parts(row: RecordedRow | Trajectory) -> list[str]:
+    """Describe the parts of the row's reward that a scorer gave a reason for."""
+    return [
+        printable(f"{name}: {reward_text(row.reward_parts[name], reason)}")
+        for name, reason in row.reward_reasons.items()
+        if name in row.reward_parts
+    ]
 
 
 def turn_rewards(row: RecordedRow) -> list[str]:

@@ -36,33 +36,37 @@ class CodeScorer:
         self._slots = asyncio.Semaphore(config.max_concurrent)
 
     async def score(self, conversation: Conversation) -> Score:
-        """Return the score, with the tests, those passed and their times. Raises DataError, and ScorerFailed.
+        """Return the score, with the tests, those passed, their times, and which failed. Raises DataError, and
+        ScorerFailed.
 
         An answer without a program gets 0. Tests that the first failure or a lack of time left out count as failed.
         """
         tests = parse_tests(conversation)
         program = last_program(conversation.solution_str)
         if program is None:
-            return Score(0.0, {"extracted": 0.0, "tests": float(len(tests)), "passed": 0.0})
+            extra = {"extracted": 0.0, "tests": float(len(tests)), "passed": 0.0}
+            return Score(0.0, extra, "the answer has no program")
         async with self._slots:
             try:
                 workspace = await self._sandbox.open()
                 try:
-                    passed, times = await self._run(workspace, program, tests)
+                    results, times = await self._run(workspace, program, tests)
                 finally:
                     await workspace.close()
             except SandboxLost as error:
                 raise ScorerFailed(str(error)) from error
+        passed = sum(results)
         extra = {"extracted": 1.0, "tests": float(len(tests)), "passed": float(passed)}
         extra |= {"seconds": sum(times), "longest_s": max(times, default=0.0)}
         if len(tests) <= MOST_TIMED:
             extra |= {f"test_{number}_s": seconds for number, seconds in enumerate(times)}
         share = passed / len(tests)
-        return Score(float(share == 1) if self._config.all_or_nothing else share, extra)
+        value = float(share == 1) if self._config.all_or_nothing else share
+        return Score(value, extra, _reason(results, len(tests)))
 
-    async def _run(self, workspace: Workspace, program: str, tests: list[Test]) -> tuple[int, list[float]]:
-        """Return how many tests passed, and the time of each that ran."""
-        passed, times = 0, list[float]()
+    async def _run(self, workspace: Workspace, program: str, tests: list[Test]) -> tuple[list[bool], list[float]]:
+        """Return whether each test that ran passed, and its time."""
+        results, times = list[bool](), list[float]()
         end = time.monotonic() + self._config.timeout_s
         for test in tests:
             seconds = min(self._config.test_timeout_s, end - time.monotonic())
@@ -71,13 +75,22 @@ class CodeScorer:
             began = time.monotonic()
             good = await _passes(workspace, program, test, seconds)
             times.append(time.monotonic() - began)
-            passed += good
+            results.append(good)
             if not good and self._config.all_or_nothing:
                 break
-        return passed, times
+        return results, times
 
     async def close(self) -> None:
         """Do nothing: a workspace lasts as long as its answer is scored."""
+
+
+def _reason(results: list[bool], tests: int) -> str:
+    """Name the tests that failed, counted from 0 as their times are, and those that were not reached."""
+    failed = [str(number) for number, good in enumerate(results) if not good]
+    parts = [f"failed: test {', '.join(failed)}"] if failed else []
+    if len(results) < tests:
+        parts.append(f"not reached: test {len(results)}" + (f" to {tests - 1}" if len(results) < tests - 1 else ""))
+    return "; ".join(parts)
 
 
 async def _passes(workspace: Workspace, program: str, test: Test, seconds: float) -> bool:

@@ -60,13 +60,13 @@ class Judge:
         self._sent = self._shared_verdicts = self._tokens = 0
 
     async def score(self, conversation: Conversation) -> Score:
-        """Return the judge's score, scaled to [0, 1], with its own number as ``raw``. Raises ScorerFailed."""
+        """Return the judge's score, scaled to [0, 1], with its own number as ``raw``, and its reason. Raises ScorerFailed."""
         body = self._body(conversation)
         verdict = await (self._request(body) if self._verdicts is None else self._shared(body))
         if isinstance(verdict, ScorerFailed):
             raise verdict
         lowest, highest = self._config.lowest, self._config.highest
-        return Score((verdict.score - lowest) / (highest - lowest), {"raw": verdict.score})
+        return Score((verdict.score - lowest) / (highest - lowest), {"raw": verdict.score}, verdict.reason)
 
     async def close(self) -> None:
         """Cancel requests in flight, and close connections and the cache."""

@@ -121,6 +121,7 @@ def test_a_trajectory_is_found_by_what_was_said(tab: Tab) -> None:
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="step 1, group 4").wait_for()
     page.get_by_text("TimeoutError: too slow").wait_for()
+    page.locator(".reason", has_text="exact 0").get_by_text("the page is missing").wait_for()
     page.get_by_text("no_such_page").wait_for()
 
 

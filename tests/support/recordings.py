@@ -83,5 +83,6 @@ def make_run(folder: Path, steps: int = 3) -> Path:
         if step == 1:
             rows[0].turns = conversation("open it", HOSTILE, tool="browser", error="no_such_page")
             rows[0].reward_parts, rows[0].error = {"exact": 0.0}, "TimeoutError: too slow"
+            rows[0].reward_reasons = {"exact": "the page is missing"}
         write_step(folder, step, rows, masked=2 if step == 2 else 0)
     return folder

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rl_async.launcher.watch.terminal import printable
-from rl_async.launcher.watch.trajectory_view import reward_text
+from rl_async.launcher.watch.trajectory_view import reward_parts, reward_text
 from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Trajectory
 from rl_async.transfer_queue.state.groups import State
 
@@ -94,7 +94,7 @@ def trajectory_text(row: Trajectory) -> str:
         f"{len(row.token_ids)} tokens, {int(row.loss_mask.sum())} sampled, ended by {row.finish_reason}",
         f"versions (of sampled tokens): {versions or 'none'}",
     ]
-    lines += [f"error: {row.error}"] if row.error else []
+    lines += [*reward_parts(row), *([f"error: {row.error}"] if row.error else [])]
     for turn in row.turns:
         lines.append(f"--- {turn.role}{'' if turn.reward is None else f', {reward_text(turn.reward, turn.reason)}'}")
         lines.append(turn.text)

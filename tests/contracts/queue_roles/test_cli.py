@@ -53,6 +53,7 @@ def fill(queue: SyncQueueClient, groups: int) -> None:
             turns = [Turn(role="assistant", text=f"say {sample}", tool_calls=[call])]
             experts = np.full((len(row.token_ids) - 1, 2, 2), group.group_id, np.uint8)
             told = {"turns": turns, "reward_parts": {"right": 0.5}, "reward": 0.25, "routed_experts": experts}
+            told["reward_reasons"] = {"right": "half of it"}
             queue.put(msgspec.structs.replace(row, **told))
 
 
@@ -93,6 +94,7 @@ def test_listing_and_peeking_take_nothing_away(address, queue, capsys):
     text = said(capsys, "peek", address, "1", "1")
     assert "group 1, sample 1, segment 0" in text and "say 1" in text and "add({}) -> 12" in text
     assert "reward 0.25 (right 0.5), 4 tokens, 4 sampled" in text
+    assert "right: reward 0.5 (half of it)" in text
     assert "0.0 for tokens 0 to 4" in text
     assert "no sample" in said(capsys, "peek", address, "2")
     assert "sample 5 of group 1" in said(capsys, "peek", address, "1", "5", code=2)

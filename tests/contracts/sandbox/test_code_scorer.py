@@ -64,7 +64,9 @@ async def test_rewards(settings: SandboxConfig, program: str, truth: Any, reward
 
 
 async def test_the_parts_tell_what_ran(settings: SandboxConfig) -> None:
-    parts = (await score(settings, "print(3)", PAIRS)).reward_parts
+    scored = await score(settings, "print(3)", PAIRS)
+    parts = scored.reward_parts
+    assert scored.reward_reasons == {"code": "failed: test 1, 2"}
     assert (parts["code"], parts["code/passed"], parts["code/tests"]) == (pytest.approx(1 / 3), 1.0, 3.0)
     times = [parts[f"code/test_{number}_s"] for number in range(3)]
     assert parts["code/seconds"] == pytest.approx(sum(times)) and parts["code/longest_s"] == max(times)
@@ -73,6 +75,7 @@ async def test_the_parts_tell_what_ran(settings: SandboxConfig) -> None:
 async def test_all_or_nothing_stops_at_the_first_failure(settings: SandboxConfig) -> None:
     scored = await score(settings, "print(7)", PAIRS, all_or_nothing=True)
     assert scored.reward == 0.0 and "code/test_1_s" not in scored.reward_parts
+    assert scored.reward_reasons == {"code": "failed: test 0; not reached: test 1 to 2"}
     assert (await score(settings, ADD, CALLS, all_or_nothing=True)).reward == 1.0
 
 

@@ -138,6 +138,7 @@ async def test_the_service_weighs_the_judge_with_the_other_parts() -> None:
             scored = await score(service, "42")
     assert (scored.reward, scored.error) == (2.0, "")
     assert scored.reward_parts == {"exact_answer": 1.0, "judge": 0.5, "judge/raw": 5.0}
+    assert scored.reward_reasons == {"judge": "because"}
 
 
 async def test_what_the_judge_is_asked() -> None:

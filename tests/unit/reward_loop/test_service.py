@@ -12,7 +12,7 @@ from rl_async import extraction
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
-from rl_async.reward_loop.api import Score, ScorerFailed, to_score
+from rl_async.reward_loop.api import MOST_REASON, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.data.dataset import open_rows, to_task
@@ -55,6 +55,7 @@ async def test_the_reward_is_the_weighted_sum_of_its_parts() -> None:
         user("judge"): 0.5,
         user("count_turns"): 4.0,
     }
+    assert scored.reward_reasons == {user("verl_style"): "but these are"}
 
 
 async def test_the_environments_reward_is_a_part_like_others() -> None:
@@ -200,6 +201,9 @@ def test_what_reward_functions_may_return() -> None:
     assert to_score(True) == Score(1.0)
     assert to_score(np.float32(0.5)) == Score(0.5)
     assert to_score({"score": 1, "a": 2, "b": "x", "c": float("nan")}) == Score(1.0, {"a": 2.0})
+    assert to_score({"score": 0, "reason": "too \ud800long"}) == Score(0.0, {}, "too ?long")
+    assert to_score({"score": 0, "reason": 2}) == Score(0.0, {"reason": 2.0})
+    assert len(to_score({"score": 0, "reason": "x" * 9999}).reason) == MOST_REASON
     for bad in (None, "1", {"a": 1}, float("inf"), [1]):
         with pytest.raises(ScorerFailed, match="neither a finite number nor a mapping"):
             to_score(bad)
@@ -274,4 +278,5 @@ async def test_a_scorer_gets_what_was_extracted_and_nothing_found_is_worth_nothi
     assert (found.reward_parts["exact_answer"], found.reward_parts["exact_answer/extracted"]) == (1.0, 1.0)
     assert (lost.reward_parts["exact_answer"], lost.reward_parts["exact_answer/extracted"]) == (0.0, 0.0)
     assert (found.reward, lost.reward, failed.reward) == (1.25, 0.25, 0.0)
+    assert set(lost.reward_reasons) == {"exact_answer"} and not found.reward_reasons
     assert found.scored and lost.scored and failed.scored

@@ -9,7 +9,8 @@ from typing import Any
 def verl_style(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     print("a scorer may print")
     right = data_source == "unit" and solution_str == ground_truth
-    return {"score": float(right), "level": extra_info["level"], "note": "words are not recorded"}
+    told = {"note": "words are not recorded", "reason": "but these are"}
+    return {"score": float(right), "level": extra_info["level"], **told}
 
 
 def count_turns(turns: list[Any]) -> int:

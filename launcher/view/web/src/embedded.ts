@@ -74,7 +74,7 @@ const bare = (text: string) => text.replace(SIGN, " $& ").normalize("NFKD").toLo
 // Whether a trajectory has all words, and all phrases in quotes; the last word also counts as the beginning of one.
 function says(full: Trajectory, wanted: string): boolean {
   const calls = full.turns.flatMap((turn) => turn.tool_calls.flatMap((call) => [call.name, call.arguments, call.error, call.result]));
-  const text = ` ${bare([full.error, ...full.turns.map((turn) => turn.text), ...calls, full.ground_truth].join("\n"))} `;
+  const text = ` ${bare([full.error, ...full.turns.map((turn) => turn.text), ...calls, ...Object.values(full.reward_reasons), full.ground_truth].join("\n"))} `;
   const parts = wanted.split('"');
   const phrases = parts.filter((_, at) => at % 2 === 1).map(bare);
   const words = parts.filter((_, at) => at % 2 === 0).flatMap((part) => part.split(/\s+/)).map(bare).filter(Boolean);

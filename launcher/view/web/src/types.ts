@@ -161,6 +161,7 @@ export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
   turns: Turn[];
   error: string;
   reward_parts: Record<string, number>;
+  reward_reasons: Record<string, string>; // of parts whose scorer gave one
   scored: boolean;
   baseline: boolean;
   explained: boolean;

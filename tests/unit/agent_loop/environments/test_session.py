@@ -45,7 +45,8 @@ class HigherLower:
         return Step("higher" if guess < self.secret else "lower", reward=-0.25, reason="wrong")
 
     def reward(self) -> Mapping[str, Any]:
-        return {"score": 1.0 / self.guesses if self.guesses else 0.0, "guesses": self.guesses}
+        score = 1.0 / self.guesses if self.guesses else 0.0
+        return {"score": score, "guesses": self.guesses, "reason": f"the secret was {self.secret}"}
 
     def close(self) -> None:
         self.closed = True
@@ -70,6 +71,7 @@ async def test_an_environment_answers_turns_until_it_is_done(
     ]
     assert [(turn.reward, turn.reason) for turn in row.turns[1::2]] == [(-0.25, "wrong"), (-0.25, "wrong"), (None, "")]
     assert row.reward_parts == {"environment": pytest.approx(1 / 3), "environment/guesses": 3.0}
+    assert row.reward_reasons == {"environment": "the secret was 4"}
     assert row.finish_reason == "stop" and "environment" in row.timings
     assert [one.kind for one in row.activities] == ["generate", "environment"] * 3
     assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "2<|im_end|>7<|im_end|>4<|im_end|>"

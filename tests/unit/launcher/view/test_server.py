@@ -180,6 +180,9 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
     told = page.get(f"runs/a/trajectories/{key}")
     assert told["turns"][1]["text"] == HOSTILE and told["tokens"]["advantage"][4] == 1.5
     assert told["error"] == "TimeoutError: too slow" and told["reward_parts"] == {"exact": 0.0}
+    assert told["reward_reasons"] == {"exact": "the page is missing"}
+    (found,) = page.get("runs/a/trajectories?text=missing")["rows"]
+    assert found["grp"] == row["grp"], "reasons are searched, too"
     group = page.get(f"runs/a/groups/train-1-{row['grp']}")
     assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
 

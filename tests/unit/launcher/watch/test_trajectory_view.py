@@ -61,6 +61,14 @@ def test_turn_rewards_are_shown_with_their_reasons() -> None:
     assert shown == ["turn 1: reward -0.5 (wrong\\x1b[2J guess)"]
 
 
+def test_parts_of_the_reward_are_shown_with_their_reasons(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, reasons = {"judge": 0.5, "judge/raw": 5.0}, {"judge": "polite \x1b[2J"}
+    judged = msgspec.structs.replace(row(), reward_parts=parts, reward_reasons=reasons)
+    write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", judged)
+    assert main(["show", str(run), "--step", "9"]) == 0
+    assert "judge: reward 0.5 (polite \\x1b[2J)" in capsys.readouterr().out
+
+
 def test_escape_sequences_of_a_model_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     plain = msgspec.structs.replace(row(), correction=None)
     shown = render(plain, lambda ids: "a\x1b]0;owned\x07\x9b2J\r\u202e\n\tb").plain
