@@ -1,9 +1,10 @@
 """How `rl-async view` copes with many trajectories: time to the first page, memory of the server, time of a search.
 
-    python -m benchmarks.view --trajectories 100000 --json FILE
+    python -m benchmarks.view --trajectories 100000 --evaluated 100000 --json FILE
 
-It records a run of so many trajectories, starts the command, and asks as the page does: for the first page of the list
-while the index is made, then, once it is, for searches and filters, and for one trajectory of the oldest step.
+It records a run of so many trained and held-out trajectories, with a tokenizer, starts the command, and asks as the
+page does: for the first page of the list while the index is made, then, once it is, for searches and filters, for one
+trajectory of the oldest step with the texts of its tokens, for all evaluations, and for a comparison of two.
 """
 
 import argparse
@@ -20,11 +21,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rl_async.messages import Explanation, Sampling, ToolCall, Trajectory, Turn, Version, VersionRun
 from rl_async.recording import write_trajectories
 
 GROUPS, SAMPLES = 16, 8  # of a step
+EVALUATION = 2500, 4  # tasks, and samples of each
+VOCABULARY = 50_000
 TOKENS = 400  # of a trajectory on average
 WORDS = ("the", "sum", "of", "all", "parts", "is", "less", "than", "what", "was", "asked", "for", "here")
 QUERIES = {
@@ -54,7 +58,7 @@ def row(draw: np.random.Generator, step: int, group: int, sample: int) -> tuple[
         sample=sample,
         attempt=0,
         episode_id=f"{group}.{sample}.0",
-        token_ids=draw.integers(0, 50_000, length).astype(np.int32),
+        token_ids=draw.integers(0, VOCABULARY, length).astype(np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -draw.random(length), 0).astype(np.float32),
         versions=[VersionRun(Version(0, max(0, step - 1)), 0, sampled)],
@@ -68,8 +72,19 @@ def row(draw: np.random.Generator, step: int, group: int, sample: int) -> tuple[
     return made, Explanation(weights=[1.0] * sampled, rules=[], logprobs=told, advantages=[0.5])
 
 
-def record(folder: Path, trajectories: int) -> None:
-    """Write the files of a run with so many trajectories."""
+def save_tokenizer(folder: Path) -> None:
+    """Save a byte-level tokenizer: all bytes, then words that no merge makes, since it only decodes."""
+    folder.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"\u0120{WORDS[n % len(WORDS)]}{n}" for n in range(VOCABULARY - len(alphabet))]  # \u0120: a space
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate([*alphabet, *words])}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def record(folder: Path, trajectories: int, evaluated: int) -> None:
+    """Write the files of a run with so many trained and so many held-out trajectories."""
+    save_tokenizer(folder / "checkpoints" / "step-000000" / "model")
     (folder / "config.yaml").write_text("name: large\nmode: disaggregated\n")
     draw = np.random.default_rng(0)
     for step in range(-(-trajectories // (GROUPS * SAMPLES))):
@@ -77,6 +92,12 @@ def record(folder: Path, trajectories: int) -> None:
         rows = [row(draw, step, group, sample) for group in groups for sample in range(SAMPLES)]
         file = folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz"
         write_trajectories(file, [made for made, _ in rows], [told for _, told in rows])
+    tasks, samples = EVALUATION
+    for step in range(-(-evaluated // (tasks * samples))):
+        rows = [row(draw, step, task, sample)[0] for task in range(tasks) for sample in range(samples)]
+        for made in rows:
+            made.partition = "eval"
+        write_trajectories(folder / "trajectories" / f"eval-{step:06d}.jsonl.gz", rows)
 
 
 class Client:
@@ -107,7 +128,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Serve the run in ``folder`` and measure."""
+    """Serve the run in ``folder``, which has two evaluations or more, and measure."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "rl_async.launcher.cli", "view", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -128,7 +149,10 @@ def measure(folder: Path) -> dict[str, Any]:
         for name, query in QUERIES.items():
             seconds, found = timed(lambda query=query: client.get(f"trajectories?limit=50&{query}"))
             queries[name] = {"seconds": seconds, "found": found["count"]}
-        seconds, _ = timed(lambda: client.get("trajectories/train-0-0-0-0"))
+        seconds, told = timed(lambda: client.get("trajectories/train-0-0-0-0"))
+        assert "".join(told["tokens"]["text"]).strip(), "tokens are decoded"
+        evaluations, lines = timed(lambda: client.get("evaluations")["table"])
+        comparison, _ = timed(lambda: client.get(f"compare?before=0&after={lines[-1]['step']}"))
         peak = max(peak, process.memory_info().rss)
         server.terminate()
     return {
@@ -140,18 +164,22 @@ def measure(folder: Path) -> dict[str, Any]:
         "peak_bytes": peak,
         "queries": queries,
         "trajectory_s": seconds,
+        "evaluated": sum(line["episodes"] for line in lines),
+        "evaluations_s": evaluations,
+        "comparison_s": comparison,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--evaluated", type=int, default=100_000)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "large"
         run.mkdir()
-        record(run, arguments.trajectories)
+        record(run, arguments.trajectories, arguments.evaluated)
         found = measure(run)
     print(json.dumps(found, indent=1))
     if arguments.json:

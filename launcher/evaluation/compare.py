@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """Compare task by task. Raises UserError if they have no task with the same prompt in common."""
-    first, second = _mean_rewards(before), _mean_rewards(after)
+    first, second = before.means, after.means
     common = first.keys() & second.keys()
     both = sorted(key for key in common if _asks_the_same(before, after, key))
     if not both:
@@ -78,18 +78,11 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
             key=lambda task: (task.after - task.before, task.source, task.task),
         ),
         left_out=len(first.keys() | second.keys()) - len(both),
-        unscored=(_unscored(before), _unscored(after)),
+        unscored=(before.unscored, after.unscored),
     )
 
 
 Means = Mapping[TaskKey, float]
-
-
-def _mean_rewards(evaluation: Evaluation) -> Means:
-    rewards: dict[TaskKey, list[float]] = {}
-    for answer in evaluation.answers:
-        rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
-    return {key: sum(values) / len(values) for key, values in rewards.items()}
 
 
 def _change(source: str, keys: Sequence[TaskKey], first: Means, second: Means) -> Change:
@@ -109,7 +102,3 @@ def _change(source: str, keys: Sequence[TaskKey], first: Means, second: Means) -
 def _asks_the_same(before: Evaluation, after: Evaluation, key: TaskKey) -> bool:
     """Whether the policy was told the same first. What a role is told may come from another role's answer."""
     return before.asked[key] == after.asked[key] or key[1] != ""
-
-
-def _unscored(evaluation: Evaluation) -> int:
-    return sum(not answer.scored for answer in evaluation.answers)

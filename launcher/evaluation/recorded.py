@@ -1,6 +1,6 @@
 """Evaluations that runs have recorded, or that ``rl-async eval --jsonl`` wrote."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +16,14 @@ TaskKey = tuple[str, str, str]  # data source, role and task
 class Evaluation(NamedTuple):
     """A recorded evaluation: of the version after ``step`` of a run, or of what ``rl-async eval`` evaluated.
 
+    ``means`` has the mean reward of each task, ``unscored`` counts episodes that could not be scored and count as 0,
     ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` what the user said last in
     it, and ``replies`` the last answer of the first sample that there is.
     """
 
     name: str
-    answers: list[Answer]
+    means: Mapping[TaskKey, float]
+    unscored: int
     asked: Mapping[TaskKey, int]
     questions: Mapping[TaskKey, str]
     replies: Mapping[TaskKey, str]
@@ -55,7 +57,7 @@ def read_evaluation(where: str) -> Evaluation:
     prompts = {key: prompt_of(row.turns) for key, row in first.items()}
     return Evaluation(
         f"{run.name}@{chosen}",
-        answers_of([row.header() for row in rows], tasks),
+        *_rewards(answers_of([row.header() for row in rows], tasks)),
         {key: number_of(prompt) for key, prompt in prompts.items()},
         {key: question_of(prompt) for key, prompt in prompts.items()},
         replies,
@@ -70,11 +72,20 @@ def _of_lines(path: Path) -> Evaluation:
     first = {(line.source, line.role, line.task): line for line in by_sample}
     return Evaluation(
         path.name,
-        [Answer(line.source, line.task, line.reward, line.role, line.scored) for line in lines],
+        *_rewards([Answer(line.source, line.task, line.reward, line.role, line.scored) for line in lines]),
         {key: number_of(line.prompt) for key, line in first.items()},
         {key: question_of(line.prompt) for key, line in first.items()},
         {key: line.answer for key, line in first.items()},
     )
+
+
+def _rewards(answers: Sequence[Answer]) -> tuple[dict[TaskKey, float], int]:
+    """Return the mean reward of each task, and how many episodes could not be scored."""
+    rewards: dict[TaskKey, list[float]] = {}
+    for answer in answers:
+        rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
+    means = {key: sum(values) / len(values) for key, values in rewards.items()}
+    return means, sum(not answer.scored for answer in answers)
 
 
 def _key(row: Trajectory) -> TaskKey:

@@ -26,7 +26,7 @@ from rl_async.messages import ToolCall
 log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
-FORMAT = 4  # of the tables; a file of another format is made anew
+FORMAT = 5  # of the tables; a file of another format is made anew
 SEARCHED = 1 << 16  # characters of a trajectory
 PREVIEW = 200  # characters of a prompt or an answer in a list
 POLL_S = 2.0
@@ -42,6 +42,7 @@ CREATE TABLE rows (
 );
 CREATE INDEX rows_by_key ON rows (partition, step, grp, sample, segment);
 CREATE INDEX rows_by_task ON rows (task);
+CREATE INDEX rows_by_episode ON rows (step, source, role, task, grp, sample) WHERE partition = 'eval';
 CREATE INDEX rows_by_file ON rows (file);
 CREATE TABLE tools (row INTEGER, name TEXT, error TEXT, calls INTEGER, seconds REAL, slowest REAL);
 CREATE INDEX tools_by_row ON tools (row);

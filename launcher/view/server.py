@@ -13,7 +13,7 @@ GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two tim
 GET /api/runs/RUN/choices                the values that filters may take, and how far the index is
 GET /api/runs/RUN/trajectories           filters of search.py, order, offset, limit: one page
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
-GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  the conversations of a group
+GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
 GET /api/events                          server-sent events: what changed in which run
 """
 
@@ -137,17 +137,16 @@ class ViewServer:
     def _evaluations(self, run: ViewedRun, request: Request) -> Any:
         solved = number("solved", request.query_params.get("solved", "1"))
         with self._indexer.of(run.folder).connect() as connection:
-            table = evaluation.table(evaluation.answered(connection), solved)
+            table = evaluation.table(connection, solved)
         return {"records": _refreshed(run, run.evaluations.records), "table": table}
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
         before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))
         other = self._runs.named(request.query_params.get("with") or run.name)
-        return evaluation.compared(self._recorded(run, before), self._recorded(other, after))
-
-    def _recorded(self, run: ViewedRun, step: int) -> evaluation.Recorded:
-        with self._indexer.of(run.folder).connect() as connection:
-            return evaluation.recorded(connection, run.name, step)
+        first, second = (self._indexer.of(one.folder) for one in (run, other))
+        with first.connect() as one, second.connect() as two:
+            sides = evaluation.recorded(one, run.name, before), evaluation.recorded(two, other.name, after)
+            return evaluation.compared(*sides)
 
     def _choices(self, run: ViewedRun, request: Request) -> Any:
         index = self._indexer.of(run.folder)
@@ -174,8 +173,11 @@ class ViewServer:
         partition, *numbers = request.path_params["key"].split("-")
         if len(numbers) != 2:
             raise RequestRefused("a group is PARTITION-STEP-GROUP", code="no_group", status=404)
+        sample = request.query_params.get("sample")
+        only = None if sample is None else integer("sample", sample)
         with self._indexer.of(run.folder).connect() as connection:
-            rows = search.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))[:GROUP]
+            rows = search.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))
+        rows = [row for row in rows if only in (None, row["sample"])][:GROUP]
         read = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
         return [
             {**search.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(rows, read, strict=True)

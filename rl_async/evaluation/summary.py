@@ -20,6 +20,14 @@ class Answer(NamedTuple):
     scored: bool = True  # false: it could not be scored, and counts as 0
 
 
+class Tried(NamedTuple):
+    """One task: how often it was sampled, the mean reward, and how many samples passed."""
+
+    samples: int
+    mean: float
+    passed: int
+
+
 class Summary(msgspec.Struct, kw_only=True):
     """How one data source was answered. Each task counts once, however often it was sampled."""
 
@@ -60,7 +68,14 @@ def summarize(answers: Iterable[Answer], solved: float) -> list[Summary]:
     by_source: dict[str, dict[str, list[float]]] = {}
     for answer in answers:
         by_source.setdefault(line_of(answer.source, answer.role), {}).setdefault(answer.task, []).append(answer.reward)
-    return [_summary(source, list(tasks.values()), solved) for source, tasks in sorted(by_source.items())]
+    return [
+        summary(source, [_tried(rewards, solved) for rewards in tasks.values()])
+        for source, tasks in sorted(by_source.items())
+    ]
+
+
+def _tried(rewards: Sequence[float], solved: float) -> Tried:
+    return Tried(len(rewards), sum(rewards) / len(rewards), sum(reward >= solved for reward in rewards))
 
 
 def summarize_with_total(answers: Sequence[Answer], solved: float) -> list[Summary]:
@@ -77,16 +92,17 @@ def line_of(source: str, role: str) -> str:
     return f"{source} as {role}" if role else source
 
 
-def _summary(source: str, tasks: Sequence[Sequence[float]], solved: float) -> Summary:
-    k = min(map(len, tasks))
+def summary(source: str, tasks: Sequence[Tried]) -> Summary:
+    """Return the summary of a data source's tasks."""
+    k = min(task.samples for task in tasks)
     return Summary(
         source=source,
         tasks=len(tasks),
-        episodes=sum(map(len, tasks)),
+        episodes=sum(task.samples for task in tasks),
         k=k,
-        average=mean_of([sum(rewards) / len(rewards) for rewards in tasks]),
+        average=mean_of([task.mean for task in tasks]),
         passed={
-            tries: mean_of([pass_at(tries, len(rewards), sum(r >= solved for r in rewards)) for rewards in tasks])
+            tries: mean_of([pass_at(tries, task.samples, task.passed) for task in tasks])
             for tries in sorted({1, k})
         },
     )

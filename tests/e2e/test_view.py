@@ -22,6 +22,7 @@ from tests.support.recordings import HOSTILE, conversation, make_run, write_eval
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 1 << 20  # characters of one line
 LONG_TOKENS = 50_000
+MORE = ", since " + "one thing leads to another " * 20  # beyond what a preview has
 
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
@@ -59,8 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     instructed.turns = conversation("what is asked", "done")
     instructed.turns.insert(0, Turn(role="system", text="what is demanded", start=0, end=4))
     write_step(first, 3, [hostile, long, instructed])
-    write_evaluation(first, 0, [[1.0], [0.0]], ["math", "math"])
-    write_evaluation(first, 4, [[0.0], [1.0]], ["math", "math"])
+    write_evaluation(first, 0, [[1.0], [0.0]], ["math", "math"], f"{MORE} in version 0")
+    write_evaluation(first, 4, [[0.0], [1.0]], ["math", "math"], f"{MORE} in version 4")
     write_evaluation(make_run(folder / "other", steps=2), 2, [[1.0], [1.0]], ["math", "math"])
     return folder
 
@@ -220,6 +221,12 @@ def test_evaluations_show_regressions_first(tab: Tab) -> None:
     first = page.locator(".compared tbody tr").first
     first.wait_for()
     assert "question 0" in first.inner_text() and "−1" in first.inner_text()
+    first.locator("button").click()
+    for version in (0, 4):
+        answer = page.get_by_role("region", name=f"version {version}")
+        answer.locator("article.assistant", has_text=f"in version {version}").wait_for()
+    assert page.locator(".opened article.user", has_text="question 0").count() == 1, "both were asked the same"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     first.locator("a").last.click()
     page.get_by_role("heading", name="version 4").wait_for()
 

@@ -46,8 +46,10 @@ def write_step(run: Path, step: int, rows: Sequence[Trajectory], *, lineage: int
     return file
 
 
-def write_evaluation(run: Path, step: int, rewards: Sequence[Sequence[float]], sources: Sequence[str]) -> None:
-    """Record an evaluation with the rewards of each task's samples."""
+def write_evaluation(
+    run: Path, step: int, rewards: Sequence[Sequence[float]], sources: Sequence[str], more: str = ""
+) -> None:
+    """Record an evaluation with the rewards of each task's samples; ``more`` follows each answer."""
     template = make_rows(0)[0]
     rows = [
         msgspec.structs.replace(
@@ -59,7 +61,7 @@ def write_evaluation(run: Path, step: int, rewards: Sequence[Sequence[float]], s
             partition="eval",
             reward=reward,
             data_source=sources[task],
-            turns=conversation(f"question {task}", f"answer {reward:g} of {step}"),
+            turns=conversation(f"question {task}", f"answer {reward:g} of {step}{more}"),
         )
         for task, samples in enumerate(rewards)
         for sample, reward in enumerate(samples)

@@ -1,11 +1,16 @@
 // Evaluations: what each version reached by data source, and the answers of two versions side by side.
 
+import { Fragment } from "preact";
 import { useState } from "preact/hooks";
 import { live, parameters, run as runPath, useLoaded } from "./api";
+import { keyOf } from "./embedded";
 import { number, signed, visible } from "./format";
+import { commonTurns } from "./group";
 import { address, go, type Place } from "./main";
+import { PlainText } from "./tokens";
 import { Reward } from "./trajectories";
-import type { Change, Comparison, EvaluationLine, Evaluations, Interval, RunSummary } from "./types";
+import { TurnFrame } from "./trajectory";
+import type { Change, Comparison, EvaluationLine, Evaluations, GroupRow, Interval, RunSummary } from "./types";
 
 export function EvaluationPage({ name, runs, place, change }: { name: string; runs: RunSummary[]; place: Place; change: Change | undefined }) {
   const [solved, setSolved] = useState("1");
@@ -96,6 +101,7 @@ function Steps({ label, steps, value, set }: { label: string; steps: number[]; v
 
 function Compared({ name, other, before, after, again }: { name: string; other: string; before: string; after: string; again: string }) {
   const query = parameters({ before, after, with: other === name ? "" : other });
+  const [opened, setOpened] = useState("");
   const { value, error } = useLoaded<Comparison>(`${runPath(name)}/compare?${query}`, again);
   if (error) return <p class="problem">{error}</p>;
   if (!value) return null;
@@ -127,12 +133,15 @@ function Compared({ name, other, before, after, again }: { name: string; other: 
         <thead><tr><th>task</th><th>{old}</th><th>{now}</th><th>change</th></tr></thead>
         <tbody>
           {value.tasks.map((task) => (
-            <tr key={`${task.source} ${task.task}`}>
-              <td class="preview">{value.sources.length > 1 && <b>{visible(task.source)} </b>}{visible(task.question)}</td>
-              <td><Answer run={name} trajectory={task.keys[0]} reward={task.before} text={task.replied_before} /></td>
-              <td><Answer run={other} trajectory={task.keys[1]} reward={task.after} text={task.replied_after} /></td>
-              <td class={task.after < task.before ? "figure bad" : task.after > task.before ? "figure good" : "figure quiet"}>{signed(task.after - task.before)}</td>
-            </tr>
+            <Fragment key={task.keys.join()}>
+              <tr>
+                <td class="preview"><button class="plain" aria-expanded={opened === task.keys.join()} title="both answers in whole" onClick={() => setOpened(opened === task.keys.join() ? "" : task.keys.join())}>{opened === task.keys.join() ? "▾" : "▸"} {value.sources.length > 1 && <b>{visible(task.source)} </b>}{visible(task.question)}</button></td>
+                <td><Answer run={name} trajectory={task.keys[0]} reward={task.before} text={task.replied_before} /></td>
+                <td><Answer run={other} trajectory={task.keys[1]} reward={task.after} text={task.replied_after} /></td>
+                <td class={task.after < task.before ? "figure bad" : task.after > task.before ? "figure good" : "figure quiet"}>{signed(task.after - task.before)}</td>
+              </tr>
+              {opened === task.keys.join() && <tr class="opened"><td colSpan={4}><SideBySide runs={[name, other]} titles={[old, now]} keys={task.keys} /></td></tr>}
+            </Fragment>
           ))}
         </tbody>
       </table>
@@ -142,4 +151,42 @@ function Compared({ name, other, before, after, again }: { name: string; other: 
 
 function Answer({ run, trajectory, reward, text }: { run: string; trajectory: string; reward: number; text: string }) {
   return <a class="answer" href={address({ page: "trajectory", run, key: trajectory })}><Reward value={reward} /> <span class="preview">{visible(text)}</span></a>;
+}
+
+// The whole answers of both versions in the task's first sample. What both were asked stands once, above them.
+function SideBySide({ runs, titles, keys }: { runs: [string, string]; titles: [string, string]; keys: [string, string] }) {
+  const [before, after] = [useAnswer(runs[0], keys[0]), useAnswer(runs[1], keys[1])];
+  const error = before.error || after.error;
+  if (error) return <p class="problem">{error}</p>;
+  if (!before.rows || !after.rows) return <p class="quiet">Loading …</p>;
+  const all = [...before.rows, ...after.rows];
+  const common = all.length ? commonTurns(all) : 0;
+  return (
+    <>
+      {all[0]?.turns.slice(0, common).map((turn, index) => <TurnFrame key={index} turn={turn}><PlainText text={turn.text} /></TurnFrame>)}
+      <div class="columns">
+        {[before.rows, after.rows].map((rows, side) => (
+          <section key={side} aria-label={titles[side]}>
+            <h2><a href={address({ page: "trajectory", run: runs[side]!, key: keys[side]! })}>{titles[side]}</a></h2>
+            {!rows.length && <p class="quiet">This answer is not in the report; `rl-async view` has it.</p>}
+            {rows.map((row) => (
+              <Fragment key={keyOf(row)}>
+                <p><Reward value={row.reward + row.turn_reward} /></p>
+                {row.error_text && <p class="problem">{visible(row.error_text)}</p>}
+                {row.turns.slice(common).map((turn, index) => <TurnFrame key={index} turn={turn}><PlainText text={turn.text} /></TurnFrame>)}
+              </Fragment>
+            ))}
+          </section>
+        ))}
+      </div>
+    </>
+  );
+}
+
+// The rows of a trajectory's sample that are of its role.
+function useAnswer(run: string, key: string): { rows: GroupRow[] | undefined; error: string } {
+  const [partition, step, group, sample] = key.split("-");
+  const { value, error } = useLoaded<GroupRow[]>(`${runPath(run)}/groups/${partition}-${step}-${group}?${parameters({ sample })}`);
+  const role = value?.find((row) => keyOf(row) === key)?.role;
+  return { rows: value?.filter((row) => `${row.sample}` === sample && row.role === role), error };
 }

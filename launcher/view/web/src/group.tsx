@@ -10,7 +10,7 @@ import { Reward } from "./trajectories";
 import type { GroupRow, Page } from "./types";
 
 // How many turns all rows begin with, before any of them was answered.
-function commonTurns(rows: GroupRow[]): number {
+export function commonTurns(rows: GroupRow[]): number {
   const first = rows[0]!.turns;
   const differs = first.findIndex((turn, at) => turn.role === "assistant" || rows.some((row) => row.turns[at]?.role !== turn.role || row.turns[at]!.text !== turn.text));
   return differs < 0 ? first.length : differs;

@@ -48,7 +48,7 @@ def test_changes_by_source_and_the_worst_tasks_first(tmp_path: Path) -> None:
 def test_episodes_that_were_not_scored_count_as_zero_and_rows_of_one_once(tmp_path: Path) -> None:
     rows = [row(0, 0, 1.0), row(0, 0, 1.0, segment=1), row(0, 1, 1.0, scored=False)]
     evaluation = read_evaluation(record(tmp_path / "run", 3, *rows))
-    assert [answer.reward for answer in evaluation.answers] == [1.0, 0.0]
+    assert ([*evaluation.means.values()], evaluation.unscored) == ([0.5], 1)
 
 
 def test_a_file_of_json_lines_is_an_evaluation_too(tmp_path: Path) -> None:

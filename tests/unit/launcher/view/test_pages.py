@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from rl_async.evaluation.statistics import wilson
 from rl_async.launcher.evaluation.compare import compare as by_files
 from rl_async.launcher.evaluation.recorded import read_evaluation
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
-from rl_async.launcher.view.evaluation import answered, compared, recorded, table
+from rl_async.launcher.view.evaluation import compared, recorded, table
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import RecordedRow, lines
 from rl_async.launcher.view.trajectory import story, token_texts, tokenizer_of
@@ -165,7 +166,7 @@ def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
     index = TrajectoryIndex(run)
     index.update(threading.Event())
     with index.connect() as connection:
-        lines_of = table(answered(connection), 1.0)
+        lines_of = table(connection, 1.0)
         found = compared(recorded(connection, "run", 0), recorded(connection, "run", 4))
     code, math_line = lines_of[2:] if lines_of[0]["step"] == 4 else lines_of[:2]
     assert (code["source"], code["step"], code["average"][0], code["passed"][2][0]) == ("code", 0, 0.0, 0.0)
@@ -183,6 +184,29 @@ def test_evaluations_by_source_and_regressions_first(tmp_path: Path) -> None:
     assert [(task["task"], task["before"], task["after"]) for task in found["tasks"]] == [
         (task.task, task.before, task.after) for task in terminal.tasks
     ]
+
+
+def test_memory_grows_with_the_tasks_of_an_evaluation_and_not_with_its_episodes(tmp_path: Path) -> None:
+    index = TrajectoryIndex(make_run(tmp_path / "run", steps=1))
+    tasks, found = 500, []
+    with index.connect() as connection:
+        for samples in (4, 80):
+            add = (
+                "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < ?) "
+                "INSERT INTO rows (partition, step, source, role, task, grp, sample, segment, reward, turn_reward, scored, "
+                "asked, prompt, answer) SELECT 'eval', ?, 'math', '', i % 500, i % 500, i / 500, 0, i % 2, 0.0, 1, 0, 'q', "
+                "printf('%.200c', 'a') FROM n"
+            )
+            with connection:
+                connection.execute("DELETE FROM rows")
+                for step in range(2):
+                    connection.execute(add, (tasks * samples, step))
+            tracemalloc.start()
+            (line, _), both = table(connection, 1.0), [recorded(connection, "run", step) for step in range(2)]
+            assert (line["episodes"], compared(*both)["count"]) == (tasks * samples, tasks)
+            found.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert found[1] < 1.2 * found[0], "twenty times the episodes"
 
 
 def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> None:
@@ -208,7 +232,7 @@ def test_roles_sources_and_rows_of_an_episode_are_told_apart(tmp_path: Path) -> 
     index = TrajectoryIndex(run)
     index.update(threading.Event())
     with index.connect() as connection:
-        lines_of = {line["source"]: line["average"][0] for line in table(answered(connection), 1.0) if not line["step"]}
+        lines_of = {line["source"]: line["average"][0] for line in table(connection, 1.0) if not line["step"]}
         found = compared(recorded(connection, "run", 0), recorded(connection, "run", 1))
     assert lines_of == {"chess as black": 0.25, "chess as white": 1.5, "draughts": 1.25, "go": 0.0}
     shown = [(task["source"], task["before"], task["after"]) for task in found["tasks"]]

@@ -185,6 +185,7 @@ def test_a_trajectory_and_its_group(page: Page) -> None:
     assert found["grp"] == row["grp"], "reasons are searched, too"
     group = page.get(f"runs/a/groups/train-1-{row['grp']}")
     assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
+    assert [one["sample"] for one in page.get(f"runs/a/groups/train-1-{row['grp']}?sample=2")] == [2]
 
 
 def test_a_task_is_found_in_its_data_source_alone(page: Page) -> None:
