@@ -1,6 +1,7 @@
-"""The Flow page beside a run (``tracking.view``), in Chromium: its timeline grows, an engine that is killed is seen
+"""The page beside a run (``tracking.view``), in Chromium: curves and timeline grow while it trains, an engine that is killed is seen
 gone and back, stacks are asked for by the user alone, and the page ends with the run."""
 
+import itertools
 import json
 import os
 import shutil
@@ -87,6 +88,39 @@ def test_the_timeline_grows_and_no_process_is_disturbed(tab: Tab, live: Live) ->
     page.get_by_role("button", name="ask for stacks").click()
     page.locator(".stacks summary", has_text="trainer-0").wait_for()
     assert stacks(live.folder) > 0
+
+
+def newest_step(page: Any, reward: Any) -> int:
+    """The step of the last point of a curve, as its cursor tells it."""
+    deadline = time.monotonic() + 120
+    for tries in itertools.count():
+        box = reward.locator(".u-over").bounding_box()
+        if box is not None:  # the curve may be drawn anew just now
+            page.mouse.move(box["x"] + box["width"] - 1 - tries % 2, box["y"] + box["height"] / 2)
+        for said in reward.locator(".at").all_inner_texts():
+            return int(said.removeprefix("step "))
+        assert time.monotonic() < deadline, "the curve has no point"
+        page.wait_for_timeout(100)
+    raise AssertionError
+
+
+def test_a_curve_moves_while_the_run_trains(tab: Tab, live: Live) -> None:
+    page = tab.open("/run/live")
+    reward = page.locator("figure", has_text="reward").first
+    reward.locator("canvas").wait_for()
+    first, pixels = newest_step(page, reward), reward.locator("canvas").screenshot()
+    deadline = time.monotonic() + 240
+    while (last := newest_step(page, reward)) < first + 2:
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(500)
+    assert reward.locator("canvas").screenshot() != pixels
+    recorded = [json.loads(line)["step"] for line in (live.folder / "metrics.jsonl").read_text().splitlines()]
+    assert last in recorded, "the trainer recorded what is drawn"
+    steps = page.locator(".state .figure", has_text=" / 100,000")
+    assert int(steps.inner_text().split()[0].replace(",", "")) > first
+    holding = tab.open("/flow/live").locator(".worker .load", has_text="holds")
+    holding.first.wait_for()
+    assert "sample" in holding.first.inner_text()
 
 
 def test_an_engine_that_is_killed_is_seen_gone_and_back_with_its_version(tab: Tab, live: Live) -> None:
