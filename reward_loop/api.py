@@ -60,7 +60,8 @@ class Scorer(Protocol):
 
 
 def to_score(answer: object) -> Score:
-    """Convert what a reward function returned: a number, or verl's mapping with ``score``, other numbers and a ``reason``.
+    """Convert what a reward function returned: a number, or verl's mapping with ``score``, other numbers, and a text
+    ``reason`` if there is one.
 
     Raises ScorerFailed for anything else and for a score that is not finite.
     """

@@ -4,6 +4,7 @@ SQLite adds up the episodes, by an index: what is held here grows with the tasks
 """
 
 import sqlite3
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ SHOWN = 500  # tasks of a comparison
 # What each role of each held-out episode earned, as ``role_rewards`` has it: a role of several rows has the rewards of
 # all their turns, rows that could not be scored left out, and one without a scored row has 0.
 EPISODES = (
-    "SELECT step, source, role, task, coalesce(min(iif(scored, reward, NULL)) + sum(iif(scored, turn_reward, 0.0)), 0.0)"
-    " AS earned, max(scored) AS scored FROM rows INDEXED BY rows_by_episode "
+    "SELECT step, source, role, task, max(scored) AS scored, "
+    "coalesce(min(iif(scored, reward, NULL)) + sum(iif(scored, turn_reward, 0.0)), 0.0) AS earned "
+    "FROM rows INDEXED BY rows_by_episode "
     "WHERE partition = 'eval' AND {condition} GROUP BY step, source, role, task, grp, sample"
 )
 
@@ -82,10 +84,9 @@ def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
 def _first_sample(rows: Iterable[sqlite3.Row]) -> tuple[sqlite3.Row, sqlite3.Row]:
     """Return the first and the last row of the first sample; the others are passed over."""
     _, sample = next(groupby(rows, key=lambda row: row["sample"]))
-    first = last = next(sample)
-    for last in sample:
-        pass
-    return first, last
+    first = next(sample)
+    newest = deque(sample, maxlen=1)
+    return first, newest[0] if newest else first
 
 
 def compared(before: Recorded, after: Recorded) -> dict[str, Any]:

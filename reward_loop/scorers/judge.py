@@ -60,7 +60,10 @@ class Judge:
         self._sent = self._shared_verdicts = self._tokens = 0
 
     async def score(self, conversation: Conversation) -> Score:
-        """Return the judge's score, scaled to [0, 1], with its own number as ``raw``, and its reason. Raises ScorerFailed."""
+        """Return the judge's score, scaled to [0, 1], with its own number as ``raw``, and its reason.
+
+        Raises ScorerFailed.
+        """
         body = self._body(conversation)
         verdict = await (self._request(body) if self._verdicts is None else self._shared(body))
         if isinstance(verdict, ScorerFailed):

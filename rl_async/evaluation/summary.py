@@ -102,7 +102,6 @@ def summary(source: str, tasks: Sequence[Tried]) -> Summary:
         k=k,
         average=mean_of([task.mean for task in tasks]),
         passed={
-            tries: mean_of([pass_at(tries, task.samples, task.passed) for task in tasks])
-            for tries in sorted({1, k})
+            tries: mean_of([pass_at(tries, task.samples, task.passed) for task in tasks]) for tries in sorted({1, k})
         },
     )

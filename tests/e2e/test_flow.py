@@ -1,5 +1,5 @@
-"""The page beside a run (``tracking.view``), in Chromium: curves and timeline grow while it trains, an engine that is killed is seen
-gone and back, stacks are asked for by the user alone, and the page ends with the run."""
+"""The page beside a run (``tracking.view``), in Chromium: curves and timeline grow while it trains, an engine that is
+killed is seen gone and back, stacks are asked for by the user alone, and the page ends with the run."""
 
 import itertools
 import json

@@ -193,9 +193,9 @@ def test_memory_grows_with_the_tasks_of_an_evaluation_and_not_with_its_episodes(
         for samples in (4, 80):
             add = (
                 "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < ?) "
-                "INSERT INTO rows (partition, step, source, role, task, grp, sample, segment, reward, turn_reward, scored, "
-                "asked, prompt, answer) SELECT 'eval', ?, 'math', '', i % 500, i % 500, i / 500, 0, i % 2, 0.0, 1, 0, 'q', "
-                "printf('%.200c', 'a') FROM n"
+                "INSERT INTO rows (partition, step, source, role, task, grp, sample, segment, reward, turn_reward, "
+                "scored, asked, prompt, answer) SELECT 'eval', ?, 'math', '', i % 500, i % 500, i / 500, 0, i % 2, "
+                "0.0, 1, 0, 'q', printf('%.200c', 'a') FROM n"
             )
             with connection:
                 connection.execute("DELETE FROM rows")
