@@ -12,7 +12,7 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import EvalConfig
 from rl_async.errors import UserError
 from rl_async.evaluation.summary import summarize_with_total
-from rl_async.launcher.evaluation.recorded import read_evaluation
+from rl_async.launcher.evaluation.recorded import read_answers
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Turn
@@ -49,10 +49,9 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
     console = console or Console()
     (first, before), *_, (last, after) = files.items()
     solved = _solved(run)
-    for step in (first, last):
-        answers = read_evaluation(f"{run}@{step}").answers
+    for step, file in ((first, before), (last, after)):
         title = f"step {step}: held-out reward, passed at {solved:g} or more"
-        console.print(summary_table(summarize_with_total(answers, solved), title))
+        console.print(summary_table(summarize_with_total(read_answers(file), solved), title))
     console.print(side_by_side(before, after, f"step {first}", f"step {last}"))
 
 

@@ -49,7 +49,6 @@ def read_evaluation(where: str) -> Evaluation:
         raise UserError(f"{run} has no evaluation of step {step}, but of {', '.join(map(str, files))}")
     chosen = int(step) if step else max(files)
     rows = sorted(read_trajectories(files[chosen]), key=lambda row: (row.sample, row.segment))
-    tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
     first, replies = dict[TaskKey, Trajectory](), dict[TaskKey, str]()
     for row in rows:
         if row.sample == first.setdefault(_key(row), row).sample:
@@ -57,11 +56,21 @@ def read_evaluation(where: str) -> Evaluation:
     prompts = {key: prompt_of(row.turns) for key, row in first.items()}
     return Evaluation(
         f"{run.name}@{chosen}",
-        *_rewards(answers_of([row.header() for row in rows], tasks)),
+        *_rewards(_answers(rows)),
         {key: number_of(prompt) for key, prompt in prompts.items()},
         {key: question_of(prompt) for key, prompt in prompts.items()},
         replies,
     )
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """Return the episodes of an evaluation that a run has recorded, role by role."""
+    return _answers(list(read_trajectories(file)))
+
+
+def _answers(rows: Sequence[Trajectory]) -> list[Answer]:
+    tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
+    return answers_of([row.header() for row in rows], tasks)
 
 
 def _of_lines(path: Path) -> Evaluation:
