@@ -1,6 +1,7 @@
 """What agent workers and gateways tell Prometheus: samples, durations and failures of their parts, sampled tokens."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Protocol
 
 from prometheus_client import Counter, Histogram
@@ -17,6 +18,30 @@ SECONDS = Histogram(
 )
 ERRORS = Counter("rl_async_agent_errors", "Parts of episodes that failed.", OPERATION, registry=None)
 TOKENS = Counter("rl_async_agent_tokens", "Tokens of prompts (input) and of answers (output).", ["kind"], registry=None)
+
+
+@cache  # finding a child by its labels takes longer than counting
+def _part(operation: str, name: str) -> tuple[Histogram, Counter]:
+    return SECONDS.labels(operation, name), ERRORS.labels(operation, name)  # 0 errors: rates are known from the start
+
+
+@cache
+def _tokens(kind: str) -> Counter:
+    return TOKENS.labels(kind)
+
+
+def count(operation: str, name: str, seconds: float, failed: bool) -> None:
+    """Count a part of an episode."""
+    duration, errors = _part(operation, name)
+    duration.observe(seconds)
+    if failed:
+        errors.inc()
+
+
+def count_tokens(prompt: int, sampled: int) -> None:
+    """Count the tokens of an answer and of its prompt."""
+    _tokens("input").inc(prompt)
+    _tokens("output").inc(sampled)
 
 
 class Counts(Protocol):

@@ -1,6 +1,7 @@
 """The spans of an episode that is played, with OpenTelemetry's attributes for generative AI, and not what was said.
 
-The same places are timed for Prometheus (``metrics.py``), whether the run is traced or not.
+``trace`` is the episode's name, or empty if it has no trace (``LeasedGroup.trace``): then no attribute is made. The
+same places are timed for Prometheus (``metrics.py``), whether the episode has a trace or not.
 """
 
 import asyncio
@@ -8,102 +9,126 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rl_async import tracing
-from rl_async.agent_loop.metrics import ERRORS, SECONDS, TOKENS
+from rl_async.agent_loop.metrics import count, count_tokens
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.tracing import AGENT, EPISODE
+from rl_async.tracing import AGENT, EPISODE, Value
 
 PROGRAM = "program"  # gen_ai.agent.name of whatever plays through the gateway
 PROVIDER = "rl_async"  # gen_ai.provider.name of the run's own engines
 
 
-def of_agent(episode: str, group: LeasedGroup, loop: str) -> AbstractContextManager[dict[str, tracing.Value]]:
+class _Timed:
+    """Times a part of an episode, and the span of it if there is one; yields the span's attributes.
+
+    An ``error.type`` among them at the end counts as a failure, and so does an exception but a cancellation.
+    """
+
+    def __init__(self, operation: str, span: AbstractContextManager[dict[str, Value]] | None, name: str = "") -> None:
+        self._operation, self._span, self._name = operation, span, name
+        self._found: dict[str, Value] = {}
+
+    def __enter__(self) -> dict[str, Value]:
+        self._began = time.perf_counter()
+        if self._span is not None:
+            self._found = self._span.__enter__()
+        return self._found
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+        failed = "error.type" in self._found if kind is None else not issubclass(kind, asyncio.CancelledError)
+        count(self._operation, self._name, time.perf_counter() - self._began, failed)
+
+
+def of_agent(trace: str, group: LeasedGroup, loop: str) -> AbstractContextManager[dict[str, Value]]:
     """Span an episode while a loop plays it."""
-    about = _of_agent(episode, group, loop)
-    return _timed(AGENT, tracing.span(episode, f"{AGENT} {loop}", about, key=AGENT, parent=EPISODE))
+    if not trace:
+        return _Timed(AGENT, None)
+    about = _of_agent(trace, group, loop)
+    return _Timed(AGENT, tracing.span(trace, f"{AGENT} {loop}", about, key=AGENT, parent=EPISODE))
 
 
-@contextmanager
-def _timed(
-    operation: str, span: AbstractContextManager[dict[str, tracing.Value]], name: str = ""
-) -> Iterator[dict[str, tracing.Value]]:
-    """Time a span; an ``error.type`` at its end counts as a failure, and so does an exception but a cancellation."""
-    began, failed = time.perf_counter(), True
-    try:
-        with span as found:
-            yield found
-        failed = "error.type" in found
-    except asyncio.CancelledError:
-        failed = False
-        raise
-    finally:
-        _count(operation, name, time.perf_counter() - began, failed)
-
-
-def _count(operation: str, name: str, seconds: float, failed: bool) -> None:
-    SECONDS.labels(operation, name).observe(seconds)
-    ERRORS.labels(operation, name).inc(failed)  # 0 at first, so that rates are known from the start
-
-
-def played(episode: str, group: LeasedGroup, began: int, seconds: float, error: str = "") -> None:
+def played(trace: str, group: LeasedGroup, began: int, seconds: float, error: str = "") -> None:
     """Add the span of an episode that an agent program has played since ``began``, for ``seconds``."""
-    _count(AGENT, "", seconds, bool(error))
-    about = _of_agent(episode, group, PROGRAM)
-    tracing.add(episode, f"{AGENT} {PROGRAM}", began, about, key=AGENT, parent=EPISODE, error=error)
+    count(AGENT, "", seconds, bool(error))
+    if trace:
+        about = _of_agent(trace, group, PROGRAM)
+        tracing.add(trace, f"{AGENT} {PROGRAM}", began, about, key=AGENT, parent=EPISODE, error=error)
 
 
-def _of_agent(episode: str, group: LeasedGroup, agent: str) -> dict[str, tracing.Value]:
+def _of_agent(trace: str, group: LeasedGroup, agent: str) -> dict[str, Value]:
     return {
         "gen_ai.operation.name": AGENT,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.agent.name": agent,
-        "gen_ai.conversation.id": episode,
+        "gen_ai.conversation.id": trace,
         "rl_async.task_id": group.task.task_id,
     }
 
 
-@contextmanager
-def of_chat(episode: str, model: str, request: GenerateRequest) -> Iterator[Callable[[GenerateResult], None]]:
+class _Chat:
+    """Times the sampling of one answer, and its span; to be called with the answer."""
+
+    def __init__(self, trace: str, model: str, request: GenerateRequest) -> None:
+        self._prompt, span = len(request.token_ids), None
+        if trace:
+            name = Path(model).name
+            about: dict[str, Value] = {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.conversation.id": trace,
+                "gen_ai.request.model": name,
+                "gen_ai.request.temperature": request.sampling.temperature,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.usage.input_tokens": len(request.token_ids),
+            }
+            span = tracing.span(trace, f"chat {name}", about, key=request.request_id)
+        self._timed, self._spanned = _Timed("chat", span), span is not None
+
+    def __enter__(self) -> "_Chat":
+        self._found = self._timed.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._timed.__exit__(*error)
+
+    def __call__(self, result: GenerateResult) -> None:
+        """Note the answer."""
+        count_tokens(self._prompt, len(result.token_ids))
+        if self._spanned:
+            self._found["gen_ai.usage.output_tokens"] = len(result.token_ids)
+            self._found["gen_ai.response.finish_reasons"] = [result.finish_reason]
+            self._found["rl_async.versions"] = [str(run.version) for run in result.versions]
+
+
+def of_chat(
+    trace: str, model: str, request: GenerateRequest
+) -> AbstractContextManager[Callable[[GenerateResult], None]]:
     """Span the sampling of one answer; what it gives is to be called with the answer."""
-    name = Path(model).name
-    about: dict[str, tracing.Value] = {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.conversation.id": episode,
-        "gen_ai.request.model": name,
-        "gen_ai.request.temperature": request.sampling.temperature,
-        "gen_ai.request.max_tokens": request.max_tokens,
-        "gen_ai.usage.input_tokens": len(request.token_ids),
-    }
-    with _timed("chat", tracing.span(episode, f"chat {name}", about)) as found:
-
-        def sampled(result: GenerateResult) -> None:
-            TOKENS.labels("input").inc(len(request.token_ids))
-            TOKENS.labels("output").inc(len(result.token_ids))
-            found["gen_ai.usage.output_tokens"] = len(result.token_ids)
-            found["gen_ai.response.finish_reasons"] = [result.finish_reason]
-            found["rl_async.versions"] = [str(run.version) for run in result.versions]
-
-        yield sampled
+    return _Chat(trace, model, request)
 
 
-def of_tool(episode: str, name: str, call_id: str) -> AbstractContextManager[dict[str, tracing.Value]]:
+def of_tool(trace: str, name: str, call_id: str) -> AbstractContextManager[dict[str, Value]]:
     """Span one call of a tool."""
-    about: dict[str, tracing.Value] = {
+    if not trace:
+        return _Timed("execute_tool", None, name)
+    about: dict[str, Value] = {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": name,
         "gen_ai.tool.type": "function",
     }
     about |= {"gen_ai.tool.call.id": call_id} if call_id else {}
-    return _timed("execute_tool", tracing.span(episode, f"execute_tool {name}", about), name)
+    return _Timed("execute_tool", tracing.span(trace, f"execute_tool {name}", about), name)
 
 
 @contextmanager
-def of_reward(episode: str, row: Trajectory) -> Iterator[None]:
+def of_reward(trace: str, row: Trajectory) -> Iterator[None]:
     """Span the scoring of an episode, whose last row is ``row``."""
-    with _timed("reward", tracing.span(episode, "reward", {}, parent=EPISODE)) as found:
+    with _Timed("reward", tracing.span(trace, "reward", {}, parent=EPISODE) if trace else None) as found:
         yield
         if row.scored:
             found |= {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": row.reward}

@@ -109,13 +109,15 @@ class AgentWorker:
 
     async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
         """Return the sample's scored rows, or the error as text. In a replay, raises the error."""
-        name = f"{group.group_id}.{sample}.{group.attempt}"
+        trace = group.trace(sample)
         try:
-            with spans.of_agent(name, group, group.task.agent or self._agent.loop):
+            with spans.of_agent(trace, group, group.task.agent or self._agent.loop):
                 rows = await self._episode(group, sample)
             for *others, last in by_role(rows):
-                with spans.of_reward(name, last):
+                with spans.of_reward(trace, last):
                     await self._rewards.score(group.task, last, *others)
+            for row in rows:
+                row.traced = bool(trace)
             return rows
         except RlAsyncError as error:
             if self._replays:

@@ -1,12 +1,15 @@
 """One trace for each episode, from its admission to its gradient, by OpenTelemetry's names for generative AI.
 
-Queue, agent workers, gateway and trainer add spans by the episode's name alone (GROUP.SAMPLE.ATTEMPT): the ids of trace
-and spans are hashes of it, so nothing travels between them. Off, ``add`` returns at once and nothing is imported.
+The queue chooses the episodes that have a trace when it leases them (``begins``), and a lease and the rows of the
+episode say so. Queue, agent workers, gateway and trainer add spans by the episode's name alone (GROUP.SAMPLE.ATTEMPT):
+the ids of trace and spans are hashes of it. Engines and reward models get them in the header ``traceparent`` (W3C).
+Off, and for an episode without a trace, ``add`` returns at once; off, nothing is imported.
 """
 
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,30 +23,70 @@ VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 SHARE = "OTEL_TRACES_SAMPLER_ARG"  # of OpenTelemetry's TraceIdRatioBased sampler
 INSTALL = "python -m pip install 'rl-async[otel]'"
 EPISODE, AGENT = "episode", "invoke_agent"  # spans that have others within them
+HEADER = "traceparent"
+BURST_S = 60  # of traces at the limit, that may begin at once: the episodes of a step do
 FLUSH_MS = 10_000
 WAITING, AT_ONCE = 1 << 17, 1 << 11  # spans: a step ends with one for each of its episodes at once
 
 Value = str | int | float | list[str]
 
+_TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-01")
+
 log = logging.getLogger("rl_async.tracing")
+
+
+class TraceLimit:
+    """A token bucket: ``per_s`` traces on average, up to BURST_S times as many at once. Pure: the time is passed in."""
+
+    def __init__(self, per_s: float | None) -> None:
+        """``per_s``: None for no limit."""
+        self._per_s = per_s
+        self._most = self._left = max(1.0, (per_s or 0) * BURST_S)
+        self._refilled = 0.0
+
+    def take(self, now: float) -> bool:
+        """Whether one more trace may begin."""
+        if self._per_s is None:
+            return True
+        self._left = min(self._most, self._left + (now - self._refilled) * self._per_s)
+        self._refilled = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class Spans:
     """Sends spans of one process to a collector, in the background; what the collector does not take is dropped.
 
-    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the traces,
-    whole ones, those are sent that OpenTelemetry's variable OTEL_TRACES_SAMPLER_ARG asks for: a share, by default 1.
+    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the traces
+    that this process begins, no more than ``limit`` allows, and of these the share that OpenTelemetry's variable
+    OTEL_TRACES_SAMPLER_ARG asks for, by default 1.
     """
 
-    def __init__(self, endpoint: str, run: str, role: str) -> None:
+    def __init__(self, endpoint: str, run: str, role: str, limit: float | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self._run, self._sampled_below = run, _sampled_share() * 2**64
+        self._limit = TraceLimit(limit)
         self._resource = Resource.create({"service.name": "rl-async", "rl_async.role": role})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
         self._out = BatchSpanProcessor(exporter, max_queue_size=WAITING, max_export_batch_size=AT_ONCE)
+
+    def begins(self, episode: str) -> bool:
+        """Whether the episode, which begins now, has a trace."""
+        sampled = int.from_bytes(self._trace(episode)[8:]) < self._sampled_below  # as TraceIdRatioBased
+        return sampled and self._limit.take(time.monotonic())
+
+    def traceparent(self, episode: str, key: str) -> str:
+        """Return the header under which another process adds spans below the one that ``key`` names."""
+        context = _context(self._trace(episode), key)
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+    def _trace(self, episode: str) -> bytes:
+        return hashlib.sha256(f"{self._run} {episode}".encode()).digest()[:16]
 
     def add(
         self,
@@ -55,10 +98,23 @@ class Spans:
         error: str,
         about: Mapping[str, Value],
     ) -> None:
-        """Add a span, if its trace is sampled; ``key`` names it within the trace, empty: nobody refers to it."""
-        trace = hashlib.sha256(f"{self._run} {episode}".encode()).digest()[:16]
-        if int.from_bytes(trace[8:]) >= self._sampled_below:  # as TraceIdRatioBased: all processes choose the same
-            return
+        """Add a span; ``key`` names it within the trace, empty: nobody refers to it."""
+        trace = self._trace(episode)
+        above = _context(trace, parent) if parent else None
+        self._send(name, _context(trace, key), above, times, error, about)
+
+    def add_below(
+        self, traceparent: str, name: str, times: tuple[int, int], error: str, about: Mapping[str, Value]
+    ) -> None:
+        """Add a span below that of another process; nothing if the header names none."""
+        if found := _TRACEPARENT.fullmatch(traceparent):
+            trace, parent = int(found[1], 16), int(found[2], 16)
+            above, own = _numbered(trace, parent), _numbered(trace, int.from_bytes(os.urandom(8)))
+            self._send(name, own, above, times, error, about)
+
+    def _send(
+        self, name: str, context: Any, parent: Any, times: tuple[int, int], error: str, about: Mapping[str, Value]
+    ) -> None:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import Status, StatusCode
@@ -66,8 +122,8 @@ class Spans:
         self._out.on_end(
             ReadableSpan(
                 name=name,
-                context=_context(trace, key),
-                parent=_context(trace, parent) if parent else None,
+                context=context,
+                parent=parent,
                 resource=self._resource,
                 instrumentation_scope=InstrumentationScope("rl_async"),
                 attributes=dict(about),
@@ -84,11 +140,14 @@ class Spans:
 
 
 def _context(trace: bytes, key: str) -> Any:
+    span = hashlib.sha256(trace + key.encode()).digest() if key else os.urandom(8)
+    return _numbered(int.from_bytes(trace), int.from_bytes(span[:8]))
+
+
+def _numbered(trace: int, span: int) -> Any:
     from opentelemetry.trace import SpanContext, TraceFlags
 
-    span = hashlib.sha256(trace + key.encode()).digest() if key else os.urandom(8)
-    ids = int.from_bytes(trace), int.from_bytes(span[:8])
-    return SpanContext(*ids, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 def _sampled_share() -> float:
@@ -122,19 +181,32 @@ def is_wanted(endpoint: str) -> bool:
 
 
 @contextmanager
-def traced(endpoint: str, folder: Path, role: str) -> Iterator[None]:
-    """Send the spans of this process while the block runs, if the run is traced."""
+def traced(endpoint: str, folder: Path, role: str, limit: float | None = None) -> Iterator[None]:
+    """Send the spans of this process while the block runs, if the run is traced.
+
+    ``limit``: traces that this process begins per second; None: all.
+    """
     global _spans
     if not is_wanted(endpoint):
         yield
         return
     began = (folder / "config.yaml").stat().st_mtime_ns  # another for a run of the same name, and after --resume
-    _spans = Spans(endpoint, f"{folder.resolve()} {began}", role)
+    _spans = Spans(endpoint, f"{folder.resolve()} {began}", role, limit)
     try:
         yield
     finally:
         _spans.close()
         _spans = None
+
+
+def begins(episode: str) -> bool:
+    """Whether an episode that begins now has a trace. The queue asks once, and tells the others."""
+    return _spans is not None and _spans.begins(episode)
+
+
+def traceparent(episode: str, key: str) -> str:
+    """Return the header HEADER for a request made within the span that ``key`` names; empty without a trace."""
+    return _spans.traceparent(episode, key) if _spans and episode else ""
 
 
 def now() -> int:
@@ -153,9 +225,17 @@ def add(
     error: str = "",
     ended: int = 0,
 ) -> None:
-    """Add a span to the trace of an episode, from ``began`` until ``ended`` (0: now)."""
-    if _spans and began:
+    """Add a span to the trace of an episode (empty: it has none), from ``began`` until ``ended`` (0: now)."""
+    if _spans and began and episode:
         _spans.add(episode, name, key, parent, (began, ended or time.time_ns()), error, about)
+
+
+def add_below(
+    traceparent: str, name: str, began: int, ended: int, about: Mapping[str, Value], *, error: str = ""
+) -> None:
+    """Add a span below the one that a request's header HEADER names; empty: it has none."""
+    if _spans and traceparent:
+        _spans.add_below(traceparent, name, (began, ended), error, about)
 
 
 @contextmanager
@@ -166,7 +246,7 @@ def span(
 
     An ``error.type`` among these marks the span as failed, and so does an exception.
     """
-    if _spans is None:
+    if not (_spans and episode):
         yield {}
         return
     began, found = time.time_ns(), dict(about)

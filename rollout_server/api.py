@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_version: Version = Version()
     json_schema: str = ""  # empty: any text
     routed_from: int = 0  # the first token whose experts are wanted, of those that the engine records
+    traceparent: str = ""  # the span (W3C) below which the engine adds its own; empty: it adds none
 
 
 class Routes(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.reports.metrics import QueueCollector
-from rl_async.transfer_queue.reports.traces import QueueTraces
+from rl_async.transfer_queue.reports.traces import QueueTraces, traced_samples
 from rl_async.transfer_queue.server.loop import bind, serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
@@ -61,8 +61,9 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             store.relaunch()
         recorder = JournalRecorder(store, journal, ledger)
         recorder.flush()
-        stack.enter_context(tracing.traced(config.tracking.otlp_endpoint, run, "queue"))
+        stack.enter_context(tracing.traced(config.tracking.otlp_endpoint, run, "queue", config.tracking.traces_per_s))
         if tracing.now():
+            store.book.traced = traced_samples
             feed.subscribe(QueueTraces())
         limits, auth = config.queue.limits, None
         if not is_file(address):

@@ -67,7 +67,7 @@ class Episode:
         self._group, self._sample, self._environment = group, sample, environment
         self._chat, self._generator = chat, generator
         self._id, self._role = f"{group.group_id}.{sample}.{group.attempt}", role
-        self._session = session_of(self._id, role)
+        self._session, self._trace = session_of(self._id, role), group.trace(sample)
         self._baseline = is_baseline(config, group.partition, sample)
         self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
@@ -126,7 +126,7 @@ class Episode:
             routed_from=self._row.routed,
         )
         began, at = time.monotonic(), time.time()
-        with spans.of_chat(self._id, self.config.model.path, request) as sampled:
+        with spans.of_chat(self._trace, self.config.model.path, request) as sampled:
             result = await self._generator.generate(request, session=self._session)
             sampled(result)
         seconds = time.monotonic() - began
@@ -255,7 +255,7 @@ class Episode:
         if tool is None:
             return ToolResult("error: unknown tool", "unknown tool"), 0.0
         began, at = time.monotonic(), time.time()
-        with spans.of_tool(self._id, call.name, call.id) as about:
+        with spans.of_tool(self._trace, call.name, call.id) as about:
             result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
             about |= {"error.type": "tool_error"} if result.error else {}
         seconds = time.monotonic() - began

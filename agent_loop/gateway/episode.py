@@ -73,6 +73,7 @@ class GatewayEpisode:
         self.ending = asyncio.Lock()
         self.began, self.traced_from = time.monotonic(), tracing.now()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
+        self.trace = group.trace(sample)
         self._model = config.model.path
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
         self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning)
@@ -152,7 +153,7 @@ class GatewayEpisode:
         self._in_flight += 1
         began, at = time.monotonic(), time.time()
         try:
-            with spans.of_chat(self._name, self._model, generate) as told:
+            with spans.of_chat(self.trace, self._model, generate) as told:
                 heard = {} if release is None else {"heard": release.hear}
                 result = await self._generator.generate(generate, session=self._name, **heard)
                 told(result)

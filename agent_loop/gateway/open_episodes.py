@@ -270,11 +270,13 @@ class OpenEpisodes:
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
-        spans.played(episode.name, episode.group, episode.traced_from, time.monotonic() - episode.began)
+        spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began)
         with _closing(episode):
-            with spans.of_reward(episode.name, rows[last]):
+            with spans.of_reward(episode.trace, rows[last]):
                 if ending.reward is None:
                     await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
+            for row in rows:
+                row.traced = bool(episode.trace)
             reply = await self._queue.put(*rows)
         self.put += 1
         reward = rows[last].reward if rows[last].scored else None
@@ -283,7 +285,7 @@ class OpenEpisodes:
 
     async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
         log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
-        spans.played(episode.name, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
+        spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1

@@ -53,6 +53,13 @@ class TrackingConfig(Config, frozen=True):
         str,
         doc("OTLP/HTTP collector that gets a trace of each episode; empty: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set."),
     ] = ""
+    traces_per_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        doc(
+            "Episodes of the whole run that get a trace, per second on average, with 60 s' worth at once; null: all. "
+            "The others have no span in any process. docs/how-to/telemetry.md."
+        ),
+    ] = 5.0
     prometheus: Annotated[
         bool,
         doc(

@@ -149,6 +149,7 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_tokens: int = 0  # before the first sampled one
     prompt_crc32: int = 0  # of those
     payload_xxh3: int = 0  # XXH3 of the encoded row, 64 bits, for whoever reads it
+    traced: bool = False  # the episode has a trace
 
     @property
     def prompt(self) -> tuple[int, bool, int, int]:
@@ -269,6 +270,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     routed_experts: np.ndarray | None = None  # None: no engine recorded them
     ground_truth: str = ""
     data_source: str = ""  # the task's
+    traced: bool = False  # the episode has a trace
 
     @property
     def key(self) -> RowKey:
@@ -305,6 +307,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
             media=[medium.sha256 for medium in self.media],
             prompt_tokens=prompt,
             prompt_crc32=zlib.crc32(np.ascontiguousarray(ids[:prompt], _INT32).data),
+            traced=self.traced,
         )
 
     def _check_arrays(self) -> None:

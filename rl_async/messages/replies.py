@@ -46,6 +46,11 @@ class LeasedGroup(msgspec.Struct, kw_only=True, gc=False):
     samples: list[int]
     task: Task
     min_version: Version  # engines older than this must not serve it
+    traced: list[int] = []  # the samples whose episodes have a trace
+
+    def trace(self, sample: int) -> str:
+        """Return the name under which spans of a sample's episode are added; empty if it has no trace."""
+        return f"{self.group_id}.{sample}.{self.attempt}" if sample in self.traced else ""
 
 
 class Leased(Reply):

@@ -14,6 +14,7 @@ from contextlib import aclosing, suppress
 import msgspec
 import numpy as np
 
+from rl_async import tracing
 from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.answers import EMPTY, IncomingAnswer, ReadVersion, join, parse_version
@@ -194,6 +195,7 @@ class VllmEngine:
         request = group[0].request
         answers = [IncomingAnswer(self.url, request, self._read_version) for _ in group]
         headers = {MIN_VERSION_HEADER: str(request.min_version)}
+        headers |= {tracing.HEADER: request.traceparent} if request.traceparent else {}
         rest = b""
         async for data in self._http.stream(GENERATE, _body(request, len(group)), headers):
             *lines, rest = (rest + data).split(b"\n")

@@ -100,12 +100,13 @@ class Coalescer:
 def _coalescing_key(request: GenerateRequest) -> Hashable:
     """Return a key that is equal for requests that may be coalesced: those that differ only in their ids.
 
-    A request with its own seed is never coalesced, nor is a greedy one, of which vLLM refuses several samples.
+    A request with its own seed is never coalesced, nor is a greedy one, of which vLLM refuses several samples, or one
+    of an episode with a trace, since a request can name only one span.
     """
     unique = request.request_id if request.seed is not None or request.sampling.greedy else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
     limits = request.max_tokens, request.min_version, request.routed_from
-    return tokens, stops, request.sampling, limits, request.json_schema, unique
+    return tokens, stops, request.sampling, limits, request.json_schema, request.traceparent, unique
 
 
 def _end(group: Group, task: "asyncio.Task[None]") -> None:

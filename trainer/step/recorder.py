@@ -56,8 +56,8 @@ class Recorder:
 
         self._submit(write)
         append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
-        for name in {row.episode_id: None for row in rows}:
-            about = {"rl_async.step": batch.step, "rl_async.rank": self._rank}
+        about = {"rl_async.step": batch.step, "rl_async.rank": self._rank}
+        for name in {row.episode_id: None for row in rows if row.traced}:
             tracing.add(name, "train", began, about, parent=EPISODE)
 
     def _forget(self, step: int) -> None:

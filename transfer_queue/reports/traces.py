@@ -1,4 +1,7 @@
-"""The queue's spans: an episode as a whole, from its admission until it is trained or given up, and its waits."""
+"""The queue's spans: an episode as a whole, from its admission until it is trained or given up, and its waits.
+
+The queue also chooses which episodes have a trace; of the others nothing is kept here, and no span is made.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +26,11 @@ from rl_async.transfer_queue.state.transitions import (
 )
 
 
+def traced_samples(group: int, samples: Sequence[int], attempt: int) -> list[int]:
+    """Return the samples, of those of a group that are leased as an attempt, whose episodes have a trace."""
+    return [sample for sample in samples if tracing.begins(f"{group}.{sample}.{attempt}")]
+
+
 class _Here(NamedTuple):
     """A sample that is stored: the name of its episode, and since when."""
 
@@ -35,8 +43,8 @@ class _Group:
 
     def __init__(self, partition: str) -> None:
         self.partition, self.admitted = partition, tracing.now()
-        self.attempts: dict[int, int] = {}  # of samples that are with a worker
-        self.here: dict[int, _Here] = {}
+        self.attempts: dict[int, int] = {}  # of traced samples that are with a worker
+        self.here: dict[int, _Here] = {}  # traced samples
 
 
 class QueueTraces:
@@ -50,11 +58,12 @@ class QueueTraces:
         match transition:
             case Admitted(group=number, partition=partition):
                 self._groups[number] = _Group(partition)
-            case LeaseGiven(group=number, samples=samples, attempt=attempt):
-                self._leased(number, samples, attempt)
+            case LeaseGiven(group=number, traced=[_, *_] as traced, attempt=attempt):
+                self._leased(number, traced, attempt)
             case SamplesStored(samples=stored):
                 for headers in stored:
-                    self._stored(headers[0])
+                    if headers[0].traced:
+                        self._stored(headers[0])
             case SampleFailed(group=number, sample=sample, error=error):
                 self._given_up(number, [sample], error)
             case LeaseLost(group=number, samples=samples, worker=worker):
@@ -90,8 +99,9 @@ class QueueTraces:
     def _reserved(self, step: int, groups: list[int]) -> None:
         self._steps[step] = groups
         about: dict[str, tracing.Value] = {"rl_async.step": step}
-        for here in (here for number in groups for here in self._group(number).here.values()):
-            tracing.add(here.episode, "wait for batch", here.since, about, parent=EPISODE)
+        for group in (self._groups[number] for number in groups if number in self._groups):
+            for here in group.here.values():
+                tracing.add(here.episode, "wait for batch", here.since, about, parent=EPISODE)
 
     def _given_up(self, number: int, samples: Sequence[int], error: str) -> None:
         group = self._group(number)
@@ -100,9 +110,10 @@ class QueueTraces:
                 self._add(number, sample, f"{number}.{sample}.{attempt}", {}, error)
 
     def _ended(self, number: int, about: dict[str, tracing.Value], error: str = "") -> None:
-        for sample, here in self._group(number).here.items():
-            self._add(number, sample, here.episode, about, error)
-        del self._groups[number]
+        if number in self._groups:  # else there was no trace of it since the queue's restart
+            for sample, here in self._groups[number].here.items():
+                self._add(number, sample, here.episode, about, error)
+            del self._groups[number]
 
     def _add(self, number: int, sample: int, episode: str, about: dict[str, tracing.Value], error: str) -> None:
         group = self._groups[number]

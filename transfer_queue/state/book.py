@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,6 +56,8 @@ class Book:
 
     def __init__(self, settings: QueueSettings, cursor: bytes) -> None:
         self.settings = settings
+        # Chooses, of the samples of a group that are leased as an attempt, those whose episodes have a trace.
+        self.traced: Callable[[int, Sequence[int], int], list[int]] = lambda group, samples, attempt: []
         self.now = 0.0  # of the newest tick or lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet

@@ -121,7 +121,9 @@ class Delivery:
         return book.groups[group_id]
 
     def _give(self, group: Group, worker: str, version: m.Version, request: bytes) -> m.LeasedGroup:
-        lent = Lent(group.group_id, group.leases, group.missing(), version)
+        samples, attempt = group.missing(), group.leases
+        traced = self._book.traced(group.group_id, samples, attempt)
+        lent = Lent(group.group_id, attempt, samples, version, traced)
         self._change(
             t.LeaseGiven(
                 group=lent.group,
@@ -130,6 +132,7 @@ class Delivery:
                 worker=worker,
                 min_version=version,
                 request=request,
+                traced=traced,
             )
         )
         return leased_group(group, lent)
@@ -328,7 +331,7 @@ class Delivery:
             group.samples[index].worker = event.worker
         book.leases.give(event.worker, event.group, event.samples, book.now)
         book.settle(group)
-        lent = Lent(event.group, event.attempt, event.samples, event.min_version)
+        lent = Lent(event.group, event.attempt, event.samples, event.min_version, event.traced)
         self.grants.give(event.request, event.worker, lent)
 
     def grant_voided(self, event: t.GrantVoided) -> None:

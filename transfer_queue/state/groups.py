@@ -241,6 +241,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int
     samples: list[int]
     min_version: Version
+    traced: list[int] = []
 
 
 def leased_group(group: Group, lent: Lent) -> LeasedGroup:
@@ -252,6 +253,7 @@ def leased_group(group: Group, lent: Lent) -> LeasedGroup:
         samples=lent.samples,
         task=group.task,
         min_version=lent.min_version,
+        traced=lent.traced,
     )
 
 

@@ -43,6 +43,7 @@ class LeaseGiven(Transition, frozen=True, kw_only=True):
     worker: str
     min_version: Version
     request: bytes = b""
+    traced: list[int] = []  # the samples whose episodes have a trace
 
 
 class GrantVoided(Transition, frozen=True, kw_only=True):

@@ -6,16 +6,18 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rl_async.agent_loop import spans
-from rl_async.agent_loop.metrics import ERRORS, SECONDS, TOKENS, SamplesCollector
+from rl_async.agent_loop import metrics, spans
+from rl_async.agent_loop.metrics import SamplesCollector
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 
 
 @pytest.fixture(autouse=True)
 def from_zero() -> None:
-    for instrument in (SECONDS, ERRORS, TOKENS):
+    for instrument in (metrics.SECONDS, metrics.ERRORS, metrics.TOKENS):
         instrument.clear()
+    metrics._part.cache_clear()
+    metrics._tokens.cache_clear()
 
 
 def value(sample: str, /, **labels: str) -> float | None:

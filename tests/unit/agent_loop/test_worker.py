@@ -149,6 +149,13 @@ async def test_every_sample_is_put_or_failed(renderer: ChatRenderer) -> None:
     assert (worker.put, worker.failed, worker.refused) == (6, 2, 0)
 
 
+async def test_rows_say_whether_their_episode_has_a_trace(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([replace(leased(samples=2), traced=[1])])
+    await run(queue, renderer, Engine(renderer))
+    assert {row.sample: row.traced for row in queue.rows} == {0: False, 1: True}
+    assert {row.sample: row.header().traced for row in queue.rows} == {0: False, 1: True}
+
+
 REWARDS_THE_FIRST_TURN = """
 async def rewards_the_first_turn(episode):
     await episode.generate()

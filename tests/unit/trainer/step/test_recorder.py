@@ -44,6 +44,18 @@ def test_trained_rows_are_on_disk_at_once_and_trajectories_after_a_flush(tmp_pat
     assert [row.key for row in rows] == sorted(made.rows)
 
 
+def test_only_episodes_with_a_trace_get_a_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spanned: list[str] = []
+    monkeypatch.setattr(module.tracing, "add", lambda episode, *_, **__: spanned.append(episode))
+    made = batch(0)
+    first, *_ = made.rows.values()
+    first.traced = True
+    recorder = Recorder(tmp_path, 0, 0, is_recorder=True)
+    recorder.trained(made, outcomes(made), 1)
+    recorder.flush()
+    assert spanned == [first.episode_id] and len(made.rows) == 2
+
+
 def test_a_file_that_is_written_late_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
 

@@ -7,7 +7,7 @@ import pytest
 from rl_async import tracing
 from rl_async.messages import Task, TrajectoryHeader, Version
 from rl_async.tracing import Value
-from rl_async.transfer_queue.reports.traces import QueueTraces
+from rl_async.transfer_queue.reports.traces import QueueTraces, traced_samples
 from rl_async.transfer_queue.state.transitions import (
     Admitted,
     BatchCommitted,
@@ -26,6 +26,10 @@ class FakeSpans:
 
     def __init__(self) -> None:
         self.added: list[Added] = []
+        self.traced: set[str] = set()
+
+    def begins(self, episode: str) -> bool:
+        return episode in self.traced
 
     def add(
         self,
@@ -53,11 +57,13 @@ def admitted(group: int) -> Admitted:
     return Admitted(group=group, partition="train", samples=1, task=task)
 
 
-def leased(group: int, attempt: int) -> LeaseGiven:
-    return LeaseGiven(group=group, samples=[0], attempt=attempt, worker="w", min_version=Version())
+def leased(group: int, attempt: int, *, traced: bool = True) -> LeaseGiven:
+    return LeaseGiven(
+        group=group, samples=[0], attempt=attempt, worker="w", min_version=Version(), traced=[0] if traced else []
+    )
 
 
-def stored(group: int, attempt: int) -> SamplesStored:
+def stored(group: int, attempt: int, *, traced: bool = True) -> SamplesStored:
     header = TrajectoryHeader(
         group_id=group,
         sample=0,
@@ -71,6 +77,7 @@ def stored(group: int, attempt: int) -> SamplesStored:
         finish_reason="stop",
         versions=[],
         tokens_hash="",
+        traced=traced,
     )
     return SamplesStored(samples=[[header]])
 
@@ -113,3 +120,26 @@ def test_what_happened_before_a_restart_of_the_queue_is_not_needed(spans: FakeSp
     for transition in (stored(3, 0), BatchReserved(step=0, groups=[3, 4]), BatchCommitted(step=0)):
         traces(transition)
     assert ("3.0.0", "episode", "") in spans.added
+
+
+def test_an_episode_without_a_trace_has_no_span(spans: FakeSpans) -> None:
+    traces = QueueTraces()
+    for transition in (
+        admitted(3),
+        leased(3, 0, traced=False),
+        LeaseLost(group=3, samples=[0], worker="w", charged=True),
+        leased(3, 1, traced=True),
+        stored(3, 1, traced=True),
+        admitted(4),
+        leased(4, 0, traced=False),
+        stored(4, 0, traced=False),
+        BatchReserved(step=0, groups=[3, 4]),
+        BatchCommitted(step=0),
+    ):
+        traces(transition)
+    assert {episode for episode, _, _ in spans.added} == {"3.0.1"} and len(spans.added) == 3
+
+
+def test_the_queue_chooses_among_the_samples_that_it_leases(spans: FakeSpans) -> None:
+    spans.traced = {"3.1.0", "3.2.1"}
+    assert traced_samples(3, [0, 1, 2], 0) == [1] and traced_samples(3, [0, 1, 2], 1) == [2]

@@ -332,3 +332,20 @@ def test_the_rows_of_a_sample_come_together_or_not_at_all(make_rig):
     rig.store.retire(1)
     left = sum(h.nbytes for event in rig.of(SamplesStored) for rows in event.samples for h in rows) - 50
     assert rig.store.status(0.0).payload_bytes == left
+
+
+def test_a_lease_names_the_samples_that_have_a_trace_and_again_the_same(make_rig):
+    rig = make_rig(max_staleness=0)
+    rig.publish(0)
+    asked = []
+    rig.store.book.traced = lambda group, samples, attempt: asked.append((group, attempt)) or samples[group:]
+    rig.store.delivery.renew("w", 0.0)
+    first = rig.store.delivery.lease("w", 2, 0.0, b"request").groups
+    assert [group.traced for group in first] == [[0, 1], [1]] and first[1].trace(1) == "1.1.0"
+    assert first[1].trace(0) == ""
+    rig.store.book.traced = lambda *_: pytest.fail("it was chosen before")
+    again = rig.store.delivery.lease("w", 2, 0.0, b"request").groups
+    assert again == first and asked == [(0, 0), (1, 0)]
+    recovered = make_rig(max_staleness=0)
+    recovered.store.recover(rig.store.dump(), [], 0.0)
+    assert recovered.store.delivery.lease("w", 2, 0.0, b"request").groups == first
