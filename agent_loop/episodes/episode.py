@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from rl_async import tracing
 from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import (
     BAD_CALL,
@@ -117,7 +118,8 @@ class Episode:
         if room <= 0:
             return "length"
         request = GenerateRequest(
-            request_id=f"{self._session}.{len(self.turns)}",
+            request_id=(name := f"{self._session}.{len(self.turns)}"),
+            traceparent=tracing.traceparent(self._trace, name),
             token_ids=self._row.token_ids.copy(),
             sampling=self._sampling,
             max_tokens=room,

@@ -296,7 +296,8 @@ class GatewayEpisode:
         given = prompt.given
         room = min(self._max_tokens, self._limit - len(given))
         return GenerateRequest(
-            request_id=f"{self._name}.{number}",
+            request_id=(name := f"{self._name}.{number}"),
+            traceparent=tracing.traceparent(self.trace, name),
             token_ids=given,
             sampling=self._sampling,
             max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),

@@ -200,6 +200,7 @@ class EngineCore:
             if count and not self._cache.fits(count + 1, length):
                 break
             batch.append(self.waiting.popleft())
+            batch[-1].admit()
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_async import tracing
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
@@ -80,6 +81,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
     engine = EngineThread(core, on_crash=_crash)
     server = EngineServer(engine, config.model.path)
     try:
-        server_of(server.app, access).run(sockets=[listener])
+        with tracing.traced(config.tracking.otlp_endpoint, run, f"engine-{index}"):
+            server_of(server.app, access).run(sockets=[listener])
     finally:
         engine.stop()

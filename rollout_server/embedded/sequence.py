@@ -1,5 +1,6 @@
 """One sample of one request, from submission to its finish reason."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,9 +39,18 @@ class Sequence:
     routed_from: int = 0  # the first token whose experts the answer names
     routes: Tensor | None = None  # [tokens, layers, k], experts of the first tokens, as they were first computed
     number: int = 0  # in the order of arrival
+    traceparent: str = ""  # the span of the request; empty: it has none
+    arrived_at: int = field(default_factory=time.time_ns)
+    admitted_at: int = 0  # for the first time
+    sampled_at: int = 0  # the first token
+    ended_at: int = 0  # unless it was aborted
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+
+    def admit(self) -> None:
+        """Note that the prompt is computed now; again after a preemption, which changes nothing."""
+        self.admitted_at = self.admitted_at or time.time_ns()
 
     @property
     def sampled(self) -> list[int]:
@@ -57,17 +67,21 @@ class Sequence:
             return True
         if not self.runs or self.runs[-1][0] != version:
             self.runs.append((version, len(self.logprobs)))
+            self.sampled_at = self.sampled_at or time.time_ns()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.matcher is not None:
             self.matcher.accept(token)
         if token in self.stop_token_ids:
-            ends()
-            self.finish_reason = "stop"
+            self._end("stop", ends)
         elif len(self.logprobs) >= self.max_tokens or len(self.tokens) >= max_length:
-            ends()
-            self.finish_reason = "length"
+            self._end("length", ends)
         return self.finish_reason is not None
+
+    def _end(self, reason: FinishReason, ends: Callable[[], None]) -> None:
+        ends()
+        self.ended_at = time.time_ns()
+        self.finish_reason = reason
 
     def spans(self, count: int) -> list[tuple[str, int, int]]:
         """Return (version, start, end) over the first ``count`` sampled tokens."""

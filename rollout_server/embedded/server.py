@@ -11,11 +11,12 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rl_async import tracing
 from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.messages import Version
 from rl_async.process.http_server import application, read_body
 from rl_async.rollout_server.api import PauseMode
-from rl_async.rollout_server.embedded import dialect
+from rl_async.rollout_server.embedded import dialect, spans
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.grammars import Grammars, Matcher
 from rl_async.rollout_server.embedded.load import EngineCollector
@@ -107,7 +108,7 @@ class EngineServer:
             loop.call_soon_threadsafe(events.put_nowait, sequence)
 
         matcher = await self._matcher(body.sampling_params)
-        sequences = self._sequences(body, post, matcher)
+        sequences = self._sequences(body, post, matcher, request.headers.get(tracing.HEADER, ""))
         self.engine.submit(*sequences)
         if body.stream:
             return SequenceStream(sequences, events, self.engine.abort)
@@ -125,11 +126,16 @@ class EngineServer:
         return await asyncio.to_thread(self._grammars.matcher, params.structured_outputs.json, stops)
 
     def _sequences(
-        self, body: dialect.GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None
+        self, body: dialect.GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None, traceparent: str
     ) -> list[Sequence]:
         """Make one sequence per requested sample; sample i has the seed of the request plus i, as in vLLM."""
         params = body.sampling_params
         name = REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
+
+        def deliver(sequence: Sequence) -> None:
+            spans.finished(sequence)
+            post(sequence)
+
         return [
             Sequence(
                 request_id=name,
@@ -139,11 +145,12 @@ class EngineServer:
                 max_tokens=params.max_tokens,
                 stop_token_ids=frozenset(params.stop_token_ids),
                 seed=None if params.seed is None else params.seed + index,
-                deliver=post,
+                deliver=deliver if traceparent else post,
                 progress=post if body.stream else None,
                 stream_interval=params.stream_interval,
                 matcher=None if matcher is None else matcher.copy(),
                 routed_from=params.routed_experts_prompt_start,
+                traceparent=traceparent,
             )
             for index in range(params.n)
         ]

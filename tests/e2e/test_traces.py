@@ -1,4 +1,5 @@
-"""A run whose collector gets one trace for each episode, with the spans of the queue, the worker and the trainer."""
+"""A run whose collector gets one trace for each episode, with the spans of the queue, the worker, the engine and the
+trainer, or of as many episodes as the limit allows."""
 
 import gzip
 import json
@@ -94,6 +95,12 @@ def test_every_trained_episode_has_one_trace_from_admission_to_gradient(workplac
         (chat,) = [span for span in spans if span.name.startswith("chat ")]
         assert agent.parent_span_id == root.span_id and chat.parent_span_id == agent.span_id
         assert attributes(chat)["gen_ai.usage.output_tokens"] > 0
+        sampling = [span for span in spans if span.name in ("wait for engine", "prefill", "decode")]
+        assert [span.name for span in sampling] == ["wait for engine", "prefill", "decode"]
+        assert {span.parent_span_id for span in sampling} == {chat.span_id}
+        assert attributes(sampling[2])["gen_ai.usage.output_tokens"] == attributes(chat)["gen_ai.usage.output_tokens"]
+        assert all(chat.start_time_unix_nano <= span.start_time_unix_nano for span in sampling)
+        assert sampling[2].end_time_unix_nano <= chat.end_time_unix_nano
         assert {attributes(span)["gen_ai.tool.name"] for span in spans if span.name.startswith("execute_tool ")} == {
             "calculator"
         }
@@ -102,3 +109,13 @@ def test_every_trained_episode_has_one_trace_from_admission_to_gradient(workplac
         assert all(root.start_time_unix_nano <= span.start_time_unix_nano for span in spans)
         assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in spans)
     assert found == episodes
+
+
+def test_a_limit_leaves_whole_traces(workplace: Path, collector: Collector) -> None:
+    write_tasks(workplace / TASKS)
+    more = (f"tracking.otlp_endpoint=http://127.0.0.1:{collector.server_port}", "tracking.traces_per_s=0.002")
+    succeed(workplace, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "few", *SMALL, *more)
+    (spans,) = [spans for spans in collector.traces.values() if "publish" not in {span.name for span in spans}]
+    names = {span.name for span in spans}
+    assert {"episode", "wait for worker", "wait for batch", "reward", "train", "wait for engine", "decode"} <= names
+    assert len([span for span in spans if not span.parent_span_id]) == 1
