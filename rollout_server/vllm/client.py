@@ -39,11 +39,9 @@ from rl_async.weight_sync.protocol import (
 
 MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
-LOAD = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:num_preemptions_total",
+ROUTED_BY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+PREEMPTIONS = "vllm:num_preemptions_total"
+TOKENS = (  # as in EngineTokens
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:prefix_cache_queries_total",
@@ -313,19 +311,25 @@ class VllmEngine:
         return any(value == 0 for key, value in states if key.startswith(SLEEP_STATE) and 'sleep_state="awake"' in key)
 
     async def load(self) -> EngineLoad:
-        """Read the engine's load from its metrics."""
-        total = dict.fromkeys(LOAD, 0.0)
+        """Read the engine's load from its metrics.
+
+        Raises EngineRejected if it lacks one by which requests are routed, as another version may have renamed it. Of
+        what is only counted, an engine that lacks a part counts nothing.
+        """
+        total: dict[str, float] = {}
         for key, value in await self._metrics():
             name = key.partition("{")[0]
-            if name in total:
-                total[name] += value
-        running, waiting, usage, preemptions, prompt, sampled, looked_up, found = total.values()
+            total[name] = total.get(name, 0.0) + value
+        if absent := [name for name in ROUTED_BY if name not in total]:
+            raise EngineRejected(f"{self.url}/metrics lacks {', '.join(absent)}; is this version of vLLM supported?")
+        running, waiting, usage = (total[name] for name in ROUTED_BY)
+        counts = [int(total[name]) for name in TOKENS if name in total]
         return EngineLoad(
             running=int(running),
             waiting=int(waiting),
             cache_usage=usage,
-            preemptions=int(preemptions),
-            tokens=EngineTokens(prompt=int(prompt), sampled=int(sampled), looked_up=int(looked_up), found=int(found)),
+            preemptions=int(total[PREEMPTIONS]) if PREEMPTIONS in total else None,
+            tokens=EngineTokens(**dict(zip(EngineTokens.__struct_fields__, counts))) if len(counts) == len(TOKENS) else None,
         )
 
     async def _metrics(self) -> list[tuple[str, float]]:

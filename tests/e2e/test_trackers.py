@@ -59,7 +59,8 @@ def packets_sent(folder: Path, *command: str) -> int:
     except FileNotFoundError:
         pytest.skip("`apt-get install util-linux iproute2` installs what makes network namespaces")
     if done.returncode == 77:
-        pytest.skip(f"no network namespace can be made here: {done.stderr}")
+        # The word "install" has CI count it (SkipRecorder), which must not pass without these tests.
+        pytest.skip(f"no network namespace is allowed; install in a container with --privileged: {done.stderr}")
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout.rsplit("packets", 1)[1])
 

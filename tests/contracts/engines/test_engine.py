@@ -95,11 +95,20 @@ async def test_samples_of_one_prompt_are_coalesced(connect: Connect, engine: Vll
         for task in tasks:
             task.cancel()
     for _ in range(200):
-        if (await engine.load()).requests == 0:
+        if (load := await engine.load()).requests == 0:
             break
         await asyncio.sleep(0.05)
     else:
         pytest.fail("the engine decodes on for callers that left")
+    assert load.tokens is not None and load.preemptions is not None, "a metric has another name in this engine"
+    assert load.tokens.prompt >= 8 and load.tokens.sampled > 2 * LONG and load.tokens.looked_up > 0
+
+
+async def test_the_load_shows_what_is_sampled_now(engine: VllmEngine) -> None:
+    assert (await engine.load()).requests == 0
+    async with sampling(engine, ask(max_tokens=LONG)):
+        busy = await engine.load()
+        assert busy.running == 1 and busy.cache_usage > 0
 
 
 async def test_it_is_verified_against_its_own_weights_and_no_others(

@@ -17,7 +17,7 @@ from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerR
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.answers import join
 from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
+from rl_async.rollout_server.vllm.client import PREEMPTIONS, ROUTED_BY, TOKENS, STREAM_INTERVAL, VllmEngine
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1], sampling=Sampling(), max_tokens=2, stop_token_ids=[9], min_version=Version(0, 1)
@@ -183,8 +183,7 @@ async def test_an_answer_in_a_schema_that_has_begun_is_lost_with_its_engine() ->
             await client.generate(asked)
 
 
-async def test_the_load_is_summed_over_the_labels_of_a_metric() -> None:
-    text = """# HELP vllm:num_requests_running x
+METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0"} 3.0
 vllm:num_requests_running{engine="1"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
@@ -197,9 +196,28 @@ vllm:generation_tokens_total{engine="1"} 2.0
 vllm:prefix_cache_queries_total{engine="0"} 80.0
 vllm:prefix_cache_hits_total{engine="0"} 60.0
 """
-    async with answering(lambda path, body: (200, text.encode())) as client:
+
+
+async def test_the_load_is_summed_over_the_labels_of_a_metric() -> None:
+    async with answering(lambda path, body: (200, METRICS.encode())) as client:
         tokens = EngineTokens(prompt=90, sampled=42, looked_up=80, found=60)
         assert await client.load() == EngineLoad(running=5, waiting=1, cache_usage=0.5, preemptions=7, tokens=tokens)
+
+
+@pytest.mark.parametrize("name", ROUTED_BY)
+async def test_an_engine_without_a_metric_that_routes_requests_is_refused_by_its_name(name: str) -> None:
+    renamed = METRICS.replace(f"{name}{{", "vllm:renamed{")
+    async with answering(lambda path, body: (200, renamed.encode())) as client:
+        with pytest.raises(EngineRejected, match=name):
+            await client.load()
+
+
+@pytest.mark.parametrize("name", [PREEMPTIONS, *TOKENS])
+async def test_what_an_engine_does_not_count_is_not_read_as_none(name: str) -> None:
+    renamed = METRICS.replace(f"{name}{{", "vllm:renamed{")
+    async with answering(lambda path, body: (200, renamed.encode())) as client:
+        load = await client.load()
+    assert (load.preemptions is None) == (name == PREEMPTIONS) and (load.tokens is None) == (name != PREEMPTIONS)
 
 
 async def test_nothing_is_left_to_the_servers_defaults() -> None:

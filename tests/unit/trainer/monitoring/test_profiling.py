@@ -4,9 +4,12 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from rl_async.process.heartbeat import Phase
+from rl_async.trainer.monitoring import profiling
 from rl_async.trainer.monitoring.profile_request import traces, write_request
 from rl_async.trainer.monitoring.profiling import StepProfiler
 
@@ -59,3 +62,41 @@ def test_a_request_is_answered_once_with_the_next_steps(tmp_path: Path) -> None:
     profiler.close()
     assert steps(tmp_path)[2:] == ["step-000009-rank0.json.gz"]
     assert not [file for file in (tmp_path / "profiles").iterdir() if file.name.startswith(".")]
+
+
+class FakeDevice:
+    """What torch.cuda offers, noting the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.memory = self.nvtx = self
+
+    def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+        self.calls.append(f"record {enabled}")
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.calls.append("dump")
+        Path(file).write_bytes(b"allocations")
+
+    def range_push(self, name: str) -> None:
+        self.calls.append(f"push {name}")
+
+    def range_pop(self) -> None:
+        self.calls.append("pop")
+
+
+def test_on_a_device_allocations_are_written_and_phases_are_ranges_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: {"cuda": device}[name])
+    monkeypatch.setattr(profiling, "supported_activities", lambda: {ProfilerActivity.CPU})
+    profiler = StepProfiler(tmp_path, 0, [1], "cuda")
+    ranges = [call for phase in PHASES for call in (f"push {phase}", "pop")]
+    for step in range(3):
+        work(profiler, step)
+    profiler.close()
+    assert device.calls == [*ranges, "record all", *ranges, "dump", "record None", *ranges]
+    assert steps(tmp_path) == ["step-000001-rank0.json.gz"]
+    assert (tmp_path / "profiles" / "step-000001-rank0.memory.pickle").read_bytes() == b"allocations"
+    assert set(PHASES) <= names(min(traces(tmp_path)))

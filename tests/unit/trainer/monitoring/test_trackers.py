@@ -1,6 +1,7 @@
 """Trackers: what they write, what stops a run at its start, and that a later failure never does."""
 
 import json
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -39,11 +40,14 @@ def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
         "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'rl-async[tensorboard]'"
     )
     tracking = Tracking(config("tensorboard"), tmp_path)
-    tracking.log(3, {"reward/mean": 0.5})
+    tracking.log(3, {"reward/mean": 0.5, "loss/policy": math.nan, "step": 3})
+    tracking.log(4, {"reward/mean": 0.75})
     tracking.close()
     events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.5), (4, 0.75)]
+    assert [(e.step, math.isnan(e.value)) for e in events.Scalars("loss/policy")] == [(3, True)]
+    assert [(e.step, e.value) for e in events.Scalars("step")] == [(3, 3.0)]
 
 
 def test_names_for_mlflow_have_only_characters_that_it_takes() -> None:
