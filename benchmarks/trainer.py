@@ -10,6 +10,7 @@ step_vs_trl            seconds of a whole step, generation included, disaggregat
 step_vs_trl_colocated  the same, colocated (whole_steps.py says more)
 step_vs_trl_colocated_busy  the same beside a process that keeps a core busy; all three null without ``--trl``
 telemetry_overhead     how much longer a whole step is with all telemetry than without, as a share (whole_steps.py)
+telemetry_overhead_cpu how many more processor seconds all processes of a run use for a step, likewise
 logprob_peak_vs_naive  rise of the peak resident set (VmHWM) of a process of its own while it computes log-probabilities
                        of [16 x 4096] tokens and 32,000 words, over that of logits, log_softmax and gather; the
                        latter is measured for 1/16 of the tokens, times 16, since all of it would not fit
@@ -187,6 +188,8 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
             return {}
         return whole_steps.ratios(trl)
 
+    telemetry = functools.cache(whole_steps.telemetry_overhead)
+
     def busy() -> float | None:
         if trl is None:
             return None
@@ -198,7 +201,8 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
         "step_vs_trl": lambda: steps().get("disaggregated"),
         "step_vs_trl_colocated": lambda: steps().get("colocated"),
         "step_vs_trl_colocated_busy": busy,
-        "telemetry_overhead": whole_steps.telemetry_overhead,
+        "telemetry_overhead": lambda: telemetry().wall,
+        "telemetry_overhead_cpu": lambda: telemetry().cpu,
         "logprob_peak_vs_naive": logprob_peak_vs_naive,
         "reshard_bytes_vs_minimal": reshard_bytes_vs_minimal,
         "fsdp2_max_diff": fsdp2_max_diff,

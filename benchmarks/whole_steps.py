@@ -8,7 +8,8 @@ ours have one each: an engine and a trainer rank side by side (disaggregated, on
 two ranks in turns (colocated). One optimizer step on the whole batch, the clipped loss, no reference model;
 log-probabilities are not computed again before it, neither by TRL nor by ours (``bypass_ppo_clip``).
 
-``telemetry_overhead`` compares runs of ours, disaggregated, with and without telemetry.
+``telemetry_overhead`` compares runs of ours, disaggregated, with and without telemetry, by the clock and by what the
+processes compute, which other programs on the machine change less.
 
 The model's turns end with a token that it hardly ever says (a chance of about 1e-5 where it could), so practically
 every rollout has all of its tokens; ``MISSING`` bounds how many may be missing of one.
@@ -16,6 +17,7 @@ every rollout has all of its tokens; ``MISSING`` bounds how many may be missing 
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow.parquet as parquet
 from transformers import AutoTokenizer
@@ -42,7 +45,7 @@ MODES = {
 }
 TRL = "TRL"
 TELEMETRY = ["tracking.prometheus=true", "tracking.backends=[tensorboard]"]
-TELEMETRY_ROUNDS = 2
+TELEMETRY_ROUNDS = 3
 
 
 def ratios(
@@ -66,12 +69,19 @@ def ratios(
     return {mode: arms[mode].median / arms[TRL].median for mode in modes}
 
 
-def telemetry_overhead(rounds: int = TELEMETRY_ROUNDS) -> float:
-    """How much longer the median step is with all telemetry than without, as a share; prints both.
+class Overhead(NamedTuple):
+    """What telemetry costs, as shares of what the same steps cost without it."""
 
-    On: TensorBoard, a collector that takes the spans of all episodes and throws them away, and scrapes of every process
-    SCRAPE_EVERY_S apart. Runs with and without take turns, each first in half of the rounds. Exits if a process never
-    answered a scrape, or the collector was sent nothing.
+    wall: float  # of the median step
+    cpu: float  # of the processor seconds per step of all processes of a run, median over pairs of runs
+
+
+def telemetry_overhead(rounds: int = TELEMETRY_ROUNDS) -> Overhead:
+    """How much longer the median step is with all telemetry than without, and how much more the processes compute.
+
+    On: TensorBoard, a collector that takes spans and throws them away, and scrapes of every process SCRAPE_EVERY_S
+    apart. Runs with and without take turns, each first in half of the rounds. Exits if a process never answered a
+    scrape, or the collector was sent nothing.
     """
     arms = {"off": Arm(), "on": Arm()}
     with tempfile.TemporaryDirectory() as name, discarding_collector() as collector:
@@ -88,7 +98,11 @@ def telemetry_overhead(rounds: int = TELEMETRY_ROUNDS) -> float:
                 collector.bodies.clear()
     for name, arm in arms.items():
         print("\n".join(arm.lines(name)))
-    return arms["on"].median / arms["off"].median - 1
+    on, off = arms["on"].processor(), arms["off"].processor()
+    for name, seconds in (("off", off), ("on", on)):
+        print(f"  {name}: processor of all processes per step, s: {', '.join(f'{s:.3f}' for s in seconds)}")
+    cpu = statistics.median(a / b - 1 for a, b in zip(on, off, strict=True))
+    return Overhead(arms["on"].median / arms["off"].median - 1, cpu)
 
 
 def make_inputs(folder: Path) -> None:

@@ -28,6 +28,7 @@ POLL_S = 0.1
 TICKS = os.sysconf("SC_CLK_TCK")
 HERE = Path(__file__).parent
 DIGITS = f'reward.functions=[{{name: "{HERE / "step_reward.py"}:scored"}}]'  # costs nothing and differs within a group
+PROCESSOR = "processor of "
 PHASES = {  # of the trainer: "train" is "update", what comes before it (engines to sleep) and after (records, commit)
     "waiting for the batch": "wait_batch",
     "training": "train",
@@ -53,6 +54,11 @@ class Arm:
     def median(self) -> float:
         """Median over the steps of all runs."""
         return statistics.median(self.steps)
+
+    def processor(self) -> list[float]:
+        """Return, for each run, the processor seconds per step of all roles together."""
+        of_roles = [values for part, values in self.parts.items() if part.startswith(PROCESSOR)]
+        return [sum(of_run) for of_run in zip(*of_roles, strict=True)]
 
     def lines(self, name: str) -> list[str]:
         """Say what was measured."""
@@ -166,7 +172,7 @@ def our_steps(
     ends = [metrics[counted.start - 1]["time"], *(m["time"] for m in chosen)]
     parts = {part: statistics.median(m[f"time/{key}_s"] for m in chosen) for part, key in PHASES.items()}
     parts["a rollout, from request to answer"] = statistics.median(_generation(run, counted))
-    parts |= {f"processor of {role}": seconds for role, seconds in used.processor.items()}
+    parts |= {f"{PROCESSOR}{role}": seconds for role, seconds in used.processor.items()}
     return [b - a for a, b in pairwise(ends)], parts, used
 
 

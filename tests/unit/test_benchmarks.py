@@ -2,15 +2,17 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from benchmarks import __main__ as every
+from benchmarks import whole_steps
 from benchmarks.algorithms import batch, loss_work
 from benchmarks.planned.published import HALVINGS, bisect, predict, tables
 from benchmarks.processes.telemetry_peers import scraped
@@ -62,6 +64,29 @@ def test_the_median_is_over_the_steps_of_all_runs() -> None:
     arm.add([2.0], {"training": 3.0})
     assert arm.median == 2.0
     assert arm.parts["training"] == [1.0, 3.0]
+
+
+def test_what_the_roles_of_a_run_compute_is_added_up_for_each_run() -> None:
+    arm = Arm()
+    arm.add([1.0], {"training": 7.0, "processor of queue": 0.25, "processor of trainer": 0.5})
+    arm.add([1.0], {"training": 7.0, "processor of queue": 0.5, "processor of trainer": 1.0})
+    assert arm.processor() == [0.75, 1.5]
+
+
+def test_telemetry_is_compared_by_pairs_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {"off-0": 1.0, "on-0": 1.1, "off-1": 2.0, "on-1": 2.4, "off-2": 4.0, "on-2": 4.0}
+    collector = SimpleNamespace(endpoint="", bodies=[1])
+    monkeypatch.setattr(whole_steps, "make_inputs", lambda folder: None)
+    monkeypatch.setattr(whole_steps, "discarding_collector", lambda: nullcontext(collector))
+    monkeypatch.setattr(whole_steps, "scraped", lambda run: nullcontext({}))
+
+    def ours(folder: Path, mode: str, name: str, more: list[str]) -> tuple[list[float], dict[str, float]]:
+        collector.bodies.append(1)
+        return [2.0 if more else 1.0], {"processor of engine": used[name]}
+
+    monkeypatch.setattr(whole_steps, "ours", ours)
+    found = whole_steps.telemetry_overhead(3)
+    assert found.wall == 1.0 and found.cpu == pytest.approx(0.1)
 
 
 def test_steps_of_trl_are_from_the_end_of_one_to_the_end_of_the_next() -> None:
