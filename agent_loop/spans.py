@@ -128,7 +128,8 @@ def of_tool(trace: str, name: str, call_id: str) -> AbstractContextManager[dict[
 @contextmanager
 def of_reward(trace: str, row: Trajectory) -> Iterator[None]:
     """Span the scoring of an episode, whose last row is ``row``."""
-    with _Timed("reward", tracing.span(trace, "reward", {}, parent=EPISODE) if trace else None) as found:
+    span = tracing.span(trace, "reward", {}, key=f"reward {row.role}", parent=EPISODE) if trace else None
+    with _Timed("reward", span) as found:
         yield
         if row.scored:
             found |= {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": row.reward}

@@ -7,6 +7,7 @@ deadline would need a wait function and two hooks, which are longer than the loo
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -58,8 +59,8 @@ class Poster:
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, body: Any) -> bytes:
-        """Post ``body`` and return the answer.
+    async def post(self, body: Any, headers: Mapping[str, str] | None = None) -> bytes:
+        """Post ``body`` with ``headers`` and return the answer.
 
         The deadline starts once there is a free slot and the rate allows the first attempt; requests waited for have
         deadlines of their own. Raises ScorerFailed at the deadline, after the last attempt, and for errors that are not
@@ -71,17 +72,17 @@ class Poster:
             await self._rate.wait()
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._retry(data, failures)
+                    return await self._retry(data, headers or {}, failures)
             except TimeoutError:
                 last = f"; before that: {failures[0]}" if failures[0] else ""
                 limit = f"{self._timeout_s:g} s ({self._section}.timeout_s)"
                 raise ScorerFailed(f"{self.url} did not answer within {limit}{last}") from None
 
-    async def _retry(self, data: bytes, failures: list[str]) -> bytes:
+    async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str]) -> bytes:
         """Attempt until one succeeds; ``failures`` holds the last failure."""
         for attempt in range(1, self._attempts + 1):
             try:
-                return await self._attempt(data)
+                return await self._attempt(data, headers)
             except _Retryable as failure:
                 failures[0] = str(failure)
                 if attempt == self._attempts:
@@ -94,13 +95,13 @@ class Poster:
                 await self._rate.wait()
         raise ScorerFailed(f"{failures[0]} (attempt {self._attempts} of {self._attempts})")
 
-    async def _attempt(self, data: bytes) -> bytes:
+    async def _attempt(self, data: bytes, more: Mapping[str, str]) -> bytes:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 connector=aiohttp.TCPConnector(limit=0),
             )
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **more}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         try:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ def _sampled_share() -> float:
 
 
 _spans: Spans | None = None
+_above: ContextVar[str] = ContextVar("above", default="")
 
 
 def is_wanted(endpoint: str) -> bool:
@@ -181,17 +183,21 @@ def is_wanted(endpoint: str) -> bool:
 
 
 @contextmanager
-def traced(endpoint: str, folder: Path, role: str, limit: float | None = None) -> Iterator[None]:
+def traced(endpoint: str, folder: Path | None, role: str, limit: float | None = None) -> Iterator[None]:
     """Send the spans of this process while the block runs, if the run is traced.
 
-    ``limit``: traces that this process begins per second; None: all.
+    ``folder``: the run's; None in a process that only adds spans below those that requests name. ``limit``: traces that
+    this process begins per second; None: all.
     """
     global _spans
     if not is_wanted(endpoint):
         yield
         return
-    began = (folder / "config.yaml").stat().st_mtime_ns  # another for a run of the same name, and after --resume
-    _spans = Spans(endpoint, f"{folder.resolve()} {began}", role, limit)
+    run = ""
+    if folder is not None:
+        began = (folder / "config.yaml").stat().st_mtime_ns  # another for a run of the same name, and after --resume
+        run = f"{folder.resolve()} {began}"
+    _spans = Spans(endpoint, run, role, limit)
     try:
         yield
     finally:
@@ -207,6 +213,11 @@ def begins(episode: str) -> bool:
 def traceparent(episode: str, key: str) -> str:
     """Return the header HEADER for a request made within the span that ``key`` names; empty without a trace."""
     return _spans.traceparent(episode, key) if _spans and episode else ""
+
+
+def above() -> str:
+    """Return the header HEADER for a request made within the innermost ``span`` that has a key; empty without one."""
+    return _above.get()
 
 
 def now() -> int:
@@ -244,16 +255,19 @@ def span(
 ) -> Iterator[dict[str, Value]]:
     """Span the block, with the attributes ``about`` and those that the block adds to what it is given.
 
-    An ``error.type`` among these marks the span as failed, and so does an exception.
+    Within it, requests are made with the header ``above``, if it has a ``key``. An ``error.type`` among these marks the span as failed, and so does an exception.
     """
     if not (_spans and episode):
         yield {}
         return
     began, found = time.time_ns(), dict(about)
+    outer = _above.set(_spans.traceparent(episode, key)) if key else None
     try:
         yield found
     except BaseException as error:
         found["error.type"] = type(error).__name__
         raise
     finally:
+        if outer is not None:
+            _above.reset(outer)
         add(episode, name, began, found, key=key, parent=parent, error=str(found.get("error.type", "")))

@@ -44,6 +44,7 @@ from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.canaries import PROMPT_TOKENS, Canaries
 from rl_async.trainer.publishing.mismatch import WatchedPublisher
 from rl_async.trainer.publishing.publisher import EnginePublisher, NoEngines, Publisher
+from rl_async.trainer.publishing.spans import EngineUpdates
 from rl_async.trainer.publishing.weights import GatheredWeights, ShardedByRank, WeightSource
 from rl_async.trainer.step.models import Models, build_models
 from rl_async.trainer.step.recorder import Recorder
@@ -53,6 +54,7 @@ from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.fleet import NoteStage
 from rl_async.weight_sync.phases import IdleCoordinator, build_phase, shares_devices
 from rl_async.weight_sync.ranks import meeting
 from rl_async.weight_sync.ranks.outlet import Outlet
@@ -201,7 +203,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
                 _resolved_sync(run),
                 config.rollout.start_timeout_s,
                 host,
-                lambda engine, version, stage: enter(run.folder, "weights", engine, stage, version=version),
+                _noting_updates(run.folder),
                 shares_devices(config.mode),
             ) as coordinator,
         ):
@@ -210,6 +212,17 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             if done:  # a run that is asked to stop waits for no engine
                 coordinator.finish()
             return done
+
+
+def _noting_updates(folder: Path) -> NoteStage:
+    """Return what notes the stages of engines' updates, in the timeline and as spans."""
+    spanned = EngineUpdates()
+
+    def note(engine: str, version: str, stage: str) -> None:
+        enter(folder, "weights", engine, stage, version=version)
+        spanned(engine, version, stage)
+
+    return note
 
 
 def _finish(done: bool, queue: SyncQueueClient) -> bool:

@@ -59,7 +59,7 @@ class TrackingConfig(Config, frozen=True):
             "Episodes of the whole run that get a trace, per second on average, with 60 s' worth at once; null: all. "
             "The others have no span in any process. docs/how-to/telemetry.md."
         ),
-    ] = 5.0
+    ] = 2.0
     prometheus: Annotated[
         bool,
         doc(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl_async import tracing
 from rl_async.configs.derived.mcp import secret_variables
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
@@ -78,8 +79,11 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
-    """Return variables by which an HTTP server that does not read the run folder finds its token and its names."""
-    return {TOKEN_FILE: str(token_file(run_dir, "engines")), HOSTS: ",".join(config.launcher.http_hosts)}
+    """Return variables by which an HTTP server that does not read the run folder finds its token and its names, and
+    where its spans go."""
+    found = {TOKEN_FILE: str(token_file(run_dir, "engines")), HOSTS: ",".join(config.launcher.http_hosts)}
+    endpoint = config.tracking.otlp_endpoint
+    return found | ({tracing.VARIABLES[0]: endpoint} if endpoint else {})
 
 
 def secrets(config: RunConfig) -> dict[str, Role]:

@@ -8,6 +8,7 @@ import math
 
 import msgspec
 
+from rl_async import tracing
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.offload import off_loop
@@ -46,7 +47,7 @@ class RewardModel:
         base = config.url or url
         if not base:
             raise ConfigError("reward.model.url: no server runs the reward model here; give the URL of one")
-        self._name = config.name or config.path
+        self._name, self._is_own = config.name or config.path, not config.url
         self._encoder = ConversationEncoder(load_tokenizer(config.path, "reward.model.path"))
         self._poster = Poster(
             f"{base.rstrip('/')}/classify",
@@ -62,7 +63,8 @@ class RewardModel:
         """Return the model's output for the whole conversation. Raises ScorerFailed."""
         size = sum(len(turn.text) for turn in conversation.turns)
         token_ids = await off_loop(size, self._encoder.ids, as_messages(conversation.turns))
-        raw = await self._poster.post(_Classify(self._name, token_ids))
+        above = tracing.above() if self._is_own else ""
+        raw = await self._poster.post(_Classify(self._name, token_ids), {tracing.HEADER: above} if above else None)
         try:
             data = msgspec.json.decode(raw, type=_Classified).data
         except msgspec.DecodeError as error:

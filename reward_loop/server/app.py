@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerFast
 
+from rl_async import tracing
 from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 from rl_async.reward_loop.server.batcher import Batcher
@@ -113,6 +114,7 @@ class Application:
 
     async def classify(self, request: Request) -> Response:
         """Answer with a number per sequence; with status 400 if the input cannot be scored."""
+        began = tracing.now()
         try:
             received = await read_body(request)
             body, rows = await off_loop(len(received), self._read, received)
@@ -124,6 +126,8 @@ class Application:
         if body.use_activation:
             numbers = [_sigmoid(number) for number in numbers]
         tokens = sum(map(len, rows))
+        about: dict[str, tracing.Value] = {"gen_ai.usage.input_tokens": tokens, "rl_async.rows": len(rows)}
+        tracing.add_below(request.headers.get(tracing.HEADER, ""), "classify", began, tracing.now(), about)
         answer = Classified(
             id=f"classify-{uuid.uuid4().hex}",
             created=int(time.time()),

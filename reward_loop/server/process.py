@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rl_async import tracing
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import server_of
 from rl_async.process.role import bind
@@ -38,4 +39,5 @@ def serve(arguments: argparse.Namespace) -> None:
     listener = bind(arguments.host, arguments.port, "reward model")
     app = _application(arguments).app
     # seconds; longer than its clients keep a connection that they do not use
-    server_of(app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])
+    with tracing.traced("", None, "reward-model"):
+        server_of(app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])

@@ -9,11 +9,13 @@ import runpy
 import sys
 from importlib.util import find_spec
 
+from rl_async import tracing
 from rl_async.configs.engines.vllm import VLLM
 from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
 
 FENCE = "rl_async.rollout_server.fence.LineageFence"
+EVERYTHING, TRACES = tracing.VARIABLES
 FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes: pause, weights, sleep
@@ -30,8 +32,17 @@ def main() -> None:
     check_token()
     os.environ.update(VARIABLES)
     os.environ.pop("VLLM_PLUGINS", None)  # an allow-list of plugins, which would leave ours out
-    sys.argv = ["vllm", *FLAGS, *sys.argv[1:]]
+    sys.argv = ["vllm", *FLAGS, *_tracing(), *sys.argv[1:]]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _tracing() -> list[str]:
+    """Return vLLM's flags for its own spans, below those that requests name, if the run is traced."""
+    endpoint = os.environ.get(TRACES) or os.environ.get(EVERYTHING, "")
+    if not endpoint or not tracing.is_wanted(""):
+        return []
+    os.environ[f"{TRACES.removesuffix('_ENDPOINT')}_PROTOCOL"] = "http/protobuf"  # vLLM's default is gRPC
+    return ["--otlp-traces-endpoint", endpoint if os.environ.get(TRACES) else f"{endpoint.rstrip('/')}/v1/traces"]
 
 
 if __name__ == "__main__":

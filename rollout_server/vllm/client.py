@@ -329,7 +329,9 @@ class VllmEngine:
             waiting=int(waiting),
             cache_usage=usage,
             preemptions=int(total[PREEMPTIONS]) if PREEMPTIONS in total else None,
-            tokens=EngineTokens(**dict(zip(EngineTokens.__struct_fields__, counts))) if len(counts) == len(TOKENS) else None,
+            tokens=EngineTokens(**dict(zip(EngineTokens.__struct_fields__, counts)))
+            if len(counts) == len(TOKENS)
+            else None,
         )
 
     async def _metrics(self) -> list[tuple[str, float]]:

@@ -109,6 +109,15 @@ def test_every_trained_episode_has_one_trace_from_admission_to_gradient(workplac
         assert all(root.start_time_unix_nano <= span.start_time_unix_nano for span in spans)
         assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in spans)
     assert found == episodes
+    publications = [spans for spans in collector.traces.values() if "publish" in {span.name for span in spans}]
+    assert len(publications) == 4, "the initial weights, and those after each step"
+    for spans in publications:
+        (root,) = [span for span in spans if span.name == "publish"]
+        (engine,) = [span for span in spans if span is not root]
+        assert (engine.name, engine.parent_span_id) == ("update engine", root.span_id) and not root.parent_span_id
+        assert attributes(engine)["rl_async.version"] == attributes(root)["rl_async.version"]
+        assert root.start_time_unix_nano <= engine.start_time_unix_nano
+        assert engine.end_time_unix_nano <= root.end_time_unix_nano
 
 
 def test_a_limit_leaves_whole_traces(workplace: Path, collector: Collector) -> None:

@@ -61,9 +61,8 @@ def tensorboard(config: RunConfig, folder: Path) -> Destination:
 
     One event per step: with an event per metric, as SummaryWriter writes them, a step would cost nine times as much.
     """
-    from torch.utils.tensorboard.writer import FileWriter
-
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard.writer import FileWriter
 
     writer = FileWriter(str(folder / "tensorboard"))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl_async.messages import Version
 from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.publishing import spans
 from rl_async.trainer.publishing.weights import WeightSource
 from rl_async.weight_sync.phases import Phase
 
@@ -37,7 +38,9 @@ class EnginePublisher:
         self._phase.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        report = self._phase.after_train(version, self._source(version, backend))
+        with spans.of_publication(version, is_first_rank=dist.get_rank() == 0) as publication:
+            report = self._phase.after_train(version, self._source(version, backend))
+            publication.ended(report)
         dist.barrier()
         return {
             "sync/without_engines_s": report.waiting_seconds,

@@ -22,6 +22,7 @@ class Asked(NamedTuple):
 
     body: dict[str, Any]
     authorization: str | None
+    traceparent: str | None = None
 
 
 class Outside:
@@ -47,7 +48,7 @@ class Outside:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.asked.append(Asked(body, request.headers.get("Authorization")))
+        self.asked.append(Asked(body, request.headers.get("Authorization"), request.headers.get("traceparent")))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if callable(answer):
             answer = answer(body)

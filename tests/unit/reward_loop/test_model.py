@@ -1,11 +1,14 @@
 """The client of a reward model: what it sends, and answers that are no reward."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl_async import tracing
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.spans import of_reward
 from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
@@ -54,6 +57,23 @@ async def test_the_runs_own_server_gets_the_runs_token_and_another_its_own_key(
                 await score(service, "42")
     sent = [asked.authorization for asked in server.asked]
     assert sent == [f"Bearer {run_token(tmp_path, 'engines')}", "Bearer of-another-server"]
+
+
+async def test_the_runs_own_server_alone_is_told_of_the_span_above(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokens(tmp_path / "keys")
+    spans = SimpleNamespace(traceparent=lambda episode, key: f"of {episode} {key}", add=lambda *_: None)
+    monkeypatch.setattr(tracing, "_spans", spans)
+    async with Outside(classified(1.0)) as server:
+        for model in (RewardModelConfig(path=folder), RewardModelConfig(path=folder, url=server.url)):
+            config = RewardConfig(functions=TERMS, model=model)
+            async with RewardService(config, model_url=server.url, folder=tmp_path) as service:
+                for trace in ("3.1.0", ""):
+                    with of_reward(trace, SimpleNamespace(scored=True, reward=0.0, role="")):  # type: ignore[arg-type]
+                        await score(service, "42")
+    assert [asked.traceparent for asked in server.asked] == ["of 3.1.0 reward", None, None, None]
+    assert tracing.above() == ""
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from rl_async.configs.load.loader import load_config
 from rl_async.launcher.plan.planning import plan
 from rl_async.process.http_auth import TOKEN_FILE
+from rl_async.tracing import VARIABLES
 
 JUDGED = [
     *("reward.functions=[{name: judge}, {name: reward_model}]", "reward.model={path: rm}", "queue.shards=1"),
@@ -29,3 +30,11 @@ def test_a_server_without_the_run_folder_finds_its_token_by_a_path() -> None:
     planned = plan(config, Path("runs/mine"))
     with_path = {spec.name for spec in planned.processes if spec.env.get(TOKEN_FILE) == "runs/mine/keys/engines.token"}
     assert with_path == {"engine-0", "reward-model"}
+
+
+def test_a_server_without_the_run_folder_is_told_where_its_spans_go() -> None:
+    engine = [*JUDGED, "rollout.engine=vllm", "rollout.python=python"]
+    for more, told in (([], set()), (["tracking.otlp_endpoint=http://c:4318"], {"engine-0", "reward-model"})):
+        planned = plan(load_config("calculator", [*engine, *more]), Path("runs/mine"))
+        found = {spec.name: spec.env[VARIABLES[0]] for spec in planned.processes if VARIABLES[0] in spec.env}
+        assert found == dict.fromkeys(told, "http://c:4318")

@@ -17,7 +17,7 @@ from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerR
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.rollout_server.answers import join
 from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm.client import PREEMPTIONS, ROUTED_BY, TOKENS, STREAM_INTERVAL, VllmEngine
+from rl_async.rollout_server.vllm.client import PREEMPTIONS, ROUTED_BY, STREAM_INTERVAL, TOKENS, VllmEngine
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1], sampling=Sampling(), max_tokens=2, stop_token_ids=[9], min_version=Version(0, 1)
