@@ -255,7 +255,8 @@ def span(
 ) -> Iterator[dict[str, Value]]:
     """Span the block, with the attributes ``about`` and those that the block adds to what it is given.
 
-    Within it, requests are made with the header ``above``, if it has a ``key``. An ``error.type`` among these marks the span as failed, and so does an exception.
+    Within it, requests are made with the header ``above``, if it has a ``key``. An ``error.type`` among the attributes
+    marks the span as failed, and so does an exception.
     """
     if not (_spans and episode):
         yield {}

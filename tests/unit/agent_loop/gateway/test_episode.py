@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async import tracing
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, ChatRequest
@@ -248,3 +250,29 @@ async def test_a_forced_call_needs_room(renderer: ChatRenderer) -> None:
             await episode.complete(ask("a?", tools=[CALCULATOR], forces=""))
         assert refused.value.code == "context_length_exceeded"
         await episode.complete(ask("a?", tools=[CALCULATOR]))
+
+
+async def test_an_episode_with_a_trace_names_its_spans_to_the_engine(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[tuple[str, str, str]] = []  # episode, key, parent
+    spans = SimpleNamespace(
+        traceparent=lambda episode, key: f"{episode} {key}",
+        add=lambda episode, name, key, parent, *_: added.append((episode, key, parent)),
+    )
+    monkeypatch.setattr(tracing, "_spans", spans)
+    queue = FakeQueue([msgspec.structs.replace(leased(samples=2), traced=[1])])
+    engine = ScriptedEngine(renderer, ["1", "2", "3"])
+    async with gateway(queue, renderer, engine) as episodes:
+        for _ in range(2):
+            episode = await begin(episodes)
+            await episode.complete(ask("a?"))
+            await episodes.end(episode.id, Ending(reward=1.0))
+    assert {row.sample: row.traced for (row,) in queue.rows} == {0: False, 1: True}
+    named = {request.traceparent for request in engine.requests}
+    assert named == {"", "7.1.1 7.1.1.0"}
+    assert added == [
+        ("7.1.1", "7.1.1.0", "invoke_agent"),
+        ("7.1.1", "invoke_agent", "episode"),
+        ("7.1.1", "reward ", "episode"),
+    ]

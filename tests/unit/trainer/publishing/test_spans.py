@@ -17,6 +17,9 @@ class FakeSpans:
         self.added: list[tuple[str, str, str, str]] = []  # trace, name, parent, error
         self.about: list[dict[str, Any]] = []
 
+    def traceparent(self, trace: str, key: str) -> str:
+        return f"{trace} {key}"
+
     def add(
         self, trace: str, name: str, key: str, parent: str, times: tuple[int, int], error: str, about: dict[str, Any]
     ) -> None:
