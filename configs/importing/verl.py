@@ -27,9 +27,6 @@ KEYS = (
     Key(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0),
     Key(f"{ROLLOUT}.top_k", "rollout.top_k", -1, _or_off),
     Key(f"{ROLLOUT}.max_num_seqs", "rollout.max_batch_size", 256),
-    Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),  # 2 there unless given, as devices allow
-    Key(f"{ROLLOUT}.pipeline_model_parallel_size", "rollout.pipeline_parallel"),
-    Key(f"{ROLLOUT}.expert_parallel_size", "rollout.expert_parallel"),
     Key("data.max_response_length", "rollout.max_tokens", 512),
     Key(f"{ROLLOUT}.agent.num_workers", "agent.workers"),
     Key(f"{ACTOR}.optim.lr", "trainer.learning_rate", 1e-6),
@@ -63,6 +60,12 @@ KEYS = (
     Key(f"{ROLLOUT}.multi_turn.max_assistant_turns", "agent.max_turns"),
     Key(f"{ROLLOUT}.multi_turn.max_parallel_calls", "agent.max_parallel_calls"),
 )
+# Of an engine that is named; a default there is no wish, but suits the machines that verl is made for.
+ENGINE_KEYS = (
+    Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
+    Key(f"{ROLLOUT}.pipeline_model_parallel_size", "rollout.pipeline_parallel"),
+    Key(f"{ROLLOUT}.expert_parallel_size", "rollout.expert_parallel"),
+)
 CRITIC_KEYS = (
     Key("critic.model.path", "critic.path"),
     Key("critic.optim.lr", "critic.learning_rate", 1e-5),
@@ -92,6 +95,7 @@ NO_COUNTERPART = {
     f"{MODEL}.use_remove_padding": "rows are always packed",
     MODEL: "not read",
     f"{ROLLOUT}.multi_turn": "tools are agent.tools; lengths are in tokens, agent.tool_response_tokens",
+    **dict.fromkeys((key.theirs for key in ENGINE_KEYS), "no engine is named; several ranks need vllm or sglang"),
     f"{ROLLOUT}.data_parallel_size": "copies of the model are rollout.engines",
     f"{ROLLOUT}.gpu_memory_utilization": "the size of an engine's KV cache is rollout.cache_bytes, in bytes",
     f"{ROLLOUT}.enforce_eager": _ENGINE,
@@ -115,6 +119,8 @@ def write(file: Path, more: list[str]) -> str:
     t = Translation({key: value for key, value in given.items() if not key.endswith("_target_")})
     t.notes += unresolved
     t.translate(KEYS)
+    if t.take(f"{ROLLOUT}.name") not in (None, "???"):
+        t.translate(ENGINE_KEYS)
     _data(t)
     _sizes(t)
     _optimizer(t)

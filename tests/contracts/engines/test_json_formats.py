@@ -137,8 +137,8 @@ async def test_an_answer_that_is_cut_short_is_what_it_is(
 async def test_an_answer_goes_on_within_its_schema_with_new_weights(
     engine: VllmEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    digits = "0123456789" * 60
-    requests = [ask(tokenizer, json.dumps({"enum": [digits]}), max_tokens=1000) for _ in range(3)]
+    digits = "0123456789" * 120
+    requests = [ask(tokenizer, json.dumps({"enum": [digits]}), max_tokens=2000) for _ in range(3)]
     async with sampling(engine, *requests) as tasks:
         await send(engine, tensors(folder, 1.5), V1)
     for task in tasks:

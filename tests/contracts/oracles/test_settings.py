@@ -24,7 +24,7 @@ def settings(oracle: Oracle) -> str:
 
 def test_verls_keys_and_defaults(verl: Oracle) -> None:
     theirs, _ = resolve_references(flatten(parse(settings(verl), "verl")))
-    for key in (*verl_keys.KEYS, *verl_keys.CRITIC_KEYS):
+    for key in (*verl_keys.KEYS, *verl_keys.ENGINE_KEYS, *verl_keys.CRITIC_KEYS):
         assert key.theirs in theirs, key
         if key.default is not None:
             assert key.default == theirs[key.theirs], key

@@ -93,6 +93,7 @@ class Traffic:
         self.trained: dict[tuple[int, int], str] = {}
         self.logged: dict[int, dict[tuple[int, int], str]] = {}  # by position, as a logger has them on its disk
         self.step = 0
+        self.subscribed = asyncio.Event()  # before anything is trained that a late logger would not get
 
     def client(self, role: Role) -> QueueClient:
         return async_client(self._run, self._address, role, patience_s=0.3)
@@ -113,6 +114,7 @@ class Traffic:
         while len(self.logged) < STEPS * BATCH:
             async with self.client("reader") as client:
                 await client.subscribe("logger", oldest=True)
+                self.subscribed.set()
                 for _ in range(random.randint(1, 20)):
                     position = max(self.logged, default=-1)
                     reply = await client.read("logger", 0.2, after=position, max_groups=4)
@@ -128,6 +130,7 @@ class Traffic:
     async def train(self) -> None:
         async with self.client("trainer") as client:
             await client.publish(Version(0, 0), [])
+            await self.subscribed.wait()
             while self.step < STEPS:
                 batch = await client.reserve(self.step, 1.0)
                 if not isinstance(batch, Reserved):

@@ -15,6 +15,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.launcher.cli.configs import IMPORTS
 
+VERL_ROLLOUT = "actor_rollout_ref.rollout"
 TRL = """
 model_name_or_path: m
 dataset_name: t.parquet
@@ -115,7 +116,7 @@ def test_flags_of_slimes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "name", "text", "given"),
     [
-        ("verl", "run.sh", "main_ppo a.b=c", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        ("verl", "run.sh", f"main_ppo {VERL_ROLLOUT}.name=vllm", f"{VERL_ROLLOUT}.tensor_model_parallel_size=2"),
         ("trl", "c.yaml", TRL, "vllm_tensor_parallel_size=2"),
         ("prime-rl", "rl.toml", PRIME_RL, "inference.parallel.tp=2"),
         ("slime", "run.sh", SLIME, "rollout-num-gpus-per-engine=2"),
@@ -148,8 +149,9 @@ def test_the_command_line_offers_every_source() -> None:
 
 @pytest.mark.parametrize("module", [verl, trl, prime_rl, slime])
 def test_the_tables_name_keys_that_exist(module: object) -> None:
-    for key in (*getattr(module, "KEYS"), *getattr(module, "CRITIC_KEYS", ())):  # noqa: B009 (of an object)
-        assert field_at(key.ours) is not None, key
+    for table in ("KEYS", "ENGINE_KEYS", "CRITIC_KEYS"):
+        for key in getattr(module, table, ()):
+            assert field_at(key.ours) is not None, key
 
 
 def test_names_of_others_lead_to_names_that_exist() -> None:
