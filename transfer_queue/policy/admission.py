@@ -190,6 +190,28 @@ def choose(
     return Choice(chosen.take, late, [])
 
 
+def is_blocked(
+    unfinished: Mapping[int, int], ready: Mapping[int, int], pinned: int, step: int, settings: QueueSettings
+) -> bool:
+    """Whether a straggler keeps ``choose`` from taking anything for ``step``, given a batch of ready groups.
+
+    ``unfinished`` and ``ready`` count groups by the step of their oldest token. The most urgent ready groups fill the
+    seats of this step. Of the others, those with the deadline d or an earlier one need seats of the steps after this
+    one until d; if they outnumber these and an unfinished one is among them, it is waited for. So the counts suffice.
+    False, and no answer, if groups are ``pinned`` or stragglers are not waited for: then ``choose`` must look.
+    """
+    if pinned or settings.on_straggler != "wait":
+        return False
+    stragglers = complete = 0  # as old as this or older
+    for oldest in sorted({*unfinished, *ready}):
+        stragglers += unfinished.get(oldest, 0)
+        complete += ready.get(oldest, 0)
+        left = stragglers + max(0, complete - settings.batch_groups)
+        if stragglers and left > (oldest + settings.max_staleness - step) * settings.batch_groups:
+            return True
+    return False
+
+
 def _too_late(left: Sequence[Candidate], later: Later) -> list[int]:
     """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
     late: list[int] = []

@@ -7,7 +7,7 @@ import msgspec
 
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Version
-from rl_async.transfer_queue.policy.admission import choose, may_lease
+from rl_async.transfer_queue.policy.admission import choose, is_blocked, may_lease
 from rl_async.transfer_queue.policy.sampling import Candidate
 from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.book import Book
@@ -81,6 +81,8 @@ class Batches:
             return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
         if step != self._next_step:
             return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
+        if self.is_short(step):
+            return self._not_ready(step, self._book.first_unfinished(step), now)
         if isinstance(members := self._members(step, now), NotReady):
             return members
         settings = self._book.settings
@@ -89,14 +91,16 @@ class Batches:
         return self._answer(step, self._batches[step])
 
     def is_short(self, step: int) -> bool:
-        """Whether ``step`` is next and too few groups are ready; `reserve` would say which, by a walk over them."""
-        return step == self._next_step and self._book.count(State.READY) < self._book.settings.batch_groups
+        """Whether ``step`` is next and the counts of groups tell that it has no batch, without a walk over them."""
+        book, counts = self._book, self._book.open_counts
+        return step == self._next_step and (
+            book.count(State.READY) < book.settings.batch_groups
+            or is_blocked(counts.unfinished, counts.ready, counts.pinned, step, book.settings)
+        )
 
     def _members(self, step: int, now: float) -> list[int] | NotReady:
-        """The groups pinned to the step, and others for the seats that are left."""
+        """The groups pinned to the step, and others for the seats that are left: a walk over all open groups."""
         book, settings = self._book, self._book.settings
-        if self.is_short(step):
-            return self._not_ready(step, self._first_unfinished(step), now)
         pinned: Counter[int] = Counter()
         members: list[int] = []
         candidates: list[Candidate] = []
@@ -117,12 +121,6 @@ class Batches:
         if len(members) + len(choice.take) < settings.batch_groups:
             return self._not_ready(step, choice.blocked_by, now)
         return members + choice.take
-
-    def _first_unfinished(self, step: int) -> list[int]:
-        """The unfinished group that the step waits for: one that is pinned to it, or else the most urgent one."""
-        groups = [g for g in self._book.open.values() if g.state is not State.READY and g.pinned in (None, step)]
-        first = min(groups, key=lambda g: (g.pinned is None, g.oldest is None, g.oldest or 0, g.group_id), default=None)
-        return [] if first is None else [first.group_id]
 
     def _candidate(self, group: Group) -> Candidate:
         book = self._book

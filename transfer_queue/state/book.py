@@ -10,7 +10,7 @@ import msgspec
 from rl_async.messages import DeadLetter, Refused, Task, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.policy.admission import Occupancy, QueueSettings
-from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Leases, State
+from rl_async.transfer_queue.state.groups import EVAL, EVAL_GROUPS, TRAIN, Group, Leases, OpenCounts, State
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 PINNED = "pinned"  # the line of training groups that certain steps wait for
@@ -61,6 +61,7 @@ class Book:
         self.now = 0.0  # of the newest tick or lease, and of a replay
         self.groups: dict[int, Group] = {}
         self.open: dict[int, Group] = {}  # training groups in no batch yet
+        self.open_counts = OpenCounts()
         self.regenerating: set[int] = set()  # groups of batches to be trained whose payloads were lost
         self.since: dict[int, float] = {}  # when a group came into its state, or into this process
         self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
@@ -131,6 +132,12 @@ class Book:
         """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
         return self.waiting + max(0, self.settings.slots_at(self.max_staleness) - self.alive)
 
+    def first_unfinished(self, step: int) -> list[int]:
+        """The unfinished group that the step waits for: one that is pinned to it, or else the most urgent one."""
+        groups = [g for g in self.open.values() if g.state is not State.READY and g.pinned in (None, step)]
+        first = min(groups, key=lambda g: (g.pinned is None, g.oldest is None, g.oldest or 0, g.group_id), default=None)
+        return [] if first is None else [first.group_id]
+
     def untrained(self) -> Iterator[Group]:
         """The training groups that are here and were not trained yet."""
         groups = self.groups.values()
@@ -144,12 +151,14 @@ class Book:
         self._outstanding += len(group.samples)
         if group.partition == TRAIN:
             self.open[group.group_id] = group
+            self._count_open(group, 1)
             self.alive += 1
             self._unleased += 1
         self._queue(group)
 
     def move(self, group: Group, state: State) -> None:
         """Change a group's state and every index that depends on it."""
+        self._count_open(group, -1)
         self._states[group.partition, group.state] -= 1
         self._states[group.partition, state] += 1
         group.state = state
@@ -159,7 +168,18 @@ class Book:
                 self.open[group.group_id] = group
             else:
                 self.open.pop(group.group_id, None)
+        self._count_open(group, 1)
         self._queue(group)
+
+    def _count_open(self, group: Group, by: int) -> None:
+        """Count the group if it is open: with -1 before its state or its age changes, with 1 after that."""
+        if group.group_id in self.open:
+            self.open_counts.count(group, by)
+
+    def _set_oldest(self, group: Group, step: int | None) -> None:
+        self._count_open(group, -1)
+        group.oldest = step
+        self._count_open(group, 1)
 
     def settle(self, group: Group) -> None:
         """Set the group's state after a change of its samples: WAITING, LEASED or READY, or back in its batch."""
@@ -173,7 +193,7 @@ class Book:
         self.move(group, state)
         if whole:
             steps = [run.version.step for header in group.headers() for run in header.versions]
-            group.oldest = min(steps, default=group.oldest)
+            self._set_oldest(group, min(steps, default=group.oldest))
 
     def stored(self, nbytes: int) -> None:
         """Account for a stored sample whose rows have this many bytes."""
@@ -225,6 +245,7 @@ class Book:
         self.groups.pop(group.group_id)
         self.regenerating.discard(group.group_id)
         self.since.pop(group.group_id)
+        self._count_open(group, -1)
         if self.open.pop(group.group_id, None) is not None and group.oldest is None:
             self._unleased -= 1
 
@@ -268,9 +289,9 @@ class Book:
         if group.oldest is None and group.partition == TRAIN:
             self._unleased -= 1
         if group.oldest is None or group.untouched():
-            group.oldest = weights_step
+            self._set_oldest(group, weights_step)
         else:
-            group.oldest = min(group.oldest, weights_step)
+            self._set_oldest(group, min(group.oldest, weights_step))
 
     def _queue(self, group: Group) -> None:
         if group.state is State.WAITING and group.group_id not in self._queued:
@@ -340,6 +361,7 @@ class Book:
             self._states[group.partition, group.state] += 1
             if group.partition == TRAIN and group.state in _UNRESERVED and group.group_id not in self.regenerating:
                 self.open[group.group_id] = group
+                self._count_open(group, 1)
                 self._unleased += group.oldest is None
             for index, sample in enumerate(group.samples):
                 self.payload_bytes += sample.nbytes

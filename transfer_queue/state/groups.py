@@ -90,6 +90,28 @@ class Group(msgspec.Struct, gc=False):
         return [header for sample in self.samples for header in sample.headers]
 
 
+class OpenCounts:
+    """How many groups are in no batch yet: those pinned to a step, and the begun others by the step of their oldest
+    token."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+        self.unfinished: dict[int, int] = {}
+        self.ready: dict[int, int] = {}
+
+    def count(self, group: Group, by: int) -> None:
+        """Add ``by`` to the number of groups like this one."""
+        if group.pinned is not None:
+            self.pinned += by
+        elif group.oldest is not None:
+            counts = self.ready if group.state is State.READY else self.unfinished
+            number = counts.get(group.oldest, 0) + by
+            if number:
+                counts[group.oldest] = number
+            else:
+                del counts[group.oldest]
+
+
 def are_one_sample(headers: Sequence[TrajectoryHeader]) -> bool:
     """Whether these are all rows of one attempt at one sample, in order."""
     if len(headers) == 1:

@@ -1,7 +1,9 @@
 """Admission and the choice of a batch."""
 
 import itertools
+from collections import Counter
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from rl_async.transfer_queue.policy.admission import (
     Occupancy,
     QueueSettings,
     choose,
+    is_blocked,
     is_short_of_bytes,
     may_admit,
     may_lease,
@@ -124,3 +127,36 @@ def test_what_is_left_can_always_meet_its_deadlines(groups, on_straggler):
     )
     for count, deadline in zip(itertools.count(1), left):
         assert count <= deadline * 2
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.none() | st.integers(0, 5)), max_size=14),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(1, 3),
+)
+def test_counts_of_groups_tell_just_what_the_choice_finds(groups, bound, step, batch_groups):
+    settings = QueueSettings(steps=99, batch_groups=batch_groups, group_size=4, max_staleness=bound)
+    ages = [(ready, 0 if ready and oldest is None else oldest) for ready, oldest in groups]
+    counts = {
+        ready: Counter(oldest for at, oldest in ages if at is ready and oldest is not None) for ready in (False, True)
+    }
+    candidates = [
+        Candidate(group, ready, None if oldest is None else oldest + bound)
+        for group, (ready, oldest) in enumerate(ages)
+    ]
+    enough = sum(ready for ready, _ in ages) >= batch_groups
+    blocked = is_blocked(counts[False], counts[True], 0, step, settings)
+    found = choose(candidates, step, batch_groups, settings, {})
+    if enough:
+        assert blocked == (not found.take)
+    if blocked:
+        assert not found.take and not found.drop
+
+
+def test_counts_tell_nothing_of_pinned_groups_or_where_stragglers_are_not_waited_for():
+    unfinished, ready = {0: 1}, {1: 2}
+    assert is_blocked(unfinished, ready, 0, 1, SETTINGS)
+    assert not is_blocked(unfinished, ready, 1, 1, SETTINGS)
+    for other in ("drop", "mask"):
+        assert not is_blocked(unfinished, ready, 0, 1, msgspec.structs.replace(SETTINGS, on_straggler=other))

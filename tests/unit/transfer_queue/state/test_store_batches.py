@@ -58,6 +58,30 @@ def test_a_batch_is_never_given_out_in_part(make_rig):
     assert rig.store.batches.reserve(0, 0.0).code == "incomplete"
 
 
+def test_a_step_that_waits_for_a_straggler_is_short_by_the_age_of_the_tokens_that_came(make_rig):
+    """Two groups leased from version 0 have tokens of version 1 alone when they come, so a third one may be passed."""
+    rig = make_rig(max_staleness=1)
+    rig.publish(0)
+    late = rig.lease(max_groups=2)
+    rig.put_all(rig.lease())
+    assert members(rig.store.batches.reserve(0, 0.0)) == [2, 3]
+    rig.store.batches.commit(0)
+    rig.publish(1)
+    straggler, *new = rig.lease()
+    assert rig.store.batches.is_short(1)
+    for group in late:
+        for sample in group.samples:
+            header = rig.header(group, sample, versions=[VersionRun(Version(0, 1), 0, 2)])
+            assert rig.store.delivery.put("w", [header], 0.0) == Done()
+    assert not rig.store.batches.is_short(1)
+    assert rig.store.book.open_counts.ready == {1: 2} and rig.store.book.open_counts.unfinished == {1: 2}
+    assert members(rig.store.batches.reserve(1, 0.0)) == [0, 1]
+    rig.put_all(new)
+    assert rig.store.batches.is_short(2), "one group is ready, and a batch has two"
+    rig.put_all([straggler])
+    assert not rig.store.batches.is_short(2)
+
+
 def test_wait_does_not_pass_a_straggler_that_would_become_too_old(make_rig):
     rig = make_rig(max_staleness=1)
     rig.publish(0)

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rl_async.messages import Done, LeasedGroup, NotReady, Refused, Reserved, Resumed, ShardRecord, Task, Version
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.groups import EVAL_GROUPS
+from rl_async.transfer_queue.state.groups import EVAL_GROUPS, OpenCounts, State
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted, numbered
 from tests.support.effort import examples
@@ -333,6 +333,23 @@ class Histories(RuleBasedStateMachine):
             group for step, groups in self.batches.members.items() if step < self.reserved_until for group in groups
         }
         assert not fixed & set(refilled)
+
+    @invariant()
+    def counts_of_open_groups_are_those_of_the_groups(self) -> None:
+        """And where they say that a step is short, the walk over the groups finds no batch, for the same reason."""
+        if not hasattr(self, "store"):
+            return
+        book, batches = self.store.book, self.store.batches
+        counted = OpenCounts()
+        for group in book.open.values():
+            counted.count(group, 1)
+        assert vars(book.open_counts) == vars(counted)
+        step = batches.dump().next_step
+        if batches.is_short(step):
+            walked = batches._members(step, self.now)
+            assert isinstance(walked, NotReady)
+            if book.count(State.READY) >= BATCH:
+                assert walked == batches.reserve(step, self.now)
 
     @invariant()
     def consumers_miss_only_what_is_counted(self) -> None:
