@@ -1,7 +1,11 @@
 """``rl-async plan``: throughput, idleness, staleness and memory for each split of devices, by simulation."""
 
+import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,11 +27,13 @@ from rl_async.launcher.capacity.saturation import Saturation, saturation
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
+from rl_async.launcher.plan.threads import cores
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
-STEPS, FEWEST_STEPS = 12, 5  # simulated per row of the table
-WARM = 2
-ROWS = 200_000  # of all simulated steps together, beyond which fewer will do: means over large batches vary less
+STEPS, FEWEST_STEPS = 24, 4  # measured per row of the table
+WARM = 2  # steps before these, at least
+ROWS = 200_000  # of the measured steps together, beyond which fewer will do: means over large batches vary less
+PARALLEL = 64  # devices from which on it is worth starting processes
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
 
 
@@ -70,12 +76,7 @@ def plan_devices(
         raise UserError(f"--gpus: {gpus} devices cannot run anything; give {config.rollout.ranks} or more")
     costs, episodes, source = estimate(config, run)
     checks = [validate(recorded, costs, episodes) for recorded in check]
-    rows = []
-    wanted = list(candidates(config, gpus))
-    for number, (layout, bound) in enumerate(wanted, start=1):
-        print(f"simulating {number} of {len(wanted)}: {described(layout)}, bound {bound}", file=sys.stderr, flush=True)
-        rows.append(simulate(config, layout, bound, costs, episodes))
-    rows.sort(key=lambda row: -row.outcome.tokens_per_s)
+    rows = sorted(simulate_all(config, gpus, costs, episodes), key=lambda row: -row.outcome.tokens_per_s)
     print(
         "\n".join(
             [*source_lines(costs, episodes, source), *table(rows), *used_lines(rows[0], gpus), *check_lines(checks)]
@@ -131,6 +132,42 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]
             yield split((gpus - ranks) // each, ranks, colocated=False), bound
 
 
+def simulate_all(
+    config: RunConfig, gpus: int, costs: Costs, episodes: Sequence[EpisodeShape]
+) -> Iterator[SplitEstimate]:
+    """Simulate every split of the devices, in as many processes as there are cores, and announce each when it is
+    done."""
+    wanted = list(candidates(config, gpus))
+    simulated = partial(_simulate_candidate, config, costs, episodes)
+    with ExitStack() as stack:
+        rows: Iterator[SplitEstimate] = map(simulated, wanted)
+        workers = min(int(cores()), len(wanted))
+        if workers > 1 and gpus >= PARALLEL:
+            context = multiprocessing.get_context("spawn")
+            rows = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context)).map(simulated, wanted)
+        for number, ((layout, bound), row) in enumerate(zip(wanted, rows), start=1):
+            text = f"simulated {number} of {len(wanted)}: {described(layout)}, bound {bound}"
+            print(text, file=sys.stderr, flush=True)
+            yield row
+
+
+def _simulate_candidate(
+    config: RunConfig, costs: Costs, episodes: Sequence[EpisodeShape], candidate: tuple[DeviceSplit, int]
+) -> SplitEstimate:
+    return simulate(config, *candidate, costs, episodes)
+
+
+def steps_to_simulate(rows: int, bound: int) -> tuple[int, int]:
+    """Steps before those that are measured, and measured ones, for so many ``rows`` in a batch.
+
+    Where engines wait for the longest answers, bound + 1 batches are generated together, so that step lengths repeat
+    after bound + 1 steps; a mean over other numbers of steps would depend on which of them it has twice.
+    """
+    cycle = bound + 1
+    wanted = max(FEWEST_STEPS, min(STEPS, ROWS // rows))
+    return max(WARM, cycle), -(-wanted // cycle) * cycle
+
+
 def simulate(
     config: RunConfig,
     layout: DeviceSplit,
@@ -139,19 +176,22 @@ def simulate(
     episodes: Sequence[EpisodeShape],
     steps: int | None = None,
 ) -> SplitEstimate:
-    """Simulate one split of the devices under one bound on staleness, for so many steps or as many as ROWS allow."""
+    """Simulate one split of the devices under one bound on staleness: a run of so many ``steps`` up to its end, or the
+    middle of a longer one."""
     queue = QueueSettings.of(config)
     rows = config.data.train_batch_groups * config.rollout.group_size
+    warm, measured = steps_to_simulate(rows, bound)
     settings = msgspec.structs.replace(
         queue,
-        steps=steps or max(FEWEST_STEPS, min(STEPS, ROWS // rows)),
+        steps=steps or warm + measured + bound + 1,
         max_staleness=bound,
         slack=min(queue.slack, bound),
         replicas=0,  # payloads are not simulated
         sampling="fifo" if queue.sampling == "quota" else queue.sampling,  # nor data sets
         weights={},
     )
-    outcome = Simulation(settings, layout, costs, episodes, config.seed).run(WARM)
+    simulation = Simulation(settings, layout, costs, episodes, config.seed)
+    outcome = simulation.run(WARM) if steps else simulation.run(warm, measured)
     workers = -(-layout.concurrency // config.agent.concurrency)
     return SplitEstimate(
         mode="colocated" if layout.colocated else "disaggregated",

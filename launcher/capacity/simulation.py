@@ -2,19 +2,21 @@
 only take time.
 
 Consumes settings, costs and recorded episodes; produces what ``metrics.jsonl`` would say. Pure: no clock, no files, and
-the same seed gives the same run. An engine is a batched server: each running sequence gains one token per iteration,
-whose length depends on how many run.
+the same seed gives the same run. A group is one sample of the store, handed over with the group's last conversation:
+what the store decides depends on groups alone, and this makes a simulation several times as fast.
 """
 
-import heapq
+import gc
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
 from rl_async.errors import ProtocolError, UserError
 from rl_async.launcher.capacity.costs import Costs, EpisodeShape
+from rl_async.launcher.capacity.engines import Pool, SimulatedClock
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.store import Store
@@ -34,7 +36,7 @@ class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the steps after the first ``warm`` ones."""
+    """Means over the steps that are measured."""
 
     step_s: float
     tokens_per_s: float
@@ -42,119 +44,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     engine_idle: float  # share of time in which an engine decodes nothing
     staleness_mean: float  # of the first token of a row
     staleness_max: float
-
-
-class SimulatedClock:
-    """A clock that jumps from one scheduled action to the next."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule ``action`` in ``seconds``; of two at the same time, the one scheduled first runs first."""
-        self._count += 1
-        heapq.heappush(self._due, (self.now + max(0.0, seconds), self._count, action))
-
-    def step(self) -> bool:
-        """Run the next action; False if there is none."""
-        if not self._due:
-            return False
-        self.now, _, action = heapq.heappop(self._due)
-        action()
-        return True
-
-
-class SimulatedEngine:
-    """A batch of sequences that gain tokens together.
-
-    ``_tokens`` counts the tokens that a sequence would have gained since the start, so that a sequence ends when the
-    count has grown by its length.
-    """
-
-    def __init__(self, clock: SimulatedClock, costs: Costs, max_batch: int) -> None:
-        self._clock, self._costs, self._max_batch = clock, costs, max_batch
-        self._running: list[tuple[float, int, Callable[[], None]]] = []
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._tokens, self._since, self._plan, self._added = 0.0, 0.0, 0, 0
-        self.paused = False
-        self.busy_s = 0.0
-
-    @property
-    def load(self) -> int:
-        return len(self._running) + len(self._waiting)
-
-    def add(self, tokens: int, done: Callable[[], None]) -> None:
-        """Decode ``tokens``, now or when there is room."""
-        self._advance()
-        self._waiting.append((tokens, done))
-        self._refill()
-
-    def pause(self, on: bool) -> None:
-        """Stop decoding and keep the sequences, or resume."""
-        self._advance()
-        self.paused = on
-        self._refill()
-
-    def _advance(self) -> None:
-        now = self._clock.now
-        if self._running and not self.paused:
-            self._tokens += (now - self._since) / self._costs.iteration_s(len(self._running))
-            self.busy_s += now - self._since
-        self._since = now
-
-    def _refill(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch:
-            tokens, done = self._waiting.popleft()
-            self._added += 1
-            heapq.heappush(self._running, (self._tokens + tokens, self._added, done))
-        self._plan += 1
-        if self._running and not self.paused:
-            left = (self._running[0][0] - self._tokens) * self._costs.iteration_s(len(self._running))
-            plan = self._plan
-            self._clock.after(left, lambda: self._finish(plan))
-
-    def _finish(self, plan: int) -> None:
-        if plan != self._plan:
-            return  # the batch has changed since
-        self._advance()
-        ended = []
-        while self._running and self._running[0][0] <= self._tokens + 1e-6:
-            ended.append(heapq.heappop(self._running)[2])
-        self._refill()
-        for done in ended:
-            done()
-
-
-class Pool:
-    """Engines with least-loaded routing. ``_by_load`` is a heap that also holds outdated entries."""
-
-    def __init__(self, clock: SimulatedClock, costs: Costs, layout: DeviceSplit) -> None:
-        self._engines = [SimulatedEngine(clock, costs, layout.max_batch) for _ in range(layout.engines)]
-        self._by_load = [(0, number) for number in range(layout.engines)]
-
-    def add(self, tokens: int, done: Callable[[], None]) -> None:
-        """Decode ``tokens`` on the least-loaded engine."""
-        while self._by_load[0][0] != self._engines[self._by_load[0][1]].load:
-            heapq.heappop(self._by_load)
-        load, number = self._by_load[0]
-        heapq.heapreplace(self._by_load, (load + 1, number))
-
-        def ended() -> None:
-            heapq.heappush(self._by_load, (self._engines[number].load, number))
-            done()
-
-        self._engines[number].add(tokens, ended)
-
-    def pause(self, on: bool) -> None:
-        """Stop decoding on all engines, or resume."""
-        for engine in self._engines:
-            engine.pause(on)
-
-    def busy_s(self) -> float:
-        """Return the busy seconds of an engine, averaged over the engines."""
-        return sum(engine.busy_s for engine in self._engines) / len(self._engines)
 
 
 class Simulation:
@@ -168,39 +57,46 @@ class Simulation:
         episodes: Sequence[EpisodeShape],
         seed: int = 0,
     ) -> None:
+        """``settings`` are the run's; its groups all have a signal."""
         self._settings, self._layout, self._costs, self._episodes = settings, layout, costs, episodes
         self._random = random.Random(seed)
         self._clock = SimulatedClock()
-        self._store = Store(settings, Counted(), [], lambda transition: None)
-        self._engines = Pool(self._clock, costs, layout)
-        self._live, self._ready = 0, 0  # conversations; complete groups that are in no batch
-        self._missing: dict[int, int] = {}  # samples, by group
+        whole = msgspec.structs.replace(settings, group_size=1, max_refills=0)
+        self._store = Store(whole, Counted(), [], lambda transition: None)
+        self._engines = Pool(self._clock, costs, layout.engines, layout.max_batch)
+        self._live = 0  # conversations
         self._step, self._published = 0, 0
         self._waiting_since: float | None = None
         self._ends: list[float] = []
         self._waits: list[float] = []
         self._busy: list[float] = []  # seconds of an engine, at the end of each step
         self._tokens: list[int] = []
-        self._staleness: list[list[int]] = []
+        self._staleness: list[list[int]] = []  # of the groups of each step
 
-    def run(self, warm: int = 2) -> SimulationResult:
-        """Train all steps. Raises ProtocolError if the run stalls before that."""
-        if self._settings.steps <= warm + 1:
+    def run(self, warm: int = 2, measured: int | None = None) -> SimulationResult:
+        """Train ``measured`` steps after the first ``warm`` ones, or all others, and return means over them.
+
+        Where fewer than all are measured, engines do not run out of groups towards the end, as they do in a run.
+        Raises ProtocolError if the run stalls before that.
+        """
+        steps = self._settings.steps if measured is None else warm + measured
+        if not 1 <= warm < steps - 1 or steps > self._settings.steps:
             raise UserError(f"a simulated run needs at least {warm + 2} steps")
         self._publish()
-        while len(self._ends) < self._settings.steps:
-            if not self._clock.step():
-                raise ProtocolError(f"the simulated run stalls at step {self._step}")
+        with _uncollected():
+            while len(self._ends) < steps:
+                if not self._clock.step():
+                    raise ProtocolError(f"the simulated run stalls at step {self._step}")
         first, last = self._ends[warm - 1], self._ends[-1]
-        rows = [age for ages in self._staleness[warm:] for age in ages]
+        ages = [age for of_step in self._staleness[warm:steps] for age in of_step]
         busy = (self._busy[-1] - self._busy[warm - 1]) / (last - first)
         return SimulationResult(
-            step_s=(last - first) / (len(self._ends) - warm),
-            tokens_per_s=sum(self._tokens[warm:]) / (last - first),
-            trainer_idle=sum(self._waits[warm:]) / (last - first),
+            step_s=(last - first) / (steps - warm),
+            tokens_per_s=sum(self._tokens[warm:steps]) / (last - first),
+            trainer_idle=sum(self._waits[warm:steps]) / (last - first),
             engine_idle=1 - busy,
-            staleness_mean=sum(rows) / len(rows),
-            staleness_max=max(rows),
+            staleness_mean=sum(ages) / len(ages),
+            staleness_max=max(ages),
         )
 
     # --- the trainer ------------------------------------------------------------------------------------------------
@@ -211,12 +107,11 @@ class Simulation:
             self._reserve()
 
     def _reserve(self) -> None:
-        if self._waiting_since is None or self._ready < self._settings.batch_groups:
+        if self._waiting_since is None or self._store.batches.is_short(self._step):
             return
         reply = self._store.batches.reserve(self._step, self._clock.now)
         if not isinstance(reply, Reserved):
             return  # tried again when a group is ready
-        self._ready -= self._settings.batch_groups
         self._waits.append(self._clock.now - self._waiting_since)
         self._waiting_since = None
         tokens = sum(header.tokens for header in reply.headers)
@@ -253,54 +148,82 @@ class Simulation:
     # --- the workers ------------------------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        room = (self._layout.concurrency - self._live) // self._settings.group_size
+        size = self._settings.group_size
+        room = (self._layout.concurrency - self._live) // size
         if room <= 0:
             return
         self._store.delivery.renew(WORKER, self._clock.now)
-        for group in self._store.delivery.lease(WORKER, room, self._clock.now).groups:
-            self._missing[group.group_id] = len(group.samples)
-            for sample in group.samples:
-                self._live += 1
-                self._play(group, sample, self._random.choice(self._episodes), 0, self._published)
+        for leased in self._store.delivery.lease(WORKER, room, self._clock.now).groups:
+            self._live += size
+            group = _Group(leased, self._published, self._random.choices(self._episodes, k=size))
+            self._clock.after(self._costs.turn_s, partial(self._begin, group))
 
-    def _play(self, group: LeasedGroup, sample: int, episode: EpisodeShape, turn: int, version: int) -> None:
-        """Play a turn (time to the first token, its tokens, its tools), then the next one."""
-        if turn == episode.turns:
-            self._put(group, sample, episode, version)
-            return
+    def _begin(self, group: "_Group") -> None:
+        """Decode the first turns of a group, whose prompts have been read."""
+        for episode in group.episodes:
+            self._decode(group, episode, 0)
+
+    def _decode(self, group: "_Group", episode: EpisodeShape, turn: int) -> None:
         tokens = episode.sampled // episode.turns + (turn < episode.sampled % episode.turns)
-        outside = episode.outside_s / episode.turns
+        self._engines.add(max(1, tokens), partial(self._decoded, group, episode, turn))
 
-        def generated() -> None:
-            self._clock.after(outside, lambda: self._play(group, sample, episode, turn + 1, version))
+    def _decoded(self, group: "_Group", episode: EpisodeShape, turn: int) -> None:
+        """Go on after a turn: its tools, and the time to the first token of the next one; or the end."""
+        last = turn + 1 == episode.turns
+        seconds = episode.outside_s / episode.turns + (0.0 if last else self._costs.turn_s)
+        following = partial(self._ended, group) if last else partial(self._decode, group, episode, turn + 1)
+        if seconds:
+            self._clock.after(seconds, following)
+        else:
+            following()
 
-        def prefilled() -> None:
-            self._engines.add(max(1, tokens), generated)
+    def _ended(self, group: "_Group") -> None:
+        self._live -= 1
+        group.missing -= 1
+        if not group.missing:
+            self._put(group)
+            self._reserve()
+            self._lease()
 
-        self._clock.after(self._costs.turn_s, prefilled)
-
-    def _put(self, group: LeasedGroup, sample: int, episode: EpisodeShape, version: int) -> None:
+    def _put(self, group: "_Group") -> None:
+        leased = group.leased
+        sampled = sum(episode.sampled for episode in group.episodes)
         header = TrajectoryHeader(
-            group_id=group.group_id,
-            sample=sample,
-            attempt=group.attempt,
-            partition=group.partition,
-            episode_id=f"{group.group_id}.{sample}",
+            group_id=leased.group_id,
+            sample=0,
+            attempt=leased.attempt,
+            partition=leased.partition,
+            episode_id=str(leased.group_id),
             segment=0,
-            tokens=episode.tokens,
-            sampled=episode.sampled,
-            reward=float(sample % 2),  # so that no group has equal rewards
+            tokens=sum(episode.tokens for episode in group.episodes),
+            sampled=sampled,
+            reward=0.0,
             finish_reason="stop",
-            versions=[VersionRun(Version(0, version), 0, episode.sampled)],
+            versions=[VersionRun(Version(0, group.version), 0, sampled)],
             tokens_hash="",
         )
         answer = self._store.delivery.put(WORKER, [header], self._clock.now)
         if isinstance(answer, Refused):
-            raise ProtocolError(f"the queue refused group {group.group_id}: {answer.reason}")
-        self._live -= 1
-        self._missing[group.group_id] -= 1
-        if not self._missing[group.group_id]:
-            del self._missing[group.group_id]
-            self._ready += 1
-            self._reserve()
-            self._lease()
+            raise ProtocolError(f"the queue refused group {leased.group_id}: {answer.reason}")
+
+
+class _Group:
+    """A leased group whose conversations are played."""
+
+    __slots__ = ("episodes", "leased", "missing", "version")
+
+    def __init__(self, leased: LeasedGroup, version: int, episodes: Sequence[EpisodeShape]) -> None:
+        self.leased, self.version, self.episodes = leased, version, episodes
+        self.missing = len(episodes)  # conversations that have not ended
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave cyclic garbage for later: a simulation makes none, and looking for it takes most of a large one's time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

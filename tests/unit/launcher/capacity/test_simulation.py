@@ -8,7 +8,10 @@ import pytest
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure
+from rl_async.launcher.capacity.engines import Pool, SimulatedClock, SimulatedEngine
 from rl_async.launcher.capacity.planner import (
+    FEWEST_STEPS,
+    STEPS,
     RunComparison,
     candidates,
     check_lines,
@@ -16,16 +19,10 @@ from rl_async.launcher.capacity.planner import (
     memory,
     plan_devices,
     simulate,
+    steps_to_simulate,
     table,
 )
-from rl_async.launcher.capacity.simulation import (
-    DeviceSplit,
-    Pool,
-    SimulatedClock,
-    SimulatedEngine,
-    Simulation,
-    SimulationResult,
-)
+from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.recording import write_trajectories
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -45,8 +42,8 @@ def layout(engines: int = 1, ranks: int = 1, *, colocated: bool = False, max_bat
 def simulated(
     bound: int, where: DeviceSplit, episodes: list[EpisodeShape] = SAME, **changes: float
 ) -> SimulationResult:
-    settings = QueueSettings(steps=12, batch_groups=4, group_size=4, max_staleness=bound)
-    return Simulation(settings, where, msgspec.structs.replace(COSTS, **changes), episodes).run()
+    settings = QueueSettings(steps=20, batch_groups=4, group_size=4, max_staleness=bound)
+    return Simulation(settings, where, msgspec.structs.replace(COSTS, **changes), episodes).run(warm=4, measured=10)
 
 
 def test_sequences_of_a_batch_gain_tokens_together_and_the_rest_waits() -> None:
@@ -76,9 +73,30 @@ def test_a_paused_engine_keeps_what_it_has() -> None:
     assert ends == pytest.approx([10 * 0.011 + 1.0])
 
 
+def test_a_shorter_sequence_that_joins_ends_first_and_slows_the_others() -> None:
+    clock, ends = SimulatedClock(), {}
+    engine = SimulatedEngine(clock, COSTS, max_batch=2)
+    engine.add(10, lambda: ends.update(long=clock.now))
+    clock.after(5 * 0.011, lambda: engine.add(2, lambda: ends.update(short=clock.now)))
+    while clock.step():
+        pass
+    assert ends == pytest.approx({"short": 5 * 0.011 + 2 * 0.012, "long": 8 * 0.011 + 2 * 0.012})
+
+
+def test_time_passes_where_rounding_leaves_a_sequence_a_part_of_a_token() -> None:
+    clock, ends = SimulatedClock(), []
+    clock.now = 1e9
+    engine = SimulatedEngine(clock, msgspec.structs.replace(COSTS, iteration_base_s=1e-9), max_batch=3)
+    for tokens in (1, 3, 7):
+        engine.add(tokens, lambda: ends.append(clock.now))
+    for _ in range(1000):
+        clock.step()
+    assert len(ends) == 3
+
+
 def test_requests_go_where_the_fewest_are() -> None:
     clock, ends = SimulatedClock(), []
-    pool = Pool(clock, COSTS, layout(engines=2))
+    pool = Pool(clock, COSTS, engines=2, max_batch=64)
     for tokens in (30, 10, 10, 10):
         pool.add(tokens, lambda: ends.append(clock.now))
     clock.step()
@@ -101,6 +119,24 @@ def test_one_step_off_policy_hides_generation_behind_training() -> None:
     out = simulated(1, layout())
     assert out.step_s == pytest.approx(16 * 20 * 0.001 + 0.5 + 0.25)
     assert out.trainer_idle == pytest.approx(0.0, abs=1e-9) and out.staleness_mean == 1.0
+
+
+def test_engines_have_work_until_the_end_of_what_is_measured_and_not_until_that_of_a_run() -> None:
+    settings = QueueSettings(steps=20, batch_groups=4, group_size=4, max_staleness=3)
+    generate, train = 4 * 10 * 0.014, 1.4
+    costs = msgspec.structs.replace(COSTS, train_token_s=train / 320, sync_s=0.0, other_s=0.0)
+    middle, whole = (Simulation(settings, layout(max_batch=4), costs, SAME).run(4, n) for n in (8, None))
+    assert middle.step_s == pytest.approx(train) == whole.step_s
+    assert middle.engine_idle == pytest.approx(1 - generate / train)
+    assert whole.engine_idle > middle.engine_idle + 0.1
+
+
+@pytest.mark.parametrize("rows", [16, 4096, 1 << 20])
+def test_measured_steps_are_whole_cycles_of_the_bound(rows: int) -> None:
+    for bound in (0, 1, 2, 3, 7):
+        warm, measured = steps_to_simulate(rows, bound)
+        assert warm > bound and measured % (bound + 1) == 0
+        assert FEWEST_STEPS <= measured <= STEPS + bound
 
 
 def test_twice_the_ranks_train_in_half_the_time() -> None:
@@ -198,12 +234,12 @@ def test_what_a_fit_rests_on_is_said_with_what_would_make_it_better() -> None:
     assert "queue.max_staleness=0 and agent.concurrency=16" in fit_note(fit, worse)
 
 
-def test_each_row_is_announced_before_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_row_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"]
     assert plan_devices("calculator", small, 1, None, [], None) == 0
     out, errors = capsys.readouterr()
     assert errors.splitlines() == [
-        "simulating 1 of 2: colocated on 1 devices, bound 0",
-        "simulating 2 of 2: colocated on 1 devices, bound 1",
+        "simulated 1 of 2: colocated on 1 devices, bound 0",
+        "simulated 2 of 2: colocated on 1 devices, bound 1",
     ]
     assert out.startswith("costs assumed")
