@@ -38,7 +38,7 @@ def published() -> Iterator[Line]:
     for table in tables():
         print(f"{table.source}: {table.model} on {table.device.name}")
         for p in predict(table):
-            yield shown(p.run, p.step_s, p.published_step_s, p.own_error) | {"source": table.source}
+            yield shown(p.run, p.step_s, p.published_step_s, None) | {"source": table.source}
 
 
 def local(runs: Path, preset: str, names: list[str]) -> Iterator[Line]:

@@ -1,12 +1,20 @@
-"""The planner against runs that others have published, of which none that is predicted gives a cost.
+"""The planner against runs that others have published.
 
-A table without the lengths of answers has the times of phases: its first run, a colocated one on-policy, is taken as
-measured. The median length is the one with which the simulated generation takes as long as the published one, and the
-rest of the published phases gives the cost of training. The engine's costs are those of ``costs.assumed`` for the
-device. A table with the lengths is predicted from the device's data sheet alone, as ``rl-async plan`` without a run.
+Rows that calibrate give costs and are not predicted; no cost comes from a row that is predicted.
+
+- Of one table, the generation times of two runs give what an iteration of an engine takes for each layer
+  besides reading memory: all tables have the same engine, vLLM. It decides how long the longest answers take, whatever
+  the number of engines.
+- Of each table without the lengths of answers, a colocated run gives the median length, with which the simulated
+  generation takes as long as the published one, and the cost of training a token.
+- Where the disaggregated runs train in another way, one of them gives their cost of training.
+
+A table with the lengths is predicted from the device's data sheet. Settings that tables do not give (tensor parallelism,
+mini-batches, answers to a prompt, the engine's share of memory) are those of the scripts that come with them.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -20,27 +28,50 @@ from rl_async.transfer_queue.policy.admission import QueueSettings
 TABLES = Path(__file__).parent / "published.json"
 SPREAD = 0.7  # of the logarithm of lengths, as in ``costs.assumed_episodes``
 SHORTEST = 0.01  # median lengths that are tried, in longest ones
+LATENCIES_S = 0.0, 0.001  # of a layer, that are tried
 DECODED = 1024  # sequences at once per engine, verl's default (verl/trainer/config/rollout/rollout.yaml, max_num_seqs)
-STEPS, WARM = 4, 1
-HALVINGS = 7
+WARM, MEASURED = 2, 4
+HALVINGS = 8
+DRAWS = 200  # of mini-batches
 
 
 class PublishedDevice(msgspec.Struct, forbid_unknown_fields=True):
-    """A device's data sheet: dense bfloat16, and memory bandwidth."""
+    """A device's data sheet: dense bfloat16, memory bandwidth and memory."""
 
     name: str
     tflops: float
     bandwidth_gb_s: float
+    memory_gb: float
 
 
 class Measured(msgspec.Struct, forbid_unknown_fields=True):
-    """The run of a table that costs are taken from: seconds of a step, and of its phases."""
+    """The colocated run of a table that calibrates: seconds of a step and of its phases.
 
-    gpus: int
+    The phases are means over the steps of which one takes ``phases_of_s``, if that is not ``step_s``, and are taken to
+    be the same shares of both.
+    """
+
+    ranks: int
     step_s: float
     generate_s: float
-    train_s: float  # all that the trainer computes
-    logprob_s: float = 0.0  # the part of it in which log-probabilities are computed again before the update
+    update_s: float
+    logprob_s: float  # in which log-probabilities are computed again before the update
+    phases_of_s: float | None = None
+
+    def scaled(self) -> "Measured":
+        """The same with the phases of ``step_s``."""
+        scale = self.step_s / (self.phases_of_s or self.step_s)
+        phases = {name: getattr(self, name) * scale for name in ("generate_s", "update_s", "logprob_s")}
+        return msgspec.structs.replace(self, **phases, phases_of_s=None)
+
+
+class Decoded(msgspec.Struct, forbid_unknown_fields=True):
+    """Another run with the measured one's lengths: seconds in which its engines generate a batch."""
+
+    engines: int
+    tensor_parallel: int
+    group_size: int
+    generate_s: float
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,9 +82,9 @@ class Run(msgspec.Struct, forbid_unknown_fields=True):
     ranks: int
     bound: int
     step_s: float
-    train_s: float | None = None  # all that its trainer computes; only for the second prediction
     recomputes: bool = True  # whether the trainer computes log-probabilities again before the update
-    tensor_parallel: int = 1  # devices of an engine
+    passes: bool = False  # whether a batch takes what is ready first, and stragglers get as old as it needs
+    group_size: int | None = None  # if it is not the table's
     sampled: float | None = None  # mean tokens of an answer
 
 
@@ -61,15 +92,24 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
     """One published table: ``kv_per_token`` in numbers; ``groups`` of a step."""
 
     source: str
+    settings: str  # where those come from that the table does not give
     model: str
+    layers: int
+    attention_width: int  # of the queries of all heads
     parameters: int
     kv_per_token: int
     device: PublishedDevice
     groups: int
     group_size: int
     max_tokens: int
-    measured: Measured | None
+    tensor_parallel: int  # devices of an engine
+    training_parallel: int  # ranks that share a sequence or a model, so that they are one data-parallel rank
+    memory_share: float  # of a device's memory that is the engine's
+    mini_rows: int  # of a mini-batch of the trainer
     predicted: list[Run]
+    measured: Measured | None = None
+    decoded: Decoded | None = None
+    apart: Run | None = None  # the disaggregated run that calibrates their training
     forwards: int = 1  # passes without gradients over the tokens of a step: policy, and reference
 
 
@@ -79,7 +119,6 @@ class Prediction(msgspec.Struct):
     source: str
     run: str
     step_s: float
-    own_step_s: float | None  # with the training time of the run itself, which tells errors of the two sides apart
     published_step_s: float
     trainer_idle: float
     engine_idle: float
@@ -88,11 +127,6 @@ class Prediction(msgspec.Struct):
     def error(self) -> float:
         """Of the predicted step, relative to the published one."""
         return self.step_s / self.published_step_s - 1
-
-    @property
-    def own_error(self) -> float | None:
-        """Of the step predicted with the run's own training time, if that is published."""
-        return None if self.own_step_s is None else self.own_step_s / self.published_step_s - 1
 
 
 def tables() -> list[Table]:
@@ -106,53 +140,74 @@ def lengths(table: Table, median: float) -> list[EpisodeShape]:
     return [EpisodeShape(int(n) + 128, max(1, int(n)), 1, 0.0) for n in np.minimum(draws, table.max_tokens)]
 
 
-def sheet_costs(table: Table, episodes: Sequence[EpisodeShape], tensor_parallel: int = 1) -> Costs:
-    """What the device's data sheet says, with engines of so many devices."""
-    mean = sum(episode.tokens for episode in episodes) / len(episodes)
-    device = Device(tflops=table.device.tflops, bandwidth_gb_s=table.device.bandwidth_gb_s * tensor_parallel)
+def mean_tokens(episodes: Sequence[EpisodeShape]) -> float:
+    return sum(episode.tokens for episode in episodes) / len(episodes)
+
+
+def held_tokens(episodes: Sequence[EpisodeShape]) -> int:
+    """How long a sequence is while it decodes, a mean over running ones: long answers run for longer."""
+    return int(sum(e.tokens**2 for e in episodes) / sum(2 * e.tokens for e in episodes))
+
+
+def sheet_costs(table: Table, episodes: Sequence[EpisodeShape], latency_s: float) -> Costs:
+    """What the device's data sheet says, and the ``latency_s`` of a layer in each iteration.
+
+    Attention costs a forward pass 4 operations for each number of a query and each token before it.
+    """
+    bandwidth = table.device.bandwidth_gb_s * table.tensor_parallel
     size = ModelSize(parameters=table.parameters, kv_per_token=table.kv_per_token)
-    costs = assumed(size, device, int(mean / 2))
-    operations = 6 + 2 * table.forwards  # per parameter; ``assumed`` counts 8
-    return msgspec.structs.replace(costs, train_token_s=costs.train_token_s * operations / 8)
-
-
-def costs_of(table: Table, run: Measured, episodes: Sequence[EpisodeShape]) -> Costs:
-    """Of the device, with the training of the measured run: ``rest`` of its step is what no phase accounts for."""
-    mean = sum(episode.tokens for episode in episodes) / len(episodes)
+    device = Device(tflops=table.device.tflops, bandwidth_gb_s=bandwidth)
+    costs = assumed(size, device, held_tokens(episodes))
+    passes = 3 + table.forwards  # a backward pass costs two forward ones; ``assumed`` counts 4
+    attention = 4 * held_tokens(episodes) * table.attention_width * table.layers / (2 * table.parameters)
     return msgspec.structs.replace(
-        sheet_costs(table, episodes),
-        train_token_s=run.train_s * run.gpus / (mean * table.groups * table.group_size),
-        sync_s=0.0,
-        other_s=max(0.0, run.step_s - run.generate_s - run.train_s),
+        costs,
+        iteration_base_s=costs.iteration_base_s + latency_s * table.layers,
+        train_token_s=costs.train_token_s * passes / 4 * (1 + attention),
     )
 
 
+def imbalance(table: Table, episodes: Sequence[EpisodeShape], ranks: int) -> float:
+    """How much longer a mini-batch takes than its tokens divided by the ranks: it ends with the rank that has most."""
+    replicas = max(1, ranks // table.training_parallel)
+    rows = max(1, round(table.mini_rows / replicas))
+    tokens = np.array([episode.tokens for episode in episodes])
+    sums = np.random.default_rng(0).choice(tokens, (DRAWS, replicas, rows)).sum(axis=2)  # [DRAWS, replicas]
+    return float(sums.max(axis=1).mean() / sums.mean())
+
+
 def simulated(
-    table: Table, split: DeviceSplit, bound: int, episodes: Sequence[EpisodeShape], costs: Costs
+    table: Table, run: Run, episodes: Sequence[EpisodeShape], costs: Costs, *, measured: int = MEASURED
 ) -> SimulationResult:
-    """The run of this split."""
+    """The run with these lengths and costs, and workers enough for every sequence that fits into the cache."""
+    colocated = run.name == "colocated"
     settings = QueueSettings(
-        steps=STEPS,
+        steps=WARM + measured + run.bound + 1,
         batch_groups=table.groups,
-        group_size=table.group_size,
-        max_staleness=bound,
+        group_size=run.group_size or table.group_size,
+        max_staleness=run.bound,
+        on_straggler="mask" if run.passes else "wait",
         max_bytes=1 << 50,
         lease_s=1e9,
         max_lease_s=1e9,
     )
-    return Simulation(settings, split, costs, episodes).run(WARM)
+    room = table.device.memory_gb * 1e9 * table.memory_share * table.tensor_parallel - 2 * table.parameters
+    fitting = int(room / (2 * table.kv_per_token * held_tokens(episodes)))
+    layout = DeviceSplit(
+        engines=run.engines,
+        ranks=run.ranks,
+        colocated=colocated,
+        max_batch=max(1, min(DECODED, fitting)),
+        concurrency=1 << 20,
+    )
+    return Simulation(settings, layout, costs, episodes).run(WARM, measured)
 
 
-def split(engines: int, ranks: int, *, colocated: bool) -> DeviceSplit:
-    """So many devices, with workers enough for every sequence."""
-    return DeviceSplit(engines=engines, ranks=ranks, colocated=colocated, max_batch=DECODED, concurrency=1 << 20)
-
-
-def generation_s(table: Table, run: Measured, median: float) -> float:
-    """Seconds that the measured run generates for, were its answers of this median length."""
+def generation_s(table: Table, run: Run, median: float, latency_s: float) -> float:
+    """Seconds in which the engines of a run generate a batch, were its answers of this median length."""
     episodes = lengths(table, median)
-    layout = split(run.gpus, run.gpus, colocated=True)
-    result = simulated(table, layout, 0, episodes, costs_of(table, run, episodes))
+    costs = msgspec.structs.replace(sheet_costs(table, episodes, latency_s), sync_s=0.0, other_s=0.0)
+    result = simulated(table, msgspec.structs.replace(run, bound=0), episodes, costs, measured=2)
     return result.step_s * result.trainer_idle
 
 
@@ -164,29 +219,70 @@ def bisect(function: Callable[[float], float], low: float, high: float, wanted: 
     return (low + high) / 2
 
 
+def colocated(table: Table, ranks: int) -> Run:
+    """An on-policy run on so many devices."""
+    return Run(name="colocated", engines=ranks // table.tensor_parallel, ranks=ranks, bound=0, step_s=0.0)
+
+
+def median_length(table: Table, run: Measured, latency_s: float) -> float:
+    """The median with which the simulated generation takes as long as the measured one."""
+    longest, layout = table.max_tokens, colocated(table, run.ranks)
+    return bisect(
+        lambda n: generation_s(table, layout, n, latency_s), SHORTEST * longest, longest, run.scaled().generate_s
+    )
+
+
+@cache
+def engine_latency() -> float:
+    """Seconds of a layer in an iteration besides reading memory, with which two runs of one table generate as long as they did."""
+    (table,) = (table for table in tables() if table.decoded is not None)
+    assert table.measured is not None and table.decoded is not None
+    measured, other = table.measured, table.decoded
+    fewer = msgspec.structs.replace(table, tensor_parallel=other.tensor_parallel, group_size=other.group_size)
+    layout = Run(name="colocated", engines=other.engines, ranks=1, bound=0, step_s=0.0)
+
+    def shortened(latency_s: float) -> float:  # the more of the time is latency, the fewer tokens explain the rest
+        return -generation_s(fewer, layout, median_length(table, measured, latency_s), latency_s)
+
+    return bisect(shortened, *LATENCIES_S, -other.generate_s)
+
+
 def predict(table: Table) -> list[Prediction]:
     """The runs that are predicted."""
+    latency_s = engine_latency()
     if table.measured is None:
-        return [from_sheet(table, run) for run in table.predicted]
-    longest, measured = table.max_tokens, table.measured
-    median = bisect(lambda n: generation_s(table, measured, n), SHORTEST * longest, longest, measured.generate_s)
-    episodes = lengths(table, median)
-    return [from_measured(table, measured, run, episodes) for run in table.predicted]
+        return [from_sheet(table, run, latency_s) for run in table.predicted]
+    measured = table.measured.scaled()
+    episodes = lengths(table, median_length(table, measured, latency_s))
+    costs = msgspec.structs.replace(
+        sheet_costs(table, episodes, latency_s),
+        sync_s=0.0,
+        other_s=max(0.0, measured.step_s - measured.generate_s - measured.update_s - measured.logprob_s),
+    )
+    token_s = measured.ranks / (mean_tokens(episodes) * table.groups * table.group_size)
+    update_s = measured.update_s * token_s / imbalance(table, episodes, measured.ranks)
+    again_s = measured.logprob_s * token_s
+    apart_s = update_s if table.apart is None else training_apart(table, table.apart, episodes, costs)
+
+    def trained(run: Run) -> Costs:
+        each = update_s if run.name == "colocated" else apart_s
+        cost = each * imbalance(table, episodes, run.ranks) + again_s * run.recomputes
+        return msgspec.structs.replace(costs, train_token_s=cost)
+
+    return [predicted(table, run, episodes, trained(run)) for run in table.predicted]
 
 
-def from_measured(table: Table, measured: Measured, run: Run, episodes: Sequence[EpisodeShape]) -> Prediction:
-    """A run predicted from the measured one."""
-    costs = costs_of(table, measured, episodes)
-    share = 1.0 if run.recomputes else 1 - measured.logprob_s / measured.train_s
-    own = None
-    if run.train_s is not None:
-        slower = run.train_s * run.ranks / (measured.train_s * measured.gpus)
-        own = msgspec.structs.replace(costs, train_token_s=costs.train_token_s * slower)
-    costs = msgspec.structs.replace(costs, train_token_s=costs.train_token_s * share)
-    return predicted(table, run, episodes, costs, own)
+def training_apart(table: Table, run: Run, episodes: Sequence[EpisodeShape], costs: Costs) -> float:
+    """Seconds of a balanced rank for a token, with which a disaggregated run's step takes as long as published."""
+
+    def step_s(token_s: float) -> float:
+        return simulated(table, run, episodes, msgspec.structs.replace(costs, train_token_s=token_s)).step_s
+
+    most = run.step_s * run.ranks / (mean_tokens(episodes) * table.groups * (run.group_size or table.group_size))
+    return bisect(step_s, 0.0, most, run.step_s) / imbalance(table, episodes, run.ranks)
 
 
-def from_sheet(table: Table, run: Run) -> Prediction:
+def from_sheet(table: Table, run: Run, latency_s: float) -> Prediction:
     """A run predicted from the device's data sheet and the mean length of its answers."""
     wanted, longest = run.sampled or 0.0, table.max_tokens
 
@@ -194,23 +290,21 @@ def from_sheet(table: Table, run: Run) -> Prediction:
         return float(np.mean([episode.sampled for episode in lengths(table, median)]))
 
     episodes = lengths(table, bisect(mean, SHORTEST * longest, longest, wanted))
-    return predicted(table, run, episodes, sheet_costs(table, episodes, run.tensor_parallel), None)
+    costs = sheet_costs(table, episodes, latency_s)
+    slower = costs.train_token_s * imbalance(table, episodes, run.ranks)
+    return predicted(table, run, episodes, msgspec.structs.replace(costs, train_token_s=slower))
 
 
-def predicted(
-    table: Table, run: Run, episodes: Sequence[EpisodeShape], costs: Costs, own_costs: Costs | None
-) -> Prediction:
-    """The run simulated with these costs, and with its ``own_costs`` if they are known."""
-    colocated = run.name != "disaggregated"
-    layout = split(run.engines, run.ranks, colocated=colocated)
-    result = simulated(table, layout, run.bound, episodes, costs)
-    own = None if own_costs is None else simulated(table, layout, run.bound, episodes, own_costs).step_s
-    devices = f"{run.ranks} in turns" if colocated else f"{run.ranks} : {run.engines * run.tensor_parallel}"
+def predicted(table: Table, run: Run, episodes: Sequence[EpisodeShape], costs: Costs) -> Prediction:
+    """The run simulated with these costs."""
+    result = simulated(table, run, episodes, costs)
+    devices = f"{run.ranks} : {run.engines * table.tensor_parallel}"
+    if run.name == "colocated":
+        devices = f"{run.ranks} in turns"
     return Prediction(
         source=table.source,
         run=f"{run.name}, {devices}, bound {run.bound}",
         step_s=result.step_s,
-        own_step_s=own,
         published_step_s=run.step_s,
         trainer_idle=result.trainer_idle,
         engine_idle=result.engine_idle,

@@ -13,6 +13,8 @@ from rl_async.launcher.capacity.costs import Costs
 
 _TOKEN_ROUNDING = 1e-6  # a sequence that lacks this little of its last token has ended
 
+_Running = tuple[float, int, Callable[[], None]]  # where its tokens end, its turn among equals, what follows
+
 
 class SimulatedClock:
     """A clock that jumps from one scheduled action to the next."""
@@ -50,7 +52,7 @@ class SimulatedEngine:
         """``left`` is called when sequences have ended, before their own actions."""
         self._clock, self._max_batch, self._left = clock, max_batch, left
         self._base_s, self._sequence_s = costs.iteration_base_s, costs.iteration_sequence_s
-        self._running: list[tuple[float, int, Callable[[], None]]] = []
+        self._running: list[_Running] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._tokens, self._since, self._added = 0.0, 0.0, 0
         self._due = math.inf  # of the scheduled action that is in force
@@ -69,8 +71,8 @@ class SimulatedEngine:
         self.load += 1
         if len(self._running) < self._max_batch:
             self._advance()
-            self._start(tokens, done)
-            self._schedule()
+            if self._start(tokens, done) is self._running[0]:
+                self._schedule()  # else the first one ends later than scheduled, not earlier
         else:
             self._waiting.append((tokens, done))
 
@@ -80,12 +82,16 @@ class SimulatedEngine:
         self.paused = on
         self._schedule()
 
-    def _start(self, tokens: int, done: Callable[[], None]) -> None:
+    def _start(self, tokens: int, done: Callable[[], None]) -> _Running:
         self._added += 1
-        heapq.heappush(self._running, (self._tokens + tokens, self._added, done))
+        started = (self._tokens + tokens, self._added, done)
+        heapq.heappush(self._running, started)
+        return started
 
     def _advance(self) -> None:
         now = self._clock.now
+        if now == self._since:
+            return
         if self._running and not self.paused:
             passed = now - self._since
             self._tokens += passed / (self._base_s + self._sequence_s * len(self._running))

@@ -30,8 +30,8 @@ from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_byte
 from rl_async.launcher.plan.threads import cores
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
-STEPS, FEWEST_STEPS = 24, 4  # measured per row of the table
-WARM = 2  # steps before these, at least
+STEPS, FEWEST_STEPS = 24, 2  # measured per row of the table
+WARM = 2  # first steps of recorded runs, which are left out
 ROWS = 200_000  # of the measured steps together, beyond which fewer will do: means over large batches vary less
 PARALLEL = 64  # devices from which on it is worth starting processes
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
@@ -158,14 +158,14 @@ def _simulate_candidate(
 
 
 def steps_to_simulate(rows: int, bound: int) -> tuple[int, int]:
-    """Steps before those that are measured, and measured ones, for so many ``rows`` in a batch.
+    """Return the steps before those that are measured, and the measured ones, for so many ``rows`` in a batch.
 
     Where engines wait for the longest answers, bound + 1 batches are generated together, so that step lengths repeat
     after bound + 1 steps; a mean over other numbers of steps would depend on which of them it has twice.
     """
     cycle = bound + 1
     wanted = max(FEWEST_STEPS, min(STEPS, ROWS // rows))
-    return max(WARM, cycle), -(-wanted // cycle) * cycle
+    return cycle, -(-wanted // cycle) * cycle
 
 
 def simulate(

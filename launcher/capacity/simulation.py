@@ -160,8 +160,12 @@ class Simulation:
 
     def _begin(self, group: "_Group") -> None:
         """Decode the first turns of a group, whose prompts have been read."""
+        ended = partial(self._ended, group)  # one for all, since these are most of a simulation's work
         for episode in group.episodes:
-            self._decode(group, episode, 0)
+            if episode.turns == 1 and not episode.outside_s:
+                self._engines.add(max(1, episode.sampled), ended)
+            else:
+                self._decode(group, episode, 0)
 
     def _decode(self, group: "_Group", episode: EpisodeShape, turn: int) -> None:
         tokens = episode.sampled // episode.turns + (turn < episode.sampled % episode.turns)
