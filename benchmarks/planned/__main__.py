@@ -3,9 +3,9 @@
     python -m benchmarks.planned [--json FILE]                      published runs of other systems
     python -m benchmarks.planned --runs FOLDER [--json FILE]        ten runs of a preset on this machine
 
-Of a published table (``published.json``, with the address of each) one run gives the costs and the others are predicted
-from it, or all are predicted from the device's data sheet if the lengths of answers are published. The errors are those
-of the seconds of a step, and of the same predicted with the time that the run's own trainer computed. Goal: 15 %.
+Some rows of the published tables (``published.json``, with their addresses) give costs, and the others are predicted
+from them; ``published.py`` says which. The errors are those of the seconds of a step, and for runs here also those of
+the same predicted with the time that the run's own trainer computed. Goal: 15 %.
 
 Runs here stay in FOLDER and are used again; measure them on an idle machine. Eleven of some 15 steps take about a
 quarter of an hour on two cores. The file is written after each, so that an interrupted run leaves what it has found.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planned import here
-from benchmarks.planned.published import predict, tables
+from benchmarks.planned.published import engine_latency, predict, tables
 
 GOAL = 0.15
 Line = dict[str, Any]
@@ -35,9 +35,12 @@ def shown(run: str, step_s: float, recorded_s: float, own_error: float | None) -
 
 def published() -> Iterator[Line]:
     """The runs of others."""
+    (fitted,) = (table for table in tables() if table.decoded is not None)
+    latency_s = engine_latency(fitted)
+    print(f"an iteration takes {latency_s * 1e6:.0f} us for each layer besides reading memory: {fitted.source}")
     for table in tables():
         print(f"{table.source}: {table.model} on {table.device.name}")
-        for p in predict(table):
+        for p in predict(table, latency_s):
             yield shown(p.run, p.step_s, p.published_step_s, None) | {"source": table.source}
 
 

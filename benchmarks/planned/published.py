@@ -9,12 +9,12 @@ Rows that calibrate give costs and are not predicted; no cost comes from a row t
   generation takes as long as the published one, and the cost of training a token.
 - Where the disaggregated runs train in another way, one of them gives their cost of training.
 
-A table with the lengths is predicted from the device's data sheet. Settings that tables do not give (tensor parallelism,
-mini-batches, answers to a prompt, the engine's share of memory) are those of the scripts that come with them.
+A table with the lengths is predicted from the device's data sheet. Settings that tables do not give (tensor
+parallelism, mini-batches, answers to a prompt, the engine's share of memory) are those of the scripts that come with
+them.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ SPREAD = 0.7  # of the logarithm of lengths, as in ``costs.assumed_episodes``
 SHORTEST = 0.01  # median lengths that are tried, in longest ones
 LATENCIES_S = 0.0, 0.001  # of a layer, that are tried
 DECODED = 1024  # sequences at once per engine, verl's default (verl/trainer/config/rollout/rollout.yaml, max_num_seqs)
-WARM, MEASURED = 2, 4
+WARM, MEASURED = 2, 8
 HALVINGS = 8
 DRAWS = 200  # of mini-batches
 
@@ -177,12 +177,18 @@ def imbalance(table: Table, episodes: Sequence[EpisodeShape], ranks: int) -> flo
 
 
 def simulated(
-    table: Table, run: Run, episodes: Sequence[EpisodeShape], costs: Costs, *, measured: int = MEASURED
+    table: Table,
+    run: Run,
+    episodes: Sequence[EpisodeShape],
+    costs: Costs,
+    *,
+    warm: int = WARM,
+    measured: int = MEASURED,
 ) -> SimulationResult:
     """The run with these lengths and costs, and workers enough for every sequence that fits into the cache."""
     colocated = run.name == "colocated"
     settings = QueueSettings(
-        steps=WARM + measured + run.bound + 1,
+        steps=warm + measured + run.bound + 1,
         batch_groups=table.groups,
         group_size=run.group_size or table.group_size,
         max_staleness=run.bound,
@@ -200,14 +206,14 @@ def simulated(
         max_batch=max(1, min(DECODED, fitting)),
         concurrency=1 << 20,
     )
-    return Simulation(settings, layout, costs, episodes).run(WARM, measured)
+    return Simulation(settings, layout, costs, episodes).run(warm, measured)
 
 
 def generation_s(table: Table, run: Run, median: float, latency_s: float) -> float:
     """Seconds in which the engines of a run generate a batch, were its answers of this median length."""
     episodes = lengths(table, median)
     costs = msgspec.structs.replace(sheet_costs(table, episodes, latency_s), sync_s=0.0, other_s=0.0)
-    result = simulated(table, msgspec.structs.replace(run, bound=0), episodes, costs, measured=2)
+    result = simulated(table, msgspec.structs.replace(run, bound=0), episodes, costs, warm=1)
     return result.step_s * result.trainer_idle
 
 
@@ -232,10 +238,8 @@ def median_length(table: Table, run: Measured, latency_s: float) -> float:
     )
 
 
-@cache
-def engine_latency() -> float:
-    """Seconds of a layer in an iteration besides reading memory, with which two runs of one table generate as long as they did."""
-    (table,) = (table for table in tables() if table.decoded is not None)
+def engine_latency(table: Table) -> float:
+    """Seconds of a layer in an iteration besides reading memory, with which two runs generate as long as they did."""
     assert table.measured is not None and table.decoded is not None
     measured, other = table.measured, table.decoded
     fewer = msgspec.structs.replace(table, tensor_parallel=other.tensor_parallel, group_size=other.group_size)
@@ -247,9 +251,8 @@ def engine_latency() -> float:
     return bisect(shortened, *LATENCIES_S, -other.generate_s)
 
 
-def predict(table: Table) -> list[Prediction]:
-    """The runs that are predicted."""
-    latency_s = engine_latency()
+def predict(table: Table, latency_s: float) -> list[Prediction]:
+    """The runs that are predicted, with this latency of a layer."""
     if table.measured is None:
         return [from_sheet(table, run, latency_s) for run in table.predicted]
     measured = table.measured.scaled()

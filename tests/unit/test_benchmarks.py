@@ -14,13 +14,28 @@ import pytest
 from benchmarks import __main__ as every
 from benchmarks import whole_steps
 from benchmarks.algorithms import batch, loss_work
-from benchmarks.planned.published import HALVINGS, bisect, predict, tables
+from benchmarks.planned.published import (
+    HALVINGS,
+    Decoded,
+    Measured,
+    Run,
+    Table,
+    bisect,
+    colocated,
+    engine_latency,
+    generation_s,
+    imbalance,
+    median_length,
+    predict,
+    tables,
+)
 from benchmarks.processes.telemetry_peers import scraped
 from benchmarks.processes.whole_run import Arm, TrlRun
 from benchmarks.real.steps import MODES, SHAPES, lengthened, overrides_of, sums
 from benchmarks.real.time_to_reward import Step, first_above
 from benchmarks.runbook import ITEMS
 from rl_async.configs.load.loader import load_config
+from rl_async.launcher.capacity.costs import EpisodeShape
 from rl_async.launcher.plan.planning import plan
 from rl_async.process.http_auth import make_tokens
 from rl_async.telemetry.targets import Target, write_targets
@@ -216,25 +231,76 @@ def test_runs_of_the_runbook_fit_on_eight_gpus(tmp_path: Path) -> None:
         assert {*used} - {"cpu"} <= {str(gpu) for gpu in range(8)}, command
 
 
-def test_published_tables_are_whole() -> None:
+def test_published_tables_are_whole_and_predict_no_run_that_calibrates() -> None:
+    assert sum(table.decoded is not None for table in tables()) == 1
     for table in tables():
-        assert table.source.startswith("https://") and table.predicted
+        assert table.source.startswith("https://") and (table.predicted or table.decoded)
+        calibrating = [] if table.apart is None else [(table.apart.name, table.apart.ranks)]
         if (run := table.measured) is not None:
-            assert run.generate_s + run.train_s <= 1.1 * run.step_s, "the phases of a colocated step follow one another"
-            assert run.logprob_s < run.train_s
+            phases = run.generate_s + run.update_s + run.logprob_s
+            assert phases <= 1.01 * (run.phases_of_s or run.step_s), "the phases of a colocated step follow one another"
+            calibrating.append(("colocated", run.ranks))
         else:
             assert all(0 < (each.sampled or 0) < table.max_tokens for each in table.predicted)
-        assert all(each.step_s > 0 and each.ranks > 0 for each in table.predicted)
+        assert not {(each.name, each.ranks) for each in table.predicted} & {*calibrating}
+        assert all(each.step_s > 0 and each.ranks % table.training_parallel == 0 for each in table.predicted)
+
+
+def published(model: str, **changes: Any) -> Table:
+    """A table with a small batch."""
+    table = next(table for table in tables() if table.model.startswith(model))
+    return msgspec.structs.replace(table, groups=8, **changes)
 
 
 def test_a_run_whose_answers_have_known_lengths_is_predicted_from_the_data_sheet() -> None:
-    (table,) = (table for table in tables() if table.model.startswith("Llama"))
+    table = published("Llama")
     run = table.predicted[0]
     runs = [msgspec.structs.replace(run, sampled=sampled) for sampled in (200, 1000)]
-    short, long = predict(msgspec.structs.replace(table, groups=8, predicted=runs))
-    assert short.own_error is None and long.step_s > 2 * short.step_s
-    costly = msgspec.structs.replace(table, groups=8, predicted=runs[:1], forwards=200)
-    assert predict(costly)[0].step_s > 1.2 * short.step_s
+    short, long = predict(msgspec.structs.replace(table, predicted=runs), 1e-4)
+    assert long.step_s > 2 * short.step_s
+    costly = msgspec.structs.replace(table, predicted=runs[:1], forwards=200)
+    assert predict(costly, 1e-4)[0].step_s > 1.2 * short.step_s
+    assert predict(msgspec.structs.replace(table, predicted=runs[:1]), 5e-4)[0].step_s > 1.2 * short.step_s
+
+
+def test_calibration_finds_the_latency_and_the_length_that_made_the_times() -> None:
+    table = msgspec.structs.replace(published("Qwen2.5", max_tokens=4000), groups=12)
+    latency, median = 2e-4, 600.0
+    measured = Measured(ranks=16, step_s=1e4, generate_s=0.0, update_s=1.0, logprob_s=0.0)
+    generate_s = generation_s(table, colocated(table, measured.ranks), median, latency)
+    fewer = msgspec.structs.replace(table, tensor_parallel=1, group_size=12)
+    alone = Run(name="colocated", engines=1, ranks=1, bound=0, step_s=0.0)
+    seconds = generation_s(fewer, alone, median, latency)
+    decoded = Decoded(engines=1, tensor_parallel=1, group_size=12, generate_s=seconds)
+    measured = msgspec.structs.replace(measured, generate_s=generate_s)
+    table = msgspec.structs.replace(table, measured=measured, decoded=decoded)
+    found = engine_latency(table)
+    assert found == pytest.approx(latency, rel=0.15)
+    assert median_length(table, measured, found) == pytest.approx(median, rel=0.15)
+
+
+def test_a_disaggregated_run_gives_the_cost_with_which_its_own_step_is_as_long() -> None:
+    table = published("Qwen2.5")
+    assert table.measured is not None and table.apart is not None
+    generate_s = generation_s(table, colocated(table, table.measured.ranks), 2000.0, 1e-4)
+    measured = msgspec.structs.replace(table.measured, generate_s=generate_s, phases_of_s=None)
+    table = msgspec.structs.replace(table, measured=measured, predicted=[table.apart])
+    assert predict(table, 1e-4)[0].error == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_mini_batch_ends_with_the_rank_that_has_most_tokens() -> None:
+    table = published("Llama")
+    same, mixed = ([EpisodeShape(n, n, 1, 0.0) for n in tokens] for tokens in ((100, 100), (10, 190)))
+    assert imbalance(table, same, 16) == 1.0 and imbalance(table, mixed, 2) == 1.0
+    few, many = (imbalance(table, mixed, ranks) for ranks in (16, 128))
+    assert 1.0 < few < many
+    together = msgspec.structs.replace(table, training_parallel=16)
+    assert imbalance(together, mixed, 128) == few
+
+
+def test_phases_of_other_steps_are_taken_to_have_the_same_shares() -> None:
+    run = Measured(ranks=1, step_s=50.0, generate_s=40.0, update_s=30.0, logprob_s=10.0, phases_of_s=100.0).scaled()
+    assert (run.generate_s, run.update_s, run.logprob_s, run.step_s) == (20.0, 15.0, 5.0, 50.0)
 
 
 def test_a_length_is_found_with_which_the_generation_takes_as_long() -> None:
