@@ -7,6 +7,7 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
+from rl_async.launcher.capacity import planner
 from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure
 from rl_async.launcher.capacity.engines import Pool, SimulatedClock, SimulatedEngine
 from rl_async.launcher.capacity.planner import (
@@ -19,6 +20,7 @@ from rl_async.launcher.capacity.planner import (
     memory,
     plan_devices,
     simulate,
+    simulate_all,
     steps_to_simulate,
     table,
 )
@@ -243,3 +245,11 @@ def test_each_row_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
         "simulated 2 of 2: colocated on 1 devices, bound 1",
     ]
     assert out.startswith("costs assumed")
+
+
+def test_processes_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("calculator", ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"])
+    alone = list(simulate_all(config, 2, COSTS, MIXED))
+    monkeypatch.setattr(planner, "PARALLEL", 1)
+    monkeypatch.setattr(planner, "cores", lambda: 2.0)
+    assert list(simulate_all(config, 2, COSTS, MIXED)) == alone and len(alone) == 4
