@@ -46,8 +46,7 @@ from rl_async.transfer_queue.state.transitions import Feed
 ROWS = 8  # of a group
 WINDOW = 64  # messages that a raw socket buffers at most
 BATCH = 32  # groups per step of the queue
-LEASED = WINDOW  # groups that the queue's producer works on at once
-AT_ONCE = 16  # of them in one lease
+LEASED = 32  # groups that the queue's producer works on at once
 TOKENS = 1536  # of a row, on the average
 LONG_TOKENS = 32_768  # of a long row
 DIFFERENT = 64  # groups whose rows have lengths of their own; then these lengths come again
@@ -241,29 +240,28 @@ async def _produce(address: str, groups: int, rate: float, keys: ClientKeys | No
     """
     wait_s = 10.0 if math.isinf(rate) else 0.0
     left, began, waits = groups, time.perf_counter(), list[float]()
-    places = asyncio.Semaphore(LEASED)
+    working: set[asyncio.Task[None]] = set()
 
     async def play(client: QueueClient, group: LeasedGroup) -> None:
         n = sizes[group.group_id % len(sizes)]
         await asyncio.gather(*(client.put(row(group, s, int(n[s]))) for s in group.samples))
-        places.release()
 
-    async with QueueClient(address, role="agent", name="producer", keys=keys) as client, asyncio.TaskGroup() as playing:
+    async with QueueClient(address, role="agent", name="producer", keys=keys) as client:
         ready()
         while left:
             await asyncio.sleep((groups - left) / rate - (time.perf_counter() - began))
-            async with places:  # at least one
-                pass
             asked = time.perf_counter()
-            leased = await client.lease(min(left, AT_ONCE, places._value), wait_s=wait_s)
+            leased = await client.lease(min(left, LEASED - len(working)), wait_s=wait_s)
             if leased.groups:
                 waits.append(1e3 * (time.perf_counter() - asked))
             else:
                 await asyncio.sleep(0.001)
             left -= len(leased.groups)
-            for group in leased.groups:
-                await places.acquire()
-                playing.create_task(play(client, group))
+            working |= {asyncio.create_task(play(client, group)) for group in leased.groups}
+            if len(working) > LEASED // 2 or not left:
+                done, working = await asyncio.wait(working, return_when="FIRST_COMPLETED" if left else "ALL_COMPLETED")
+                for task in done:
+                    task.result()
     print(json.dumps({"lease_ms": statistics.median(waits)}), flush=True)
 
 
