@@ -60,9 +60,9 @@ class TraceLimit:
 class Spans:
     """Sends spans of one process to a collector, in the background; what the collector does not take is dropped.
 
-    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the traces
-    that this process begins, no more than ``limit`` allows, and of these the share that OpenTelemetry's variable
-    OTEL_TRACES_SAMPLER_ARG asks for, by default 1.
+    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the episodes
+    whose traces this process begins, no more get one than ``limit`` allows, and of these the share that OpenTelemetry's
+    variable OTEL_TRACES_SAMPLER_ARG asks for, by default 1.
     """
 
     def __init__(self, endpoint: str, run: str, role: str, limit: float | None = None) -> None:

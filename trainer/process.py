@@ -61,6 +61,7 @@ from rl_async.weight_sync.ranks.outlet import Outlet
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint
 from rl_async.weight_sync.transports.interface import bucket_device
+from rl_async.weight_sync.wave import CUT_OFF
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -219,7 +220,7 @@ def _noting_updates(folder: Path) -> NoteStage:
     spanned = EngineUpdates()
 
     def note(engine: str, version: str, stage: str) -> None:
-        enter(folder, "weights", engine, stage, version=version)
+        enter(folder, "weights", engine, "" if stage == CUT_OFF else stage, version=version)
         spanned(engine, version, stage)
 
     return note

@@ -25,7 +25,7 @@ from rl_async.weight_sync.protocol import EngineControl, EngineDirectory, Hold, 
 from rl_async.weight_sync.ranks.shipment import RankShards, RankShipment
 from rl_async.weight_sync.transports import disk
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup, Transport
-from rl_async.weight_sync.wave import BucketShipment, EngineFailed, FleetMember, WaveOutcome
+from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, EngineFailed, FleetMember, WaveOutcome
 
 log = logging.getLogger("rl_async.weight_sync")
 
@@ -374,7 +374,7 @@ class Fleet:
             if failure.engine_id not in self._members:
                 continue  # the deadline of the whole update passed while it was being cut off
             log.error("cut off: %s", failure)
-            self._members[failure.engine_id].note("")
+            self._members[failure.engine_id].note(CUT_OFF)
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 

@@ -30,6 +30,7 @@ from rl_async.weight_sync.transports.interface import Sender
 T = TypeVar("T")
 
 TAGS = ("weights", "kv_cache")
+CUT_OFF = "cut off"  # the last stage of an engine that failed, as it is noted
 BUCKET_NOTE_S = 1.0  # at least, between two buckets of an engine that are told
 
 

@@ -34,6 +34,7 @@ VLLM = EngineTraits(
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--enable-lora"),
         *("-tp", "-pp", "--data-parallel-size", "-dp", "--nnodes"),
+        "--disable-log-stats",  # without its metrics nobody knows an engine's load
     ),
     # A scale for each output channel, and activations in 8 bits, too, with a scale for each token.
     quantization={

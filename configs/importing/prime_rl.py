@@ -33,7 +33,6 @@ KEYS = (
     Key("ckpt.interval", "trainer.checkpoint_every"),
     Key("ckpt.keep_last", "trainer.keep_checkpoints"),
     Key("deployment.num_train_gpus", "trainer.ranks"),
-    Key("deployment.num_infer_gpus", "rollout.engines"),
     Key("wandb.project", "tracking.project"),
 )
 NO_COUNTERPART = {
@@ -58,6 +57,9 @@ def write(file: Path, more: list[str]) -> str:
     rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
     t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
     t.put("trainer.minibatches", 1, "trainer")
+    if gpus := t.number("deployment.num_infer_gpus", 0):
+        engines = max(gpus // t.number("inference.parallel.tp", 1), 1)
+        t.put("rollout.engines", engines, "deployment.num_infer_gpus", "inference.parallel.tp")
     t.put("rollout.engine", "vllm", "inference")
     t.put("algorithm.advantage", "dr_grpo", "orchestrator.algo")  # reward - mean of the group
     _loss(t)

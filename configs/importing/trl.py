@@ -14,7 +14,6 @@ KEYS = (
     Key("top_k", "rollout.top_k", 0),
     Key("max_completion_length", "rollout.max_tokens", 512),
     Key("vllm_max_model_length", "rollout.max_model_len"),
-    Key("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
     Key("shuffle_dataset", "data.shuffle", True),
     Key("learning_rate", "trainer.learning_rate", 1e-6),
     Key("weight_decay", "trainer.weight_decay", 0.0),
@@ -124,6 +123,7 @@ def _correction(t: Translation) -> None:
     low = t.take("vllm_importance_sampling_clip_min") or 0
     if t.take("use_vllm", False):
         t.put("rollout.engine", "vllm", "use_vllm")
+        t.put("rollout.tensor_parallel", t.take("vllm_tensor_parallel_size", 1), "vllm_tensor_parallel_size")
     if not on:
         t.put("algorithm.correction", "disabled", "use_vllm")
         return

@@ -27,7 +27,7 @@ def summary_table(summaries: Sequence[Summary], what: str) -> Table:
     for line in summaries:
         passed = [_interval(line.passed[1]), _interval(line.passed[line.k]) if line.k > 1 else ""]
         samples = f"{line.k}" if line.episodes == line.k * line.tasks else f"{line.k} or more"
-        table.add_row(_cell(line.source), str(line.tasks), samples, _interval(line.average), *passed)
+        table.add_row(_cell(line.source or "unnamed"), str(line.tasks), samples, _interval(line.average), *passed)
     return table
 
 
@@ -42,7 +42,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         means = (f"{line.before.value:.3f}", f"{line.after.value:.3f}")
         change = f"{line.change.value:+.3f} [{line.change.low:+.3f}, {line.change.high:+.3f}]"
         counts = (str(line.better), str(line.worse), f"{line.p:.1g}")
-        table.add_row(_cell(line.source), str(line.tasks), *means, escape(change), *counts)
+        table.add_row(_cell(line.source or "unnamed"), str(line.tasks), *means, escape(change), *counts)
     console.print(table)
     if comparison.left_out:
         console.print(

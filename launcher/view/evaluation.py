@@ -59,6 +59,8 @@ class Recorded(NamedTuple):
 
 def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
     """Return what the version after ``step`` of the run ``name`` answered, without questions and answers."""
+    if not connection.in_transaction:
+        connection.execute("BEGIN")  # all reads see one state, while files are indexed or forgotten
     means, unscored = dict[TaskKey, float](), 0
     for source, role, task, mean, failed in connection.execute(
         "SELECT source, role, task, avg(earned), sum(NOT scored) "

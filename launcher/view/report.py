@@ -79,11 +79,11 @@ def _hash(text: str) -> str:
 
 def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     """Return the answers that the page will ask for, under the names by which ``web/src/embedded.ts`` knows them."""
-    table = evaluation.table(connection, 1.0)
+    table = evaluation.table(connection, run.solved)
     data: dict[str, Any] = {
         "config": run.config(),
         "metrics": {**_thinned(run.metrics.since(run.metrics.names, -1, 0)), "names": run.metrics.names},
-        "evaluations": {"records": run.evaluations.records(), "table": table},
+        "evaluations": {"records": run.evaluations.records(), "solved": run.solved, "table": table},
         "rows": [],
         "trajectories": {},
     }

@@ -54,6 +54,12 @@ class ViewedRun:
         """
         return self._read_config()[1]
 
+    @property
+    def solved(self) -> float:
+        """The reward with which a held-out episode passes: the run's ``eval.solved``, 1 if its config has none."""
+        solved = self.config().get("eval.solved", 1.0)
+        return float(solved) if isinstance(solved, int | float) else 1.0
+
     def _read_config(self) -> tuple[int, dict[str, Any], str]:
         """Return the time of its last change, its keys and values, and why it cannot be read."""
         file = self.folder / CONFIG

@@ -6,7 +6,7 @@ GET /, /app.js, /app.css                 the page
 GET /api/runs                            the runs, the newest first
 GET /api/runs/RUN/config                 its keys and values
 GET /api/runs/RUN/metrics                ?keys=a,b&epoch=E&after=N: columns behind the first N records
-GET /api/runs/RUN/evaluations            ?solved=1: records, and avg@k and pass@k by step and data source
+GET /api/runs/RUN/evaluations            ?solved=0.5 (or eval.solved): records, and avg@k, pass@k by step and source
 GET /api/runs/RUN/compare                ?before=STEP&after=STEP&with=RUN: two evaluations, the other of another run
 GET /api/runs/RUN/diagnosis              ?stacks=1: what `rl-async doctor` sees, and the newest weight updates
 GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two times (Unix), by default the newest steps
@@ -135,10 +135,11 @@ class ViewServer:
         return _refreshed(run, columns)
 
     def _evaluations(self, run: ViewedRun, request: Request) -> Any:
-        solved = number("solved", request.query_params.get("solved", "1"))
+        given = request.query_params.get("solved")
+        solved = run.solved if given is None else number("solved", given)
         with self._indexer.of(run.folder).connect() as connection:
             table = evaluation.table(connection, solved)
-        return {"records": _refreshed(run, run.evaluations.records), "table": table}
+        return {"records": _refreshed(run, run.evaluations.records), "solved": solved, "table": table}
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
         before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))

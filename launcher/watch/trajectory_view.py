@@ -110,8 +110,9 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
 
 
 def reward_text(reward: float, reason: str) -> str:
-    """Format a turn's reward with its reason."""
-    return f"reward {reward:g}" + (f" ({reason})" if reason else "")
+    """Format a reward with its reason, on one line: a judge's text could look like further lines of ours."""
+    line = " ".join(reason.split())
+    return f"reward {reward:g}" + (f" ({line})" if line else "")
 
 
 def reward_parts(row: RecordedRow | Trajectory) -> list[str]:

@@ -16,6 +16,10 @@ from rl_async.process.role import join_supervisor
 
 FENCE = "rl_async.rollout_server.fence.LineageFence"
 EVERYTHING, TRACES = tracing.VARIABLES
+TRACE_DEFAULTS = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",  # vLLM's own default is gRPC
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # else each request of an episode without a trace begins one
+}
 FLAGS = ("--middleware", FENCE, *VLLM.fixed_arguments, "--disable-uvicorn-access-log")
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes: pause, weights, sleep
@@ -41,7 +45,8 @@ def _tracing() -> list[str]:
     endpoint = os.environ.get(TRACES) or os.environ.get(EVERYTHING, "")
     if not endpoint or not tracing.is_wanted(""):
         return []
-    os.environ[f"{TRACES.removesuffix('_ENDPOINT')}_PROTOCOL"] = "http/protobuf"  # vLLM's default is gRPC
+    for name, value in TRACE_DEFAULTS.items():
+        os.environ[name] = os.environ.get(name) or value
     return ["--otlp-traces-endpoint", endpoint if os.environ.get(TRACES) else f"{endpoint.rstrip('/')}/v1/traces"]
 
 

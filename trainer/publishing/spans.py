@@ -7,6 +7,7 @@ from rl_async import tracing
 from rl_async.messages import Version
 from rl_async.tracing import Value
 from rl_async.weight_sync.protocol import SyncReport
+from rl_async.weight_sync.wave import CUT_OFF
 
 PUBLISH = "publish"
 ASLEEP = "asleep"  # the stage of an engine that waits for its trainer
@@ -48,13 +49,14 @@ class EngineUpdates:
         self._began: dict[str, tuple[str, int]] = {}  # version and time, by engine
 
     def __call__(self, engine: str, version: str, stage: str) -> None:
-        """Note that an update of an engine has entered a stage; empty: it is done."""
+        """Note that an update of an engine has entered a stage; empty: it is done. An engine that was cut off has
+        ended, too."""
         known, began = self._began.get(engine, ("", 0))
-        if stage and stage != ASLEEP:
+        if stage not in ("", ASLEEP, CUT_OFF):
             if known != version:  # what was noted of an older version, as a probe of it, has no end
                 self._began[engine] = version, tracing.now()
             return
         self._began.pop(engine, None)
-        if not stage and known == version:
+        if stage != ASLEEP and known == version:
             about: dict[str, Value] = {"rl_async.engine": engine, "rl_async.version": version}
-            tracing.add(_trace(version), "update engine", began, about, parent=PUBLISH)
+            tracing.add(_trace(version), "update engine", began, about, parent=PUBLISH, error=stage)

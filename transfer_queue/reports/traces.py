@@ -1,6 +1,6 @@
 """The queue's spans: an episode as a whole, from its admission until it is trained or given up, and its waits.
 
-The queue also chooses which episodes have a trace; of the others nothing is kept here, and no span is made.
+The queue also chooses which episodes have a trace; of the others no span is made.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
 from rl_async.weight_sync.protocol import TransportName
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from rl_async.weight_sync.wave import BucketShipment, FleetMember, drain, suspend, transfer
+from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, drain, suspend, transfer
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet
 
 
@@ -45,7 +45,7 @@ async def test_each_stage_of_an_update_is_told_with_its_engine_and_version() -> 
     assert good[:1] == ["probe"] and good[-3:] == ["verify", "resume", ""]
     assert [stage for stage in good if "bucket" in stage] == ["update, bucket 1/2"], "the next came within a second"
     bad = [stage for engine, _, stage in told if engine == "bad"]
-    assert "finish" in bad and "resume" not in bad and bad[-1] == ""
+    assert "finish" in bad and "resume" not in bad and bad[-1] == CUT_OFF
 
 
 @pytest.mark.parametrize("transport", ["nearest", "ipc", "gloo", "disk"])

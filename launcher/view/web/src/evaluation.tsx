@@ -13,7 +13,7 @@ import { TurnFrame } from "./trajectory";
 import type { Change, Comparison, EvaluationLine, Evaluations, GroupRow, Interval, RunSummary } from "./types";
 
 export function EvaluationPage({ name, runs, place, change }: { name: string; runs: RunSummary[]; place: Place; change: Change | undefined }) {
-  const [solved, setSolved] = useState("1");
+  const [solved, setSolved] = useState(""); // empty: as the run says
   const again = `${change?.evaluations} ${change?.indexed?.indexed}`;
   const { value, error } = useLoaded<Evaluations>(`${runPath(name)}/evaluations?${parameters({ solved })}`, again);
   const steps = [...new Set((value?.table ?? []).map((line) => line.step))];
@@ -29,8 +29,8 @@ export function EvaluationPage({ name, runs, place, change }: { name: string; ru
   if (!value.table.length) return <main class="page"><p class="quiet">{whyNone(value, change)}</p></main>;
   return (
     <main class="page">
-      {live && <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved} onChange={(event) => setSolved(event.currentTarget.value || "1")} /></label></div>}
-      {!live && <p>An episode passes with a reward of 1.</p>}
+      {live && <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved || `${value.solved}`} onChange={(event) => setSolved(event.currentTarget.value)} /></label></div>}
+      {!live && <p>An episode passes with a reward of {number(value.solved)}.</p>}
       <Table lines={value.table} />
       <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): samples of one task are no further evidence.</p>
       {(steps.length > 1 || compared.length > 1) && (
@@ -71,7 +71,7 @@ function Table({ lines }: { lines: EvaluationLine[] }) {
         <tbody>
           {lines.map((line) => (
             <tr key={`${line.step} ${line.source}`}>
-              <td class="figure">{line.step}</td><td>{line.source || "all"}</td><td class="figure optional">{number(line.tasks)}</td><td class="figure optional">{number(line.episodes)}</td>
+              <td class="figure">{line.step}</td><td>{line.source || "unnamed"}</td><td class="figure optional">{number(line.tasks)}</td><td class="figure optional">{number(line.episodes)}</td>
               <td><Whisker interval={line.average} low={low} high={high} /></td>
               <td><Whisker interval={line.passed["1"]} low={0} high={1} /></td>
               {k > 1 && <td><Whisker interval={line.passed[`${line.k}`]} low={0} high={1} /></td>}
@@ -114,7 +114,7 @@ function Compared({ name, other, before, after, again }: { name: string; other: 
           <tbody>
             {value.sources.map((line) => (
               <tr key={line.source}>
-                <td>{visible(line.source || "all")}</td><td class="figure">{number(line.tasks)}</td>
+                <td>{visible(line.source || "unnamed")}</td><td class="figure">{number(line.tasks)}</td>
                 <td class="figure">{number(line.before[0])}</td><td class="figure">{number(line.after[0])}</td>
                 <td class="figure"><b class={line.p > 0.05 ? "quiet" : line.change[0] < 0 ? "bad" : "good"}>{signed(line.change[0])}</b> ({signed(line.change[1])} to {signed(line.change[2])})</td>
                 <td class="figure">{number(line.worse)}</td><td class="figure">{number(line.better)}</td><td class="figure">{number(line.p, 2)}</td>

@@ -144,7 +144,7 @@ function States({ status }: { status: NonNullable<Seen["queue"]>["report"]["stat
 function Workers({ processes, seen }: { processes: Seen["processes"]; seen: Seen }) {
   const connected = seen.queue?.report.workers ?? [];
   const most = Math.max(1, ...connected.map((worker) => worker.samples));
-  const of = (pid: number) => connected.find((worker) => worker.worker.includes(`-${pid}-`)); // the queue's names have it
+  const of = (pid: number) => connected.find((worker) => new RegExp(`-${pid}-[0-9a-f]+$`).test(worker.worker)); // how the queue's names end
   const own = processes.map((process) => ({ name: process.record.name, state: process.record.state, held: of(process.record.pid) }));
   const others = connected.filter((worker) => !own.some((one) => one.held === worker)).map((held) => ({ name: held.worker, state: "running", held }));
   return (

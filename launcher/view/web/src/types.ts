@@ -191,6 +191,7 @@ export interface EvaluationLine {
 
 export interface Evaluations {
   records: Record<string, number>[];
+  solved: number; // an episode passes with this reward
   table: EvaluationLine[];
 }
 

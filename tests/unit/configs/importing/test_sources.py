@@ -103,6 +103,13 @@ def test_a_toml_of_prime_rls(tmp_path: Path) -> None:
         assert key in text
 
 
+def test_devices_of_an_engine_are_not_counted_as_engines(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    given = ["deployment.num_infer_gpus=8", "inference.parallel.tp=4"]
+    rollout = yaml.safe_load(SOURCES["prime-rl"](tmp_path / "rl.toml", given))["rollout"]
+    assert (rollout["engines"], rollout["tensor_parallel"]) == (2, 4)
+
+
 def test_flags_of_slimes(tmp_path: Path) -> None:
     config, text = translated(tmp_path, "slime", "run.sh", SLIME)
     assert (config.model.path, config.trainer.steps, config.trainer.minibatches) == ("/models/m", 11, 4)

@@ -8,6 +8,7 @@ from rl_async import tracing
 from rl_async.messages import Version
 from rl_async.trainer.publishing.spans import EngineUpdates, of_publication
 from rl_async.weight_sync.protocol import SyncReport
+from rl_async.weight_sync.wave import CUT_OFF
 
 
 class FakeSpans:
@@ -75,3 +76,10 @@ def test_an_update_lasts_from_its_first_stage_to_its_last(spans: FakeSpans) -> N
         updates(engine, version, stage)
     assert spans.added == [("publish 0.3", "update engine", "publish", "")]
     assert spans.about[0]["rl_async.engine"] == "a"
+
+
+def test_the_update_of_an_engine_that_is_cut_off_has_an_error(spans: FakeSpans) -> None:
+    updates = EngineUpdates()
+    for stage in ("pause", "update, bucket 3/9", CUT_OFF):
+        updates("a", "0.3", stage)
+    assert spans.added == [("publish 0.3", "update engine", "publish", "cut off")]
