@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from rl_async.errors import UserError
 from rl_async.launcher.cli.options import add_config
 
 SOLVED_HELP = "reward from which on an episode counts as passed, for pass@k (default: eval.solved)"
@@ -72,6 +73,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.evaluation.recorded import read_evaluation
     from rl_async.launcher.evaluation.tables import print_comparison
 
+    if arguments.before == arguments.after:
+        raise UserError(f"{arguments.before} is compared with itself; name two evaluations, such as RUN@STEP and RUN")
     comparison = compare(read_evaluation(arguments.before), read_evaluation(arguments.after))
     if arguments.json:
         print(msgspec.json.encode(comparison).decode())

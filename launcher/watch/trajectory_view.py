@@ -67,10 +67,13 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     Raises UserError if there is no such run, step or row.
     """
     console = console or Console()
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}; runs are usually in runs/NAME")
     number, rows = read_step(run / "trajectories", step)
     chosen = [row for row in rows if group in (None, row.group_id) and sample in (None, row.sample)]
     if not chosen:
-        raise UserError(f"step {number} trained no trajectory of --group {group} --sample {sample}")
+        asked = [f"--{name} {given}" for name, given in (("group", group), ("sample", sample)) if given is not None]
+        raise UserError(f"step {number} trained no trajectory of {' '.join(asked)}")
     if group is None:
         console.print(_table(f"step {number}", chosen, lambda row: row.group_id, "group"))
     elif sample is None:

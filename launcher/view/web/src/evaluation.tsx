@@ -32,7 +32,7 @@ export function EvaluationPage({ name, runs, place, change }: { name: string; ru
       {live && <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved || `${value.solved}`} onChange={(event) => setSolved(event.currentTarget.value)} /></label></div>}
       {!live && <p>An episode passes with a reward of {number(value.solved)}.</p>}
       <Table lines={value.table} />
-      <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): samples of one task are no further evidence.</p>
+      <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): several samples of one task are not independent evidence.</p>
       {(steps.length > 1 || compared.length > 1) && (
         <>
           <h2>
@@ -71,7 +71,7 @@ function Table({ lines }: { lines: EvaluationLine[] }) {
         <tbody>
           {lines.map((line) => (
             <tr key={`${line.step} ${line.source}`}>
-              <td class="figure">{line.step}</td><td>{line.source || "unnamed"}</td><td class="figure optional">{number(line.tasks)}</td><td class="figure optional">{number(line.episodes)}</td>
+              <td class="figure">{line.step}</td><td>{line.source || "unnamed"}</td><td class="figure optional">{number(line.tasks)}</td><td class="figure optional">{number(line.k)}{line.episodes > line.k * line.tasks && " or more"}</td>
               <td><Whisker interval={line.average} low={low} high={high} /></td>
               <td><Whisker interval={line.passed["1"]} low={0} high={1} /></td>
               {k > 1 && <td><Whisker interval={line.passed[`${line.k}`]} low={0} high={1} /></td>}
@@ -124,7 +124,7 @@ function Compared({ name, other, before, after, again }: { name: string; other: 
         </table>
       </div>
       <p class="quiet">
-        p is the probability of a change at least as large if each task's had its sign by chance: a paired randomization test, as `rl-async compare` has it.
+        p is the probability of a change at least as large if the sign of each task's change were random: a paired randomization test, the same as in <code>rl-async compare</code>.
         {value.left_out > 0 && ` Left out: ${number(value.left_out)} tasks that one of both alone has, or with another prompt.`}
         {value.unscored.some(Boolean) && ` Not scored, counted as 0: ${number(value.unscored[0])} episodes before, ${number(value.unscored[1])} after.`}
         {value.count > value.tasks.length && ` Below are the ${number(value.tasks.length)} tasks that became worse most, of ${number(value.count)}.`}

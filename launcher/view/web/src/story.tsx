@@ -83,7 +83,7 @@ export function Story({ trajectory, at, close }: { trajectory: Trajectory; at: n
         {version && advantage !== null && (
           <li>
             Its advantage is <b>{signed(advantage)}</b>
-            {advantage === 0 || weight === 0 || rule ? ": it moves nothing" : `: the policy loss pushed the token's probability ${advantage > 0 ? "up" : "down"}, unless its clipping held it`}.
+            {advantage === 0 || weight === 0 || rule ? ": it changes nothing" : `: the policy loss pushed the token's probability ${advantage > 0 ? "up" : "down"}, unless its clipping held it`}.
           </li>
         )}
         {version && !trajectory.explained && (

@@ -79,7 +79,7 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
       <p class="quiet" aria-live="polite">
         {page ? `${number(page.count)} trajectories` : "Loading …"}
         {progress && !progress.looked && "; the recorded files are about to be read"}
-        {page?.recorded && page.recorded > page.count && `; the run has ${number(page.recorded)}, of which the report has a part`}
+        {page?.recorded && page.recorded > page.count && `; the run has ${number(page.recorded)}, of which the report holds some`}
         {progress && progress.indexed < progress.files && `; reading, ${number(progress.indexed)} of ${number(progress.files)} files so far`}
       </p>
       {[error || choices.error, choices.value?.problem].map((one) => one && <p class="problem" key={one}>{visible(one)}</p>)}

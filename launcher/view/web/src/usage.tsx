@@ -10,7 +10,7 @@ export function Usage({ run, tools, engines }: { run: string; tools: ToolUse[]; 
   const [open, setOpen] = useState(false);
   if (!tools.length && !engines.length) return null;
   const failed = tools.reduce((sum, tool) => sum + tool.failed, 0);
-  const title = [tools.length && `${number(tools.length)} tools, ${number(failed)} failed calls`, engines.length && `${number(engines.length)} engines`];
+  const title = [tools.length && `${counted(tools.length, "tool")}, ${counted(failed, "failed call")}`, engines.length && counted(engines.length, "engine")];
   return (
     <details class="usage" onToggle={(event) => setOpen(event.currentTarget.open)}>
       <summary>{title.filter(Boolean).join("; ")}</summary>
@@ -19,6 +19,8 @@ export function Usage({ run, tools, engines }: { run: string; tools: ToolUse[]; 
     </details>
   );
 }
+
+const counted = (count: number, what: string) => `${number(count)} ${what}${count === 1 ? "" : "s"}`;
 
 function Tools({ run, tools }: { run: string; tools: ToolUse[] }) {
   const found = (filter: string, tool: string, text: ComponentChildren) =>

@@ -130,3 +130,4 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert main(["compare", f"{run}@0", f"{run}@4", "--json"]) == 0
     assert [task["task"] for task in json.loads(capsys.readouterr().out)["tasks"]] == ["math:0", "math:1"]
     assert main(["compare", f"{run}@1", run]) == EXIT_USER
+    assert main(["compare", f"{run}@4", f"{run}@4"]) == EXIT_USER

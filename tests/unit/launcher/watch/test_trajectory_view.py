@@ -119,6 +119,13 @@ def test_a_row_can_be_named_on_the_command_line(run: Path, capsys: pytest.Captur
     assert "--group 5" in capsys.readouterr().err
 
 
+def test_what_is_not_there_is_named_as_it_was_asked_for(run: Path) -> None:
+    with pytest.raises(UserError, match=r"--group 99$"):
+        show(run, None, 99, None)
+    with pytest.raises(UserError, match=str(run / "elsewhere")):
+        show(run / "elsewhere", None, None, None)
+
+
 def test_rows_of_one_sample_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clean, marked = row(0, [1.0] * 7), row(0, segment=1)
     write(run / "trajectories", "step-000004-lineage0-rank0.jsonl.gz", marked, clean)
