@@ -131,7 +131,7 @@ def test_a_masked_token_is_explained(tab: Tab) -> None:
     page.locator(".token.masked").first.wait_for()
     page.keyboard.press("n")
     story = page.get_by_label("the story of a token")
-    for words in ("masked", "token_k3", "version 2", "+1.5", "moves nothing"):
+    for words in ("masked", "token_k3", "version 2", "+1.5", "changes nothing"):
         story.get_by_text(words).first.wait_for()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
