@@ -16,6 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -38,17 +39,14 @@ def random_model(runs: Path) -> Path:
     return folder
 
 
-def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """One run; returns seconds per step from first to last counted step."""
+def run(mode: str, staleness: int, runs: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run in the folder ``runs``; returns seconds per step from first to last counted step."""
     name = f"overlap-{mode}"
-    folder = arguments.runs / name
-    if folder.exists():
-        sys.exit(f"{folder} exists; delete it first")
     overrides = [
         f"queue.max_staleness={staleness}",
         f"trainer.steps={arguments.steps}",
         f"debug.min_train_s={arguments.seconds}",
-        f"model.path={random_model(arguments.runs)}",
+        f"model.path={random_model(runs)}",
         "warm_start=null",
         f"debug.min_iteration_s={arguments.seconds / ITERATIONS}",
         f"rollout.max_tokens={ITERATIONS + 1}",
@@ -60,11 +58,11 @@ def run(mode: str, staleness: int, arguments: argparse.Namespace) -> dict[str, f
         "eval.every=0",
         "eval.tasks=1",
         "trainer.checkpoint_every=0",
-        f"launcher.run_dir={arguments.runs}",
+        f"launcher.run_dir={runs}",
     ]
     command = [RL_ASYNC, "launch", "--mode", mode, "--config", "sort"]
     subprocess.run([*command, "--name", name, *overrides], check=True, stdout=subprocess.DEVNULL)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     counted = metrics[SKIPPED:]
     wall = (counted[-1]["time"] - metrics[SKIPPED - 1]["time"]) / len(counted)
     return {
@@ -80,11 +78,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20 + SKIPPED)
     parser.add_argument("--seconds", type=float, default=1.0, help="of generation and of training, per step")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    overlapped = run("disaggregated", 1, arguments)
-    in_turns = run("colocated", 0, arguments)
+    with tempfile.TemporaryDirectory() as runs:
+        overlapped = run("disaggregated", 1, Path(runs), arguments)
+        in_turns = run("colocated", 0, Path(runs), arguments)
     result = {
         "disaggregated_vs_ideal": overlapped["wall_s"] / arguments.seconds,
         "colocated_vs_sum": in_turns["wall_s"] / (2 * arguments.seconds),
