@@ -80,13 +80,14 @@ class Payloads:
     def free(self, groups: Iterable[int] | None) -> None:
         """Forget the payloads of these groups, or of all groups if None.
 
-        Memory is given back when less than half of what was held is left: what a steady run frees, it needs again.
+        Memory is given back when less than a quarter of what was held is left: what a steady run frees, it needs
+        again, and touching new pages costs as much as taking in the row.
         """
         freed = list(self._groups.values()) if groups is None else [self._groups.pop(g, {}) for g in groups]
         if groups is None:
             self._groups.clear()
         self._held -= sum(len(row) for samples in freed for rows in samples.values() for row in rows)
         del freed
-        if self._peak - self._held > max(TRIM_BYTES, self._held):
+        if self._peak - self._held > max(TRIM_BYTES, 3 * self._held):
             self._peak = self._held
             trim()
