@@ -30,6 +30,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in ON_THE_HOST)
 
 
+def give_back(device: torch.device) -> None:
+    """Return to a device what torch keeps of its memory for further tensors: other processes are about to need it."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def settle(data: Tensor) -> None:
     """Wait until everything that was started on the tensor's device has ended; a CPU has nothing to wait for."""
     if data.device.type != "cpu":

@@ -241,8 +241,8 @@ def _resolved_sync(run: Run) -> WeightSyncConfig:
 
 
 def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source: WeightSource) -> EnginePublisher:
-    def offload() -> None:
-        source.keep()
+    def offload(engines_sleep: bool) -> None:
+        source.keep(stays=engines_sleep)
         run.models.sleep()
 
     phase = build_phase(

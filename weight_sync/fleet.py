@@ -77,8 +77,7 @@ class Fleet:
         self._shards: RankShards | None = None  # what is sent instead of ``_buckets``, if the ranks send by themselves
         self._sent = 0  # bytes of the latest successful transfer
         self._suspended = self._deferred = False
-        # By engine ids in order; reused while these stay the same.
-        self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}
+        self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}  # by engine ids, reused while these stay
         self._generations = itertools.count()
 
     async def publish(self, version: Version, weights: Weights) -> SyncReport:
@@ -209,15 +208,14 @@ class Fleet:
         waited = 0.0
         await self._refresh()
         while True:
-            if members := self._awake():
-                done = await self._bring_up_in_time(members, failures)
-                if done:
-                    return done, failures, waited
+            if (members := self._awake()) and (done := await self._bring_up_in_time(members, failures)):
+                return done, failures, waited
             idle_since = time.monotonic()
             left = deadline - idle_since
             if left <= 0:
                 why = "; ".join(map(str, failures)) or "none was registered"
                 raise WeightSyncError(f"no engine took version {self._version} within {self._engine_wait_s:g} s: {why}")
+            await self._clear_devices()
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
             waited += time.monotonic() - idle_since
 
@@ -260,10 +258,9 @@ class Fleet:
     ) -> None:
         """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
 
-        The first attempt takes all members together that get the same bytes: those that hold the base of the deltas
-        apart from the others, and those whose workers need slices apart from those that take whole tensors. If
-        it lost some members, the rest try once more together, in a new group. After that, or if the attempt failed
-        without a clear culprit, each member is updated alone, so that a failure is its own. Deltas are tried once.
+        The first attempt takes all members together that get the same bytes. If it lost some, the rest try once more
+        together, in a new group. After that, or if the attempt failed without a clear culprit, each is updated alone,
+        so that a failure is its own. Deltas are tried once, and so is what ranks keep on shared devices.
         """
         pending, silent = await wave.probe(members, self._timeout_s)
         if self._shards is not None:
@@ -273,7 +270,10 @@ class Fleet:
         failures += silent
         together, rounds = True, 0
         while pending:
-            waves = self._alike(pending) if together else [[member] for member in pending]
+            if rounds:
+                await self._clear_devices()
+            alike = wave.alike(pending, self._base, sliced=self._shards is not None)
+            waves = alike if together else [[member] for member in pending]
             outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
@@ -315,8 +315,7 @@ class Fleet:
             return await opened_in_thread(lambda: shards.shipment(len(members), places), "weights")
         workers, name = tuple(member.workers for member in members), f"weights-{next(self._generations)}"
         folder, nbytes = Path(self._sync.folder), self._sync.bucket_bytes
-        setup = SenderSetup(workers, name, self._timeout_s / 2, self._host, folder, nbytes)
-        return self._transport.sender(setup)
+        return self._transport.sender(SenderSetup(workers, name, self._timeout_s / 2, self._host, folder, nbytes))
 
     async def _through(self, group: Sender | RankShipment, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
         """Run one transfer; send deltas or adapters without their base if all members hold the base."""
@@ -370,6 +369,8 @@ class Fleet:
 
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
         """Remove failed engines from the registry, so that no request reaches them; the launcher replaces them."""
+        if failures:
+            await self._clear_devices()
         for failure in failures:
             if failure.engine_id not in self._members:
                 continue  # the deadline of the whole update passed while it was being cut off
@@ -378,26 +379,16 @@ class Fleet:
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 
+    async def _clear_devices(self) -> None:
+        """Have what ranks keep on engines' devices leave them: an engine that starts takes all its memory at once."""
+        if self._shards is not None:
+            await _in_thread(self._shards.leave)
+
     def _close_groups(self, but: Sequence[Sequence[FleetMember]] = ()) -> None:
         """Close every kept group that is not among ``but``."""
         kept = {tuple(member.engine_id for member in group) for group in but}
         for ids in self._groups.keys() - kept:
             self._groups.pop(ids).close()
-
-    def _alike(self, members: Sequence[FleetMember]) -> list[list[FleetMember]]:
-        """Separate members that hold the base of the deltas from the others, and those whose workers differ in what
-        the ranks send them.
-        """
-        groups: list[list[FleetMember]] = []
-        for member in members:
-            for group in groups:
-                both_hold = self._base is None or (member.held == self._base) == (group[0].held == self._base)
-                if both_hold and (self._shards is None or member.places == group[0].places):
-                    group.append(member)
-                    break
-            else:
-                groups.append([member])
-        return groups
 
 
 def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:

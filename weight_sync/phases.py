@@ -90,7 +90,8 @@ class TakeTurns:
 
         pause, sleep ──> onload ──> train ──> offload ──> wake(weights) ──> transfer ──> wake(kv_cache) ──> resume
 
-    Requests in flight stay in their engines during training and continue with the new weights.
+    Requests in flight stay in their engines during training and continue with the new weights. ``offload`` is told
+    whether the engines sleep: then the weights that travel may wait on the device until their caches wake.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class TakeTurns:
         updater: EngineUpdater,
         barrier: Callable[[], None],
         onload: Callable[[], None],
-        offload: Callable[[], None],
+        offload: Callable[[bool], None],
     ) -> None:
         self._updater, self._barrier, self._onload, self._offload = updater, barrier, onload, offload
+        self._asleep = False  # whether the engines are, which they are not at the start
 
     def before_train(self) -> None:
         """Put the engines to sleep, then move the models onto the device.
@@ -110,10 +112,15 @@ class TakeTurns:
         self._updater.suspend()
         self._barrier()
         self._onload()
+        self._asleep = True
 
     def after_train(self, version: Version, weights: Weights) -> SyncReport:
-        """Move the trainer's models and the weights off all devices; then the engines wake and take the weights."""
-        self._offload()
+        """Move the trainer's models off all devices; then the engines wake and take the weights.
+
+        Buckets, which one rank has gathered, leave its device too: all the weights would be too much for it.
+        """
+        self._offload(self._asleep)
+        self._asleep = False
         moved = weights if isinstance(weights, RankShards) else [bucket.offloaded() for bucket in weights]
         self._barrier()
         return self._updater.publish(version, moved)
@@ -179,10 +186,11 @@ def build_phase(
     agree: Callable[[bool], bool],
     barrier: Callable[[], None],
     onload: Callable[[], None],
-    offload: Callable[[], None],
+    offload: Callable[[bool], None],
 ) -> Phase:
     """Return the phase of a mode, in which the trainer ``lends`` its devices or not. ``onload`` and ``offload`` move
-    this rank's models; both must be idempotent. ``agree`` returns what rank 0 gives it, on all ranks."""
+    this rank's models; both must be idempotent. For what ``offload`` is told see ``TakeTurns``. ``agree`` returns what
+    rank 0 gives it, on all ranks."""
     turns = TakeTurns(updater, barrier, onload, offload)
     if mode == "colocated":
         return turns

@@ -1,11 +1,12 @@
 """Updates one group of engines in two phases: every engine receives every bucket, then every engine commits.
 
-    probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> finish -> verify
-          -> [wake kv_cache] -> resume
+    probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> [leave] -> finish
+          -> verify -> [wake kv_cache] -> resume
 
+What is in brackets is for engines that slept: before their caches wake, what the senders kept on their devices leaves.
 With staged updates the engines keep decoding while they receive, and ``finish`` loads:
 
-    ... -> start -> bucket 0, 1, ... -> pause -> [wake weights] -> finish -> verify -> [wake kv_cache] -> resume
+    ... -> start -> bucket 0, 1, ... -> [leave] -> pause -> [wake weights] -> finish -> verify -> ...
 
 A wave that fails before ``finish`` stops at once and leaves its engines paused: they hold mixed weights until a later
 wave succeeds. From ``finish`` on, the failure of one engine does not affect the others.
@@ -67,6 +68,10 @@ class Shipment(Protocol):
         """Release the oldest staged bucket: every engine has received it, or never will."""
         ...
 
+    def leave(self) -> None:
+        """Take what was kept for engines off the devices that they share; every engine has loaded the last bucket."""
+        ...
+
     def close(self) -> None:
         """Leave the group; may be called twice."""
         ...
@@ -87,6 +92,9 @@ class BucketShipment:
     def send(self, number: int) -> None:
         """Transfer a staged bucket."""
         self._sender.send(self._buckets[number])
+
+    def leave(self) -> None:
+        """Do nothing: buckets are on the host before engines wake."""
 
 
 class EngineFailed(WeightSyncError):
@@ -209,6 +217,21 @@ async def ask_needs(
     return await each(members, ask)
 
 
+def alike(members: Sequence[FleetMember], base: Version | None, *, sliced: bool) -> list[list[FleetMember]]:
+    """Group members that get the same bytes: apart from the others those that hold the ``base`` of the deltas (None:
+    there are none) and, if weights are ``sliced``, those whose workers need other parts."""
+    groups: list[list[FleetMember]] = []
+    for member in members:
+        for group in groups:
+            both_hold = base is None or (member.held == base) == (group[0].held == base)
+            if both_hold and (not sliced or member.places == group[0].places):
+                group.append(member)
+                break
+        else:
+            groups.append([member])
+    return groups
+
+
 async def connect(members: Sequence[FleetMember], group: Group, timeout_s: float) -> WaveOutcome:
     """Form the group with all members; every engine joins while the senders connect."""
     connecting = asyncio.create_task(_sending(group, group.connect))
@@ -245,6 +268,8 @@ async def transfer(
     outcome = await _all_buckets(members, shipment, first, timeout_s)
     if not outcome.clean:
         return outcome
+    if any(member.asleep for member in members):
+        await asyncio.wrap_future(in_daemon_thread(shipment.leave, "weight-transfer"))
     done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
     return WaveOutcome(done=done, failures=failures)
 

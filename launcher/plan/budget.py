@@ -3,11 +3,12 @@
     start    engines and trainer ranks load; the first weights are gathered
     rollout  engines sample
     train    the trainer steps
-    gather   the new weights are gathered into buckets
-    load     engines take them
+    gather   the new weights are copied, in the type that travels
+    load     engines take the copy
 
 Where engines and trainer take turns, engines sleep while the trainer works (train, gather), and otherwise its models
-are off the device. Everywhere else each process has at all times what it needs while it works.
+are off the device; what each rank sends stays there until engines have loaded it, and leaves before their caches wake.
+Everywhere else each process has at all times what it needs while it works.
 """
 
 import math
@@ -17,7 +18,7 @@ from typing import get_args
 
 import msgspec
 
-from rl_async.configs.derived.transport import sends_shards
+from rl_async.configs.derived.transport import resolve_transport, sends_shards
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
@@ -34,8 +35,8 @@ from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, P
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CPU = "cpu"
-_KEPT_ASLEEP: frozenset[Part] = frozenset({"runtime", "published"})
-_BETWEEN_STEPS: frozenset[Part] = frozenset({"runtime", "weights", "reference", "optimizer", "published"})
+_KEPT_ASLEEP: frozenset[Part] = frozenset({"runtime", "published", "bucket"})
+_BETWEEN_STEPS: frozenset[Part] = frozenset({"runtime", "weights", "reference", "optimizer", "published", "bucket"})
 _Stages = dict[Stage, dict[Part, int]]
 
 
@@ -103,22 +104,46 @@ def _devices(place: Place) -> tuple[str, ...]:
 
 
 def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
-    """Each rank keeps what it publishes in its host's memory, for engines that come late: its share of the weights, or
-    rank 0 all of them if it gathers them. On a GPU one bucket at a time is on the device. A trainer's sleep frees
-    nothing on a CPU."""
-    on_gpu = bool(place.gpus)
+    """Each rank keeps what it publishes, for engines that come late: its share of the weights, or rank 0 all of them if
+    it gathers them. The transport says whether a GPU has that, and what engines map, or the host.
+
+    In turns on a GPU it is for late engines on the host: there at once if rank 0 gathers, and at the start. A trainer's
+    sleep frees nothing on a CPU.
+    """
+    on_gpu, transport = bool(place.gpus), resolve_transport(config)
     step = trainer_parts(config, size, on_gpu=on_gpu)
     copy = size.parameters * DTYPE_BYTES[config.model.dtype]
-    if not on_gpu and sends_shards(config):
-        step["published"] = copy // config.trainer.ranks
-    elif not on_gpu and place.process.endswith("-0"):
-        step["published"] = copy
-    between: dict[Part, int] = {part: nbytes for part, nbytes in step.items() if part in _BETWEEN_STEPS}
-    away = between if not (place.turns and on_gpu) else _only(step, _KEPT_ASLEEP)
-    gathering: dict[Part, int] = {**between, "bucket": min(config.weight_sync.bucket_bytes, copy)}
-    loading = dict(gathering)
-    del loading["optimizer"]  # AdamW's moments are made by a step
-    return {"start": loading, "rollout": away, "train": step, "gather": gathering, "load": away}
+    bucket = min(config.weight_sync.bucket_bytes, copy)
+    sharded = sends_shards(config)
+    mine = copy // config.trainer.ranks if sharded else copy if place.process.endswith("-0") else 0
+    here = mine > 0 and (not on_gpu or transport in ("ipc", "nccl"))
+    published: dict[Part, int] = {"published": mine} if here else {}
+    if on_gpu and transport == "ipc":
+        step["bucket"] = 2 * bucket
+    in_turns = place.turns and on_gpu
+    if not in_turns:
+        step |= published
+    between = _only(step, _BETWEEN_STEPS)
+    gathering: dict[Part, int] = {"bucket": bucket} | between
+    starting = dict(gathering)
+    del starting["optimizer"]  # AdamW's moments are made by a step
+    if not in_turns:
+        return {"start": starting, "rollout": between, "train": step, "gather": gathering, "load": between}
+    away = _only(step, _KEPT_ASLEEP) | _left_asleep(config, size, step)
+    loading = away | (published if sharded else {})
+    return {"start": starting, "rollout": away, "train": step, "gather": gathering | published, "load": loading}
+
+
+def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> dict[Part, int]:
+    """Megatron's sleep leaves weights on the device: those that its layers compute with, and the reference's."""
+    trainer = config.trainer
+    if trainer.backend != "megatron":
+        return {}
+    weights = (size.parameters + size.critic) * DTYPE_BYTES[config.model.dtype]
+    return {
+        "weights": weights // (trainer.tensor_parallel * trainer.pipeline_parallel),
+        "reference": step["reference"],
+    }
 
 
 def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
@@ -193,8 +218,11 @@ def _checked(device: DeviceBudget, config: RunConfig) -> DeviceBudget:
 
 
 def _needs(device: DeviceBudget, stage: Stage) -> str:
-    largest = max(device.holders, key=lambda holder: holder.total(stage))
-    return f"{largest.process} needs {_gib(largest.total(stage))}; {largest.remedy(stage)}"
+    """Say what the largest holder of each role needs, and what to do about it; the largest of them first."""
+    ascending = sorted(device.holders, key=lambda holder: holder.total(stage))
+    of_roles = {holder.role: holder for holder in ascending}.values()
+    largest = [holder for holder in reversed(ascending) if holder in of_roles]
+    return ". ".join(f"{one.process} needs {_gib(one.total(stage))}; {one.remedy(stage)}" for one in largest)
 
 
 def _gib(nbytes: int) -> str:

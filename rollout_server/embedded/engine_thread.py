@@ -21,6 +21,7 @@ from rl_async.errors import EngineLost, WeightSyncError
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.torch_device import give_back
 from rl_async.weight_sync.buckets.buckets import Piece
 from rl_async.weight_sync.experts import single
 
@@ -199,8 +200,7 @@ class EngineThread:
                 self._shapes = {name: p.shape for name, p in self.core.model.named_parameters()}
                 for parameter in self.core.model.parameters():
                     parameter.data = parameter.data.new_empty(0)
-            if self.core.device.type != "cpu":
-                torch.accelerator.empty_cache()  # PyTorch would keep the memory for itself
+            give_back(self.core.device)
 
         return self.call(action)
 

@@ -148,10 +148,10 @@ def test_engines_read_buckets_from_memory_of_the_device(offloaded: bool) -> None
     sender.close()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("kept", ["not", "on the device", "on the host"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_sends_its_shards_from_the_device(ranks: int, leaves: bool) -> None:
-    """Two versions of float32, which travel in bfloat16; ``leaves``: copied to the host before engines wake."""
+def test_every_rank_sends_its_shards_from_the_device(ranks: int, kept: str) -> None:
+    """Two versions of float32, which travel in bfloat16. What is kept on the device gives its memory back."""
     sync = WeightSyncConfig(transport="ipc", bucket_bytes=BUCKET, timeout_s=30)
     named = {name: torch.full(spec.shape, 1.0, device=DEVICE) for name, spec in SPECS.items()}
     with engine() as process, TrainerRanks(named, ranks, sync, fsdp2(SPECS, ranks), DEVICE) as trainer:
@@ -161,9 +161,8 @@ def test_every_rank_sends_its_shards_from_the_device(ranks: int, leaves: bool) -
         for step in range(2):
             if step:
                 weights = trainer.weights({name: tensor + 1 for name, tensor in named.items()})
-            if leaves:
-                for outlet in trainer.outlets:
-                    outlet.keep()
+            for outlet in trainer.outlets if kept != "not" else ():
+                outlet.keep(stays=kept == "on the device")
             weights.begin(Version(0, step), "no")
             found = 0.0
             for number in range(shipment.count):
@@ -171,7 +170,12 @@ def test_every_rank_sends_its_shards_from_the_device(ranks: int, leaves: bool) -
                 for source in info.sources or [info]:
                     assert source.device_memory is not None and source.checksum.startswith(SUMS)
                 tell(process, info)
+                shipment.send(number)
                 found += answer(process)
+            before = torch.cuda.memory_allocated()
+            weights.leave()
+            copy = sum(2 * tensor.numel() for tensor in named.values())
+            assert before - torch.cuda.memory_allocated() >= (copy if kept == "on the device" else 0)
             weights.seal()
             assert found == (step + 1) * sum(tensor.numel() for tensor in named.values())
         shipment.close()

@@ -6,17 +6,21 @@ tensors on it go through gloo. It has no streams, no kernels and no memory of it
 ``install`` changes torch for the rest of the process.
 """
 
+import gc
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
 NAME = "rehearsal"
 DEVICE = f"{NAME}:0"
+SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
+_memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
 
 _library: torch.library.Library | None = None
 
@@ -38,6 +42,8 @@ class OnDevice(Tensor):
                 device=DEVICE,
             )
         made.inner = inner
+        memory = inner.untyped_storage()
+        _memory[memory._cdata] = StorageWeakRef(memory)
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -75,6 +81,15 @@ class OnDevice(Tensor):
         if where.type == "cpu":
             return tree_map(lambda x: _counted(x) if isinstance(x, Tensor) else x, found)
         return tree_map(lambda x: _same(own, x), found)
+
+
+def held() -> int:
+    """Return how many bytes of tensors are on the device."""
+    gc.collect()
+    for key in [key for key, memory in _memory.items() if memory.expired()]:
+        del _memory[key]
+    alive = (torch.UntypedStorage._new_with_weak_ptr(memory.cdata) for memory in _memory.values())
+    return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def _in(value: Any) -> Any:

@@ -57,18 +57,29 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Memory of a device that is taken, by whichever process: this one's peak, and what others have when asked."""
+    """Memory of a device that is taken, by whichever process: this one's peak, and what others have when asked.
+
+    If this one has given memory back since the reset, others may have taken it; then what they had at the reset counts.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
+        self._own_then = self._others_then = 0  # at the reset
 
     def peak(self) -> int:
-        free, total = torch.accelerator.get_memory_info(self._device)
-        grown = torch.accelerator.max_memory_reserved(self._device) - torch.accelerator.memory_reserved(self._device)
-        return total - free + grown
+        own, others = self._taken()
+        given_back = own < self._own_then
+        return torch.accelerator.max_memory_reserved(self._device) + (self._others_then if given_back else others)
 
     def reset(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
+        self._own_then, self._others_then = self._taken()
+
+    def _taken(self) -> tuple[int, int]:
+        """Return the bytes that this process and that all others have."""
+        free, total = torch.accelerator.get_memory_info(self._device)
+        own = torch.accelerator.memory_reserved(self._device)
+        return own, total - free - own
 
 
 class MemoryWatch:

@@ -20,8 +20,11 @@ class WeightSource(Protocol):
         """Return on rank 0 what the phase publishes, and something empty on others."""
         ...
 
-    def keep(self) -> None:
-        """Copy what still lies in the backend, whose memory is about to be given to the engines."""
+    def keep(self, *, stays: bool) -> None:
+        """Copy what still lies in the backend, whose memory is about to be given to the engines.
+
+        ``stays``: the copy may wait on the device until it is sent.
+        """
         ...
 
 
@@ -42,7 +45,7 @@ class GatheredWeights:
             self._base = [bucket.offloaded() for bucket in self._gathering.buckets(backend.sharded_weights("base"))]
         return self._base + as_adapters(self._gathering.buckets(backend.sharded_weights("adapters")), self._lora.scale)
 
-    def keep(self) -> None:
+    def keep(self, *, stays: bool) -> None:
         """Do nothing: the buckets are copies."""
 
 
@@ -56,6 +59,6 @@ class ShardedByRank:
         self._outlet.offer(backend.sharded_weights())
         return self._shards if self._shards is not None else ()
 
-    def keep(self) -> None:
+    def keep(self, *, stays: bool) -> None:
         """Copy this rank's shards."""
-        self._outlet.keep()
+        self._outlet.keep(stays=stays)

@@ -6,7 +6,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from rl_async.configs.schema.run import RunConfig
+from rl_async.torch_device import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.batches.cost import RowCost
@@ -49,6 +52,7 @@ class Models:
         """Free the device's memory, as far as the backends can."""
         for model in self._all():
             model.sleep()
+        give_back(torch.device(self.policy.device))
 
     def wake(self) -> None:
         """Undo ``sleep``: bring the weights back to the device."""

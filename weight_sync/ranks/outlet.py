@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
+from rl_async.torch_device import give_back
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, checksum, dtype_of, layout_of, manifest, places_in, room
 from rl_async.weight_sync.layout import Layout, lengths, slices, volume
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
@@ -35,6 +36,13 @@ class _Kept:
     places: list[Tensor] = field(default_factory=list)  # views of ``data`` by part, [elements]
     checksum: str = ""  # of ``data``; empty until it is needed
 
+    def move_to_host(self) -> None:
+        """Move the bytes. The checksum stays of the device's kind, which engines there compute quickest."""
+        self.checksum = self.checksum or checksum(self.data)
+        dtypes, numels = [place.dtype for place in self.places], [place.numel() for place in self.places]
+        self.data = self.data.cpu()
+        self.places = places_in(self.data, dtypes, numels)
+
 
 @dataclass
 class _Group:
@@ -43,11 +51,12 @@ class _Group:
     senders: list[Sender]
     cuts: list[list[list[Cut]]]  # by worker and round
     everything: list[bool]  # by worker
-    staged: deque[tuple[int, list[Bucket]]] = field(default_factory=deque)  # rounds that are under way
+    staged: deque[int] = field(default_factory=deque)  # rounds that are under way
+    unsent: dict[int, list[Bucket]] = field(default_factory=dict)  # those of them that are only staged
 
     def release(self, before: int) -> None:
         """Release the staged rounds before this one."""
-        while self.staged and self.staged[0][0] < before:
+        while self.staged and self.staged[0] < before:
             self.staged.popleft()
             for sender in self.senders:
                 sender.unstage()
@@ -59,6 +68,8 @@ class Outlet:
     The trainer's main thread calls ``offer`` and ``keep``; everything else is called for the coordinator on rank 0,
     from any thread. ``timeout_s`` is how long rank 0 may be ahead of this rank. The copy is made on ``device``, round
     after round by a thread of its own, which waits for no engine. Methods raise WeightSyncError.
+
+    Where engines sleep on ``device``, the copy waits there until they have loaded it: ``keep``, then ``leave``.
     """
 
     def __init__(
@@ -73,12 +84,13 @@ class Outlet:
         self._version = ""
         self._offers = self._sent = 0  # offers so far, and the one that is sent; a version may be offered again
         self._hold: Hold = "no"
+        self._stays = False  # whether the copy takes memory that engines will need, until ``leave``
         self._kept: list[_Kept] = []
         self._copies: list[Future[_Kept]] = []  # by round, of the offer that is sent
         self._parts: list[list[Part]] = []  # of this rank, by round
         self._groups: dict[str, _Group] = {}
         self._changed = threading.Condition()  # guards all of the above but the contents of ``_kept``
-        self._copier = ThreadPoolExecutor(1, "outlet-copy")  # the only one who changes those
+        self._copier = ThreadPoolExecutor(1, "outlet-copy")  # who fills those
 
     @property
     def offers(self) -> int:
@@ -103,11 +115,30 @@ class Outlet:
             self._held, self._offers = weights.held, self._offers + 1
             self._changed.notify_all()
 
-    def keep(self) -> None:
-        """Copy all of the offered weights to the host now, before the device's memory is given to engines."""
+    def keep(self, *, stays: bool) -> None:
+        """Copy all of the offered weights now, since the memory that they are in will be given to engines.
+
+        With ``stays`` the copy is on the device until ``leave``. Otherwise each round goes to the host as soon as it is
+        copied: then one round at a time is all that the device holds.
+        """
+        give_back(self._device)  # a copy within larger pieces of memory would keep torch from giving these back
         with self._changed:
-            self._copy(self._offers, leaves=True)
-        self.seal()
+            self._copy(self._offers, leaves=not stays)
+            self._stays = stays and self._device.type != "cpu"
+        self._settle()
+
+    def leave(self) -> None:
+        """Move the copy to the host if ``keep`` left it on the device; may be called twice.
+
+        A group that is still being sent gets the rest from there.
+        """
+        with self._changed:
+            if not self._stays:
+                return
+            for copy in self._copies:
+                copy.result().move_to_host()
+            give_back(self._device)
+            self._stays = False
 
     def begin(self, version: str, offer: int, hold: Hold) -> None:
         """From now on send ``version``, once the main thread has made this offer. Raises RanksLost if it does not."""
@@ -122,6 +153,11 @@ class Outlet:
 
     def seal(self) -> None:
         """End a publication once all of the offered weights are copied, so that training may change them."""
+        self._settle()
+        self.leave()
+
+    def _settle(self) -> None:
+        """Wait until all of the offered weights are copied, and let go of them."""
         for copy in self._copies:
             copy.result()
         with self._changed:
@@ -162,14 +198,14 @@ class Outlet:
         group.release(number - 1)
         buckets = [self._bucket(group, worker, number) for worker in range(len(group.senders))]
         infos = [sender.stage(bucket) for sender, bucket in zip(group.senders, buckets, strict=True)]
-        group.staged.append((number, buckets))
+        group.staged.append(number)
+        group.unsent[number] = buckets
         return infos
 
     def send(self, key: str, number: int) -> None:
         """Transfer each worker's bucket of a staged round while they receive it."""
         group = self._group(key)
-        buckets = next(buckets for staged, buckets in group.staged if staged == number)
-        for sender, bucket in zip(group.senders, buckets, strict=True):
+        for sender, bucket in zip(group.senders, group.unsent.pop(number), strict=True):
             sender.send(bucket)
 
     def close(self, key: str) -> None:
@@ -192,7 +228,7 @@ class Outlet:
             return self._groups[key]
 
     def _copy(self, offer: int, leaves: bool) -> None:
-        """Have this offer copied, unless it was; ``leaves``: to the host, since the device is given to engines."""
+        """Have this offer copied, unless it was; ``leaves``: to the host, as soon as a round is copied."""
         if offer == self._sent:
             return
         assert self._held is not None, "an offer comes with its shards"
@@ -210,9 +246,7 @@ class Outlet:
                 place.view(lengths(part.box)).copy_(held[part.name, part.held.box][slices(part.box, part.held.box)])
         kept.checksum = ""
         if leaves:
-            kept.checksum = checksum(kept.data)
-            kept.data = kept.data.cpu()
-            kept.places = places_in(kept.data, dtypes, numels)
+            kept.move_to_host()
         return kept
 
     def _bucket(self, group: _Group, worker: int, number: int) -> Bucket:

@@ -35,6 +35,7 @@ class RankEnd(Protocol):
 
     def begin(self, version: str, offer: int, hold: Hold) -> None: ...
     def seal(self) -> None: ...
+    def leave(self) -> None: ...
     def open(self, key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]: ...
     def connect(self, key: str) -> None: ...
     def stage(self, key: str, number: int) -> list[UpdateInfo]: ...
@@ -117,6 +118,8 @@ class OutletServer:
                     outlet.send(key, command.number)
                 case "seal":
                     outlet.seal()
+                case "leave":
+                    outlet.leave()
                 case "connect":
                     outlet.connect(key)
                 case "close":
@@ -154,6 +157,9 @@ class RemoteOutlet:
 
     def seal(self) -> None:
         self._call(Command("seal"), self._offer_s)
+
+    def leave(self) -> None:
+        self._call(Command("leave"))
 
     def open(self, key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
         return self._call(Command("open", key, members=members, needs=list(needs))).joins

@@ -40,6 +40,10 @@ class RankShards:
         """Have all ranks copy what no engine has asked for: training may then change the weights."""
         together([end.seal for end in self._ends.values()], THREAD)
 
+    def leave(self) -> None:
+        """Have all ranks take what they keep for engines off the devices that those share; may be called twice."""
+        together([end.leave for end in self._ends.values()], THREAD)
+
     def close(self) -> None:
         """Part from the other ranks, and leave the groups of engines that are still open."""
         for end in self._ends.values():
@@ -98,6 +102,10 @@ class RankShipment:
 
     def unstage(self) -> None:
         """Do nothing: the ranks release a round when the one after the next is staged, and at the end."""
+
+    def leave(self) -> None:
+        """Have the ranks that send take what they keep off shared devices; may be called twice."""
+        together([end.leave for end in self._ends], THREAD)
 
     def close(self) -> None:
         """Leave the groups; may be called twice."""

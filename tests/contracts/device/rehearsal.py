@@ -8,10 +8,9 @@ import dataclasses
 import functools
 import json
 import sys
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,20 +35,21 @@ from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.buckets.retained import RetainedBuckets
 from rl_async.weight_sync.layout import slices, whole
 from rl_async.weight_sync.phases import TakeTurns
-from rl_async.weight_sync.protocol import InitInfo, SyncReport, UpdateInfo, of_worker
+from rl_async.weight_sync.protocol import SyncReport, of_worker
 from rl_async.weight_sync.ranks.outlet import Outlet
 from rl_async.weight_sync.ranks.rounds import Needs
 from rl_async.weight_sync.ranks.shipment import RankShards
 from rl_async.weight_sync.receiver import WeightReceiver
 from rl_async.weight_sync.reshard.gather import Gathering
 from rl_async.weight_sync.reshard.wire import PointToPoint
-from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
 from tests.conftest import make_rows
+from tests.contracts.device import handover
+from tests.contracts.device.handover import HandedOver
+from tests.contracts.device.turns import all_turns
 from tests.support import python_device
-from tests.support.python_device import DEVICE, NAME, moved
+from tests.support.python_device import DEVICE, NAME, SCALARS, moved
 
 BUCKET = 4096
-SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or checksum
 
 Told = dict[str, Any]
 
@@ -154,34 +154,6 @@ def updates(there: Fsdp2Backend) -> Told:
     return {"right": all(right), "kinds": sorted(set(kinds))}
 
 
-class HandedOver:
-    """Both ends of a transport between outlets and receivers of this process: the bytes stay where they are."""
-
-    buckets: ClassVar[dict[str, deque[Bucket]]] = {}  # under way, by group
-
-    def __init__(self, group: str) -> None:
-        self._queue = self.buckets.setdefault(group, deque())
-        self._info = InitInfo(backend="nccl", group_name=group)
-
-    def init_info(self, member: int) -> InitInfo:
-        return self._info
-
-    def connect(self) -> None: ...
-
-    def stage(self, bucket: Bucket) -> UpdateInfo:
-        self._queue.append(bucket)
-        return bucket.info
-
-    def send(self, bucket: Bucket) -> None: ...
-
-    def unstage(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def receive(self, info: UpdateInfo) -> Tensor:
-        return self._queue.popleft().data
-
-
 def received(shards: RankShards, needs: Items[Needs | None]) -> list[dict[str, Tensor]]:
     """What the loader of each worker gets of a publication."""
     shipment = shards.shipment(1, needs)
@@ -203,7 +175,6 @@ def same(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 def sending(there: Fsdp2Backend) -> Told:
     """Shards that their rank sends from the device, to a worker that takes everything and two that take halves."""
-    TRANSPORTS["nccl"] = Transport(lambda setup: HandedOver(setup.group_name), lambda info: HandedOver(info.group_name))
     sync = WeightSyncConfig(transport="nccl", bucket_bytes=BUCKET)
     outlet = Outlet(0, sync, "127.0.0.1", 60.0, there.device)
     shards = RankShards(outlet, {})
@@ -221,18 +192,21 @@ def sending(there: Fsdp2Backend) -> Told:
     shards.seal()
     largest = max(moved, default=0)
     outlet.offer(held)
-    outlet.keep()
+    outlet.keep(stays=True)
     there.sleep()
     shards.begin(Version(0, 2), "no")
-    asleep, homes = shards.shipment(1, needs[:1]), set[tuple[str, str]]()
+    asleep, homes = shards.shipment(1, needs[:1]), []
     kept: dict[str, Tensor] = {}
     loads = Assembler(lambda named: kept.update((name, tensor.clone()) for name, tensor in named))
     for number in range(asleep.count):
         info = asleep.stage(number)
+        asleep.send(number)
         bucket = HandedOver.buckets[asleep.init_info(0).group_name].popleft()
-        homes.add((bucket.data.device.type, bucket.device.type))
+        homes.append((bucket.data.device.type, bucket.device.type))
         verify(bucket.data, info)
         loads(unpack(bucket.data, info))
+        if number == 1:
+            asleep.leave()
     there.wake()
     right = {name: tensor.cpu() for (name, _), tensor in there.sharded_weights().held.items()}
     parts = [(found[0], right), (kept, right)]
@@ -243,7 +217,7 @@ def sending(there: Fsdp2Backend) -> Told:
         "devices": sorted({tensor.device.type for of in found for tensor in of.values()}),
         "scalars_only": largest <= SCALARS,
         "same": [same(*pair) for pair in parts],
-        "asleep": sorted(homes),
+        "asleep": [homes[1], *set(homes[2:])],
     }
 
 
@@ -263,7 +237,7 @@ def taking_turns(there: Fsdp2Backend) -> Told:
             pass
 
     given_places: list[list[str]] = []
-    phase = TakeTurns(Updater(), lambda: None, there.wake, there.sleep)
+    phase = TakeTurns(Updater(), lambda: None, there.wake, lambda engines_sleep: there.sleep())
     phase.before_train()
     phase.after_train(Version(0, 1), buckets_of(there, there.device))
     there.wake()
@@ -335,6 +309,7 @@ def main(folder: str) -> None:
     """Run all parts, in the order in which each needs those before it."""
     torch.set_num_threads(1)
     python_device.install()
+    handover.install()
     dist.init_process_group(f"cpu:gloo,{NAME}:fake", store=dist.HashStore(), rank=0, world_size=1)
     config = TrainerConfig(learning_rate=1e-2, minibatches=1)
     there, here = (Fsdp2Backend(folder, "float32", device, config) for device in (DEVICE, "cpu"))
@@ -346,6 +321,7 @@ def main(folder: str) -> None:
         "taking turns": lambda: taking_turns(there),
         "updates": lambda: updates(there),
         "sending": lambda: sending(there),
+        "turns over shards": lambda: all_turns(there),
     }
     for name, part in parts.items():
         print(json.dumps({"part": name} | part()), flush=True)

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from tests.support.forked import Forked
-from tests.support.python_device import NAME
+from tests.support.python_device import NAME, SCALARS
 
+SURVIVORS = {
+    "well": ["one", "other"],
+    "one dies loading": ["one"],
+    "one fails loading once": ["one", "other"],
+    "one dies before it is verified": ["one"],
+    "one dies on waking": ["one"],
+    "both die": ["third"],
+}
 Told = dict[str, dict[str, Any]]
 
 
@@ -53,12 +61,12 @@ def test_buckets_are_filled_and_checksummed_on_the_device(told: Told) -> None:
 
 
 def test_a_rank_sends_its_shards_and_slices_of_them_from_the_device(told: Told) -> None:
-    """Asleep, from the host, where they were put before the engines woke."""
+    """Asleep too, until they leave for the host."""
     assert told["sending"] == {
         "devices": [NAME],
         "scalars_only": True,
         "same": [True, True, True, True],
-        "asleep": [["cpu", NAME]],
+        "asleep": [[NAME, NAME], ["cpu", NAME]],
     }
 
 
@@ -68,6 +76,28 @@ def test_deltas_are_encoded_and_applied_on_the_device(told: Told) -> None:
 
 def test_before_engines_wake_on_a_shared_device_the_trainer_has_left_it(told: Told) -> None:
     assert told["taking turns"] == {"bytes": ["cpu"], "home": [NAME], "trainer": [["cpu"]]}
+
+
+def test_weights_wait_on_a_shared_device_until_engines_have_loaded_them(told: Told) -> None:
+    """At the start of a run, when engines are awake, they do not."""
+    for found in told["turns over shards"].values():
+        assert found["at the start"] == 0
+    well = told["turns over shards"]["well"]
+    assert well["engines"] == ["one", "other"]
+    assert len(well["loading"]) > 2 and min(well["loading"]) >= 1, "beside what engines compute checksums with"
+    assert well["to the host"] <= SCALARS
+
+
+@pytest.mark.parametrize(("scenario", "engines"), SURVIVORS.items())
+def test_whatever_happens_they_have_left_before_a_cache_wakes_or_an_engine_starts(
+    told: Told, scenario: str, engines: list[str]
+) -> None:
+    found = told["turns over shards"][scenario]
+    assert found["engines"] == engines
+    assert set(found["waking"]) <= {0} and bool(found["waking"]) == (engines != ["third"])
+    assert found["replaced"] == (0 if engines == ["third"] else None)
+    assert found["after"] == 0
+    assert found["late as others"]
 
 
 def test_an_engine_loads_and_samples_on_the_device(told: Told) -> None:

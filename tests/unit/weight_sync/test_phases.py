@@ -39,6 +39,9 @@ class Recorder:
     def suspend(self) -> None:
         self.calls.append("suspend")
 
+    def offload(self, engines_sleep: bool) -> None:
+        self.calls.append(f"offload, engines {'asleep' if engines_sleep else 'awake'}")
+
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
 
@@ -54,7 +57,7 @@ def phase_of(
     ("mode", "before", "after"),
     [
         ("disaggregated", [], ["publish 0.1"]),
-        ("colocated", ["suspend", "barrier", "onload"], ["offload", "barrier", "publish 0.1"]),
+        ("colocated", ["suspend", "barrier", "onload"], ["offload, engines asleep", "barrier", "publish 0.1"]),
     ],
 )
 def test_order(mode: Mode, before: list[str], after: list[str]) -> None:
@@ -71,10 +74,24 @@ def test_other_ranks_move_their_optimizer_but_speak_to_no_engine() -> None:
     phase = phase_of("colocated", IdleCoordinator(), record)
     phase.before_train()
     assert phase.after_train(Version(0, 1), []).engines == []
-    assert record.calls == ["barrier", "onload", "offload", "barrier"]
+    assert record.calls == ["barrier", "onload", "offload, engines asleep", "barrier"]
 
 
-LEND = ["defer_late", "agree", "offload", "barrier", "publish 0.1"]
+def test_at_the_start_and_if_the_weights_are_published_again_engines_are_awake() -> None:
+    record = Recorder()
+    phase = phase_of("colocated", record, record)
+    phase.after_train(Version(0, 0), [])
+    phase.before_train()
+    phase.after_train(Version(0, 1), [])
+    phase.after_train(Version(0, 1), [])
+    asleep = [call.split()[-1] for call in record.calls if call.startswith("offload")]
+    assert asleep == ["awake", "asleep", "awake"]
+
+
+def lend(engines: str) -> list[str]:
+    return ["defer_late", "agree", f"offload, engines {engines}", "barrier", "publish 0.1"]
+
+
 TAKE_BACK = ["suspend", "barrier", "onload"]
 
 
@@ -109,12 +126,12 @@ def test_devices_are_lent_while_the_trainer_idles_for_longer_than_the_switch_tak
         return list(record.calls)
 
     phase.after_train(Version(0, 1), [])
-    assert record.calls == LEND, "the first batch is always waited for"
-    assert step(idle_s=5.0) == TAKE_BACK + LEND
+    assert record.calls == lend("awake"), "the first batch is always waited for"
+    assert step(idle_s=5.0) == TAKE_BACK + lend("asleep")
     assert step(idle_s=3.0) == [*TAKE_BACK, "agree", "publish 0.1 beside"], "2 s there and 2 s back"
     assert step(idle_s=3.5) == ["agree", "publish 0.1 beside"]
-    assert step(idle_s=4.0) == LEND
-    assert step(idle_s=9.0) == TAKE_BACK + LEND
+    assert step(idle_s=4.0) == lend("asleep")
+    assert step(idle_s=9.0) == TAKE_BACK + lend("asleep")
 
 
 def test_all_ranks_lend_as_rank_0_does() -> None:
@@ -127,7 +144,7 @@ def test_all_ranks_lend_as_rank_0_does() -> None:
     assert record.calls == []
     other = phase_of("disaggregated", IdleCoordinator(), record, lends=True)
     assert other.after_train(Version(0, 1), []).engines == []
-    assert record.calls == ["offload", "barrier"]
+    assert record.calls == ["offload, engines awake", "barrier"]
 
 
 def test_which_engines_are_on_the_trainers_devices() -> None:

@@ -32,13 +32,31 @@ def test_who_takes_turns_on_a_gpu_has_it_alone_but_for_the_runtime() -> None:
     (_, engine), (_, trainer) = the(found, "engine"), the(found, "trainer")
     for stage in ("train", "gather"):
         assert engine.stages[stage] == {"runtime": CONTEXT_BYTES}
-    for stage in ("rollout", "load"):
-        assert trainer.stages[stage] == {"runtime": CONTEXT_BYTES}
+    away = {"runtime": CONTEXT_BYTES, "bucket": 2 * 64 << 20}  # which engines have mapped
+    assert trainer.stages["rollout"] == away
+    assert trainer.stages["load"] == away | {"published": 2 * GIB}, "until caches wake"
+    assert [stage for stage in STAGES if "published" in trainer.stages[stage]] == ["gather", "load"]
     cache = 64 * 4096 * (1 << 16) * 2
     assert engine.stages["rollout"]["KV cache"] == engine.stages["start"]["KV cache"] == cache
     assert "KV cache" not in engine.stages["load"] and engine.stages["load"]["bucket"] == 64 << 20
     assert {"optimizer", "gradients", "activations"} <= trainer.stages["train"].keys()
     assert "optimizer" not in trainer.stages["start"], "AdamW makes its moments in the first step"
+
+
+def test_what_waits_for_engines_is_each_ranks_share_or_on_the_host() -> None:
+    two = the(planned("trainer.ranks=2", gpus=2), "trainer")[1]
+    assert two.stages["load"]["published"] == GIB
+    on_the_host = the(planned("weight_sync.transport=disk", gpus=1), "trainer")[1]
+    assert on_the_host.stages["load"] == {"runtime": CONTEXT_BYTES}
+    assert "published" not in on_the_host.stages["gather"]
+    gathered = the(planned("weight_sync.delta=true", gpus=1), "trainer")[1]
+    assert gathered.stages["gather"]["published"] == 2 * GIB and "published" not in gathered.stages["load"]
+
+
+def test_megatron_asleep_leaves_weights_on_the_device() -> None:
+    found = the(planned("trainer.backend=megatron", gpus=1), "trainer")[1]
+    assert found.stages["load"]["weights"] == found.stages["rollout"]["weights"] == 2 * GIB
+    assert found.stages["load"]["reference"] == found.stages["train"]["reference"]
 
 
 def test_what_does_not_take_turns_is_always_there() -> None:
@@ -122,6 +140,11 @@ def test_on_a_cpu_only_the_embedded_engine_frees_memory_and_the_trainer_none(eng
             ["'train'", "trainer.max_tokens_per_microbatch"],
         ),
         (["rollout.cache_bytes=40000000000"], 30 * GIB, ["engine-0", "rollout.cache_bytes"]),
+        (
+            ["trainer.cpu_offload=true", "model.device=gpu", "trainer.lora={}"],
+            6 * GIB,
+            ["'load'", "engine-0", "rollout.tensor_parallel", "trainer-0", "trainer.ranks", "weight_sync.transport"],
+        ),
         (
             ["launcher.device_memory=0.1"],
             60 * GIB,

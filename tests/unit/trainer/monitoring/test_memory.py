@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rl_async.errors import OutOfMemory
 from rl_async.process.memory_budget import DeviceBudget, Holder, Stage
-from rl_async.trainer.monitoring.memory import STAGES, HostMeter, MemoryWatch
+from rl_async.trainer.monitoring.memory import STAGES, DeviceMeter, HostMeter, MemoryWatch
 
 MIB = 1 << 20
 
@@ -47,6 +47,25 @@ def test_a_peak_is_that_since_the_reset() -> None:
 
 def test_a_peak_that_cannot_be_forgotten_is_no_error(tmp_path: Path) -> None:
     HostMeter(tmp_path / "hidden").reset()
+
+
+def test_a_device_that_changes_hands_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 100 bytes: the trainer has 60 at most and goes, then an engine has 70."""
+    own = most = others = 0
+    for name, value in {
+        "get_memory_info": lambda device: (100 - own - others, 100),
+        "memory_reserved": lambda device: own,
+        "max_memory_reserved": lambda device: most,
+        "reset_peak_memory_stats": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    meter = DeviceMeter("cuda:0")
+    own, most, others = 50, 50, 5
+    meter.reset()
+    most, others = 60, 10
+    assert meter.peak() == 70, "both are there"
+    own, others = 2, 70
+    assert meter.peak() == 65
 
 
 @pytest.mark.usefixtures("one_rank")

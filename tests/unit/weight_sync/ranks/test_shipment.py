@@ -3,7 +3,8 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ async def test_a_late_engine_gets_all_of_a_version_before_the_next_is_copied(tmp
         await deferring
         weights = trainer.weights(named(2))
         for outlet in trainer.outlets:
-            outlet.keep()
+            outlet.keep(stays=True)
         assert late.weights == {"a": 4.0, "b": 4.0} and directory.confirmed == [("late", Version(0, 1))]
         directory.add("later", later)
         await asyncio.sleep(0.2)
@@ -161,6 +162,82 @@ async def test_a_late_engine_gets_all_of_a_version_before_the_next_is_copied(tmp
         await fleet.publish(Version(0, 2), weights)
         assert late.weights == later.weights == {"a": 8.0, "b": 8.0}
         catching_up.cancel()
+        await fleet.close()
+
+
+class Told(Engine):
+    """Tells its calls to a list that all engines and ranks share."""
+
+    def __init__(self, log: list[str], workers: int = 1, needs: list[list[list[Box]]] | None = None) -> None:
+        super().__init__(workers=workers, needs=needs)
+        self._log = log
+
+    def _called(self, name: str) -> None:
+        self._log.append(name)
+        super()._called(name)
+
+
+def telling(trainer: TrainerRanks, log: list[str]) -> set[str]:
+    """Have each rank tell that what it keeps has left; return all of that."""
+
+    def told(rank: int, leave: Callable[[], None]) -> None:
+        leave()
+        log.append(f"leave {rank}")
+
+    for rank, outlet in enumerate(trainer.outlets):
+        outlet.leave = partial(told, rank, outlet.leave)  # type: ignore[method-assign]
+    return {f"leave {rank}" for rank in range(len(trainer.outlets))}
+
+
+async def test_what_ranks_keep_leaves_before_any_cache_wakes_and_awake_engines_do_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    """The engines form two groups."""
+    log: list[str] = []
+    sync, engines = sync_of("ipc", tmp_path), {"whole": Told(log), "cut": Told(log, workers=2, needs=HALVES)}
+    fleet = make_fleet(Directory(**engines), sync=sync, timeout_s=30)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        all_ranks = telling(trainer, log)
+        await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        assert all_ranks == {call for call in log if call.startswith("leave")}
+        assert not all_ranks & set(log[: len(log) - log[::-1].index("resume")])
+        await fleet.suspend()
+        log.clear()
+        await fleet.publish(Version(0, 2), trainer.weights(named(2)))
+        assert log.count("wake kv_cache") == 2
+        assert all_ranks <= set(log[: log.index("wake kv_cache")])
+        await fleet.close()
+
+
+async def test_no_cache_wakes_and_no_engine_is_blamed_if_what_a_rank_keeps_does_not_leave(tmp_path: Path) -> None:
+    log: list[str] = []
+    sync = sync_of("ipc", tmp_path)
+    fleet = make_fleet(directory := Directory(a=Told(log), b=Told(log)), sync=sync, timeout_s=4)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        await fleet.suspend()
+        weights = trainer.weights(named(2))
+
+        def lost() -> None:
+            raise SystemExit  # its thread ends, and with it the connection, as if the process had
+
+        trainer.outlets[1].leave = lost  # type: ignore[method-assign]
+        with pytest.raises(RanksLost, match="rank 1"):
+            await fleet.publish(Version(0, 2), weights)
+        assert "wake kv_cache" not in log and directory.removed == {}
+        await fleet.close()
+
+
+async def test_what_ranks_keep_has_left_when_an_engine_starts(tmp_path: Path) -> None:
+    log: list[str] = []
+    sync = sync_of("ipc", tmp_path)
+    fleet = make_fleet(directory := Directory(), sync=sync, timeout_s=30, engine_wait_s=30)
+    with TrainerRanks(named(0), 2, sync) as trainer:
+        all_ranks = telling(trainer, log)
+        publication = asyncio.create_task(fleet.publish(Version(0, 1), trainer.weights(named(1))))
+        await eventually(lambda: all_ranks == set(log))
+        directory.add("a", Told(log))
+        assert (await publication).engines == ["a"]
         await fleet.close()
 
 
