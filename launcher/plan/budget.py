@@ -124,7 +124,8 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     if not in_turns:
         step |= published
     between = _only(step, _BETWEEN_STEPS)
-    gathering: dict[Part, int] = {"bucket": bucket} | between
+    gathering: dict[Part, int] = {"bucket": bucket}
+    gathering |= between
     starting = dict(gathering)
     del starting["optimizer"]  # AdamW's moments are made by a step
     if not in_turns:
