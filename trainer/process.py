@@ -166,7 +166,7 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
         return _Start(lineage, 0, b"")
     state, snapshot = load_checkpoint(folder_of(root, step), models.trained())
     kl.coef = state.kl_coef
-    log.info("resuming after step %d as lineage %d", state.step, lineage)
+    log.info("resuming at step %d as lineage %d", state.step, lineage)
     return _Start(lineage, state.step, snapshot)
 
 

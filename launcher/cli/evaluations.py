@@ -55,12 +55,12 @@ def _endpoint(arguments: argparse.Namespace) -> list[str]:
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compare two evaluations task by task: of two runs, of two steps of one, or of what `rl-async eval` evaluated. "
+        "Compare two evaluations task by task: of two runs, of two versions of one, or of what `rl-async eval` wrote. "
         "p is the probability of a change of the mean at least as large if it were chance (a paired randomization "
         "test); below it stand the tasks that changed most, the worst first."
     )
     for name in ("before", "after"):
-        parser.add_argument(name, metavar=name.upper(), help="RUN, RUN@STEP (default: its newest) or FILE.jsonl")
+        parser.add_argument(name, metavar=name.upper(), help="RUN, RUN@VERSION (default: its newest) or FILE.jsonl")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     parser.set_defaults(command=_compare)
 
@@ -74,7 +74,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.evaluation.tables import print_comparison
 
     if arguments.before == arguments.after:
-        raise UserError(f"{arguments.before} is compared with itself; name two evaluations, such as RUN@STEP and RUN")
+        raise UserError(
+            f"{arguments.before} is compared with itself; name two evaluations, such as RUN@VERSION and RUN"
+        )
     comparison = compare(read_evaluation(arguments.before), read_evaluation(arguments.after))
     if arguments.json:
         print(msgspec.json.encode(comparison).decode())

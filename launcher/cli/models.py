@@ -106,9 +106,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     from rl_async.trainer.checkpoints.export import export
+    from rl_async.trainer.checkpoints.folder import folder_of
 
     step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
-    print(f"wrote {arguments.out} from the checkpoint after step {step}")
+    print(f"wrote {arguments.out} from {folder_of(arguments.run / 'checkpoints', step)}")
     return 0
 
 

@@ -49,10 +49,10 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
     console = console or Console()
     (first, before), *_, (last, after) = files.items()
     solved = _solved(run)
-    for step, file in ((first, before), (last, after)):
-        title = f"step {step}: held-out reward, passed at {solved:g} or more"
+    for version, file in ((first, before), (last, after)):
+        title = f"version {version}: held-out reward, passed at {solved:g} or more"
         console.print(summary_table(summarize_with_total(read_answers(file), solved), title))
-    console.print(side_by_side(before, after, f"step {first}", f"step {last}"))
+    console.print(side_by_side(before, after, f"version {first}", f"version {last}"))
 
 
 def _solved(run: Path) -> float:

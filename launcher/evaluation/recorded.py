@@ -14,7 +14,7 @@ TaskKey = tuple[str, str, str]  # data source, role and task
 
 
 class Evaluation(NamedTuple):
-    """A recorded evaluation: of the version after ``step`` of a run, or of what ``rl-async eval`` evaluated.
+    """A recorded evaluation: of a version of a run, or of what ``rl-async eval`` evaluated.
 
     ``means`` has the mean reward of each task, ``unscored`` counts episodes that could not be scored and count as 0,
     ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` what the user said last in
@@ -30,24 +30,24 @@ class Evaluation(NamedTuple):
 
 
 def read_evaluation(where: str) -> Evaluation:
-    """Read the evaluation that ``RUN``, ``RUN@STEP`` (without a step: the newest) or a file of JSON lines names.
+    """Read the evaluation that ``RUN``, ``RUN@VERSION`` (without a version: the newest) or a file of JSON lines names.
 
     Raises UserError.
     """
     if where.endswith(".jsonl") and Path(where).is_file():
         return _of_lines(Path(where))
-    name, at, step = where.rpartition("@")
-    if not at or not step.isdigit():
-        name, step = where, ""
+    name, at, version = where.rpartition("@")
+    if not at or not version.isdigit():
+        name, version = where, ""
     run = Path(name)
     if not run.is_dir():
         raise UserError(f"no run folder {run}, and no file of JSON lines")
     files = evaluations(run / "trajectories")
     if not files:
         raise UserError(f"{run} has no evaluation: a run evaluates if it has data.eval_path, and `rl-async eval` does")
-    if step and int(step) not in files:
-        raise UserError(f"{run} has no evaluation of step {step}, but of {', '.join(map(str, files))}")
-    chosen = int(step) if step else max(files)
+    if version and int(version) not in files:
+        raise UserError(f"{run} has no evaluation of version {version}, but of {', '.join(map(str, files))}")
+    chosen = int(version) if version else max(files)
     rows = sorted(read_trajectories(files[chosen]), key=lambda row: (row.sample, row.segment))
     first, replies = dict[TaskKey, Trajectory](), dict[TaskKey, str]()
     for row in rows:

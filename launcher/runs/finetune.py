@@ -274,5 +274,5 @@ def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
         f"out{skipped}; {record.learned:,} of {record.tokens:,} tokens are learned",
         f"{total_steps(record.conversations, own)} steps of {own.batch_size} conversations on {config.trainer.ranks} "
         f"rank(s) of {config.trainer.backend}; run folder: {folder}",
-        *([f"continuing after step {begun[-1]}"] if begun else []),
+        *([f"continuing at step {begun[-1]}"] if begun else []),
     ]

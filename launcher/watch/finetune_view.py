@@ -11,7 +11,7 @@ from rl_async.launcher.folder.tail import MetricsTail, Record
 
 POLL_S = 0.3
 LINES = 40  # of the whole run, besides those of measurements
-HEAD = f"{'step':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
+HEAD = f"{'steps':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
 
 
 class ReplacedTail:

@@ -40,10 +40,11 @@ def describe_stop(beat: Beat | None, train_s: float | None, saved: int, now: flo
     completed = 0 if beat is None else beat.step if beat.phase in NOT_IN_A_STEP else beat.step + 1
     if beat is None or beat.phase == "starting" or completed == 0:
         return "stopping; no step has begun"
+    last = completed - 1
     if completed <= saved:
-        return f"stopping; step {completed} is saved"
+        return f"stopping; step {last} is saved"
     left = ""
     if beat.phase == "training" and train_s is not None:
         left = f", about {max(0.0, train_s - (now - beat.since)):.0f} s"
     lost = f"{completed - saved} step" if completed == saved + 1 else f"{completed - saved} steps"
-    return f"stopping after step {completed}{left}, and saving; {key} ends now, losing {lost}"
+    return f"stopping after step {last}{left}, and saving; {key} ends now, losing {lost}"

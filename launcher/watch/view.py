@@ -29,6 +29,7 @@ from rl_async.launcher.watch.view_model import (
     conversation_of,
     mean,
     no_tool_works,
+    position,
     sparkline,
     step_line,
     summary_lines,
@@ -132,12 +133,12 @@ class View:
     def _newest_conversation(
         self, shown: tuple[int, RecordedConversation] | None
     ) -> tuple[int, RecordedConversation] | None:
-        """Return one of the newest step, by its number from 1, or what is shown while that step has none yet."""
+        """Return one of the newest step, by its number, or what is shown while that step has none yet."""
         record = self._history.last
-        if record is None or (shown is not None and shown[0] == record["step"] + 1):
+        if record is None or (shown is not None and shown[0] == record["step"]):
             return shown
         found = conversation_of(self._folder, record, self._config.trainer.ranks)
-        return shown if found is None else (int(record["step"]) + 1, found)
+        return shown if found is None else (int(record["step"]), found)
 
     async def _queue_report(self) -> StatusReport | None:
         """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
@@ -162,9 +163,9 @@ class View:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        record, steps = self._history.last, self._config.trainer.steps
+        record = self._history.last
         if record is None:
-            table.add_row("step", f"0/{steps}, the first batch is being sampled")
+            table.add_row("step", f"none of {self._config.trainer.steps} done, the first batch is being sampled")
         else:
             self._add_step(table, record)
         states = self._states()
@@ -176,7 +177,7 @@ class View:
         rewards = self._history.rewards
         split = time_split(record)
         width = max(10, min(60, self._console.width - 40))
-        table.add_row("step", f"{int(record['step']) + 1}/{self._config.trainer.steps}")
+        table.add_row("step", position(record, self._config.trainer.steps))
         table.add_row("reward", f"{sparkline(rewards, width)}  {rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}")
         if evaluations := self._history.held_out:
             table.add_row("held out", f"{evaluations[-1]:.3f}")

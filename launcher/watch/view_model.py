@@ -121,11 +121,17 @@ def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
     return "".join(fill * (end - start) for fill, start, end in zip(fills, [0, *ends], ends, strict=False))
 
 
+def position(record: Record, steps: int) -> str:
+    """Format a step's number, which counts from 0 as everywhere, and how many of ``steps`` are done with it."""
+    step = int(record["step"])
+    return f"{step} ({step + 1} of {steps} done)"
+
+
 def step_line(record: Record, steps: int) -> str:
     """Format one trainer step as a line of text."""
     split = time_split(record)
     parts = [
-        f"step {int(record['step']) + 1}/{steps}",
+        f"step {position(record, steps)}",
         f"reward {record.get('reward/mean', 0.0):.3f}",
         f"{record.get('time/step_s', 0.0):.2f} s (wait {split['waiting']:.2f}, train {split['training']:.2f}, "
         f"sync {split['syncing']:.2f})",
@@ -164,7 +170,7 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         before = f"{first['eval/reward']:.3f} before, " if first["eval/step"] == 0 and last is not first else ""
-        lines.insert(1, f"held-out reward: {before}{last['eval/reward']:.3f} after step {last['eval/step']:.0f}")
+        lines.insert(1, f"held-out reward: {before}{last['eval/reward']:.3f} at version {last['eval/step']:.0f}")
     return lines
 
 

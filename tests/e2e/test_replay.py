@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     again = start(tmp_path, recorded, model_folder, "--resume")
     _, errors = again.communicate(timeout=120)
     assert again.returncode == 0, errors[-3000:]
-    assert f"{damaged} has" in errors and "resuming after step 4" in errors
+    assert f"{damaged} has" in errors and "resuming at step 4" in errors
     assert digests(tmp_path) == expected
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / SHARD).unlink()

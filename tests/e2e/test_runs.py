@@ -240,7 +240,7 @@ def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) 
     saved = re.search(r"asked to stop: saving (\d+) completed steps", log_of(home, "resumed", "trainer-0"))
     assert saved is not None
     finish(start("resumed"))  # --resume is the default for a run that did not reach its end
-    assert f"resuming after step {saved[1]} as lineage 1" in log_of(home, "resumed", "trainer-0"), "no step was lost"
+    assert f"resuming at step {saved[1]} as lineage 1" in log_of(home, "resumed", "trainer-0"), "no step was lost"
     assert_complete(home, "resumed", bound=1)
     journals = re.findall(r"(\d+) transitions in the journal", log_of(home, "resumed", "queue"))
     assert len(journals) == 2 and int(journals[0]) == 0 < int(journals[1]), "the second queue goes on from the first"

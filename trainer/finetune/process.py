@@ -53,7 +53,7 @@ def run_rank(folder: Path) -> None:
         )
         if step:
             load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
-            log.info("resuming after step %d as lineage %d", step, lineage)
+            log.info("resuming at step %d as lineage %d", step, lineage)
         run = Finetuning(
             config=config,
             finetune=config.finetune,

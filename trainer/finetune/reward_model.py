@@ -73,7 +73,7 @@ def train_pairs(
             )
         optimizer.step()
         if (step + 1) % max(1, steps // REPORTS) == 0 or step + 1 == steps:
-            report(f"step {step + 1} of {steps}: loss {loss.item():.4f}, accuracy in the batch {right:.2f}")
+            report(f"{step + 1} of {steps} steps: loss {loss.item():.4f}, accuracy in the batch {right:.2f}")
     model.eval()
 
 

@@ -128,11 +128,11 @@ class Evaluator:
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])
         except RowsLost as error:
-            log.warning("evaluation after step %d: %s", self._running, error)
+            log.warning("evaluation of version %d: %s", self._running, error)
             return None
         step, self._running = self._running, None
         if not rows:
-            log.warning("the evaluation after step %d produced no trajectory; see the ledger for its errors", step)
+            log.warning("the evaluation of version %d produced no trajectory; see the ledger for its errors", step)
             return None
         episodes = [row for row in rows if row.segment == 0]
         answers = answers_of(reply.headers, {row.group_id: (row.data_source, row.task_id) for row in rows})
@@ -145,5 +145,5 @@ class Evaluator:
             sources=summarize_with_total(answers, self._solved),
         )
         self._record(result, rows)
-        log.info("evaluation after step %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))
+        log.info("evaluation of version %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))
         return result

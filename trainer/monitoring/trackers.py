@@ -51,7 +51,7 @@ def console(config: RunConfig, folder: Path) -> Destination:
 
     def show(step: int, metrics: Metrics) -> None:
         text = "  ".join(f"{key} {metrics[key]:.3f}" for key in CONSOLE_METRICS if key in metrics)
-        print(f"step {min(step + 1, steps)}/{steps}  {text}", file=sys.stderr, flush=True)
+        print(f"{min(step + 1, steps)} of {steps} steps  {text}", file=sys.stderr, flush=True)
 
     return Destination(show, lambda: None)
 

@@ -91,7 +91,7 @@ def test_a_run_shows_its_losses_and_writes_a_model(home: Path, undisturbed: "sub
     assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"] - 0.3
     shown = undisturbed.stdout.splitlines()
     assert shown[0].startswith("base on chats.jsonl: 63 conversations, 7 held out; ")
-    assert shown[2].split() == ["step", "epoch", "loss", "held-out", "tokens/s", "rate", "left"]
+    assert shown[2].split() == ["steps", "epoch", "loss", "held-out", "tokens/s", "rate", "left"]
     assert len(shown) == 3 + 1 + STEPS + 1, undisturbed.stdout
     assert f"{evaluations[-1]['eval/loss']:.4f}" in shown[-1] and "model: plain" in shown[-1]
     model = AutoModelForCausalLM.from_pretrained(home / "plain")
@@ -121,7 +121,7 @@ def test_resumed_from_a_checkpoint_it_ends_as_if_undisturbed(
             shutil.rmtree(folder)
     done = call(home, "resumed")
     assert done.returncode == 0, done.stderr
-    assert "after step 4" in done.stdout
+    assert "at step 4" in done.stdout
     assert_as_undisturbed(home, "resumed")
 
 
@@ -157,7 +157,7 @@ def test_killed_in_the_middle_it_ends_as_if_undisturbed(
         assert not (home / out).exists(), "it was killed in the middle"
         done = call(home, out)
         assert done.returncode == 0, done.stderr
-        assert "after step" in done.stdout
+        assert "at step" in done.stdout
     else:
         launcher.communicate(timeout=120)
         assert launcher.returncode == 0

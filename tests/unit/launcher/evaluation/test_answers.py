@@ -36,7 +36,7 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(tmp_path: Path) ->
     improved, worse = (next(line for line in text.splitlines() if question in line) for question in ("1 + 1", "2 + 2"))
     assert "[bold]3[/bold]" in improved and "2" in improved and "\x1b" not in text
     assert text.index(improved) < text.index(worse)
-    assert "step 0" in text and "step 10" in text and "mean reward of 2" in text and text.count("0.500") == 2
+    assert "version 0" in text and "version 10" in text and "mean reward of 2" in text and text.count("0.500") == 2
 
 
 def test_each_source_has_a_line_before_and_after_with_the_rewards_that_pass_in_this_run(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_roles_are_compared_one_by_one(tmp_path: Path) -> None:
     assert lines == {"math as first": 2.0, "math as second": -2.0, "all": 0.0}
 
 
-@pytest.mark.parametrize(("where", "named"), [("missing", "missing"), ("run@5", "step 5"), ("empty", "eval_path")])
+@pytest.mark.parametrize(("where", "named"), [("missing", "missing"), ("run@5", "version 5"), ("empty", "eval_path")])
 def test_what_is_not_there_is_named(tmp_path: Path, where: str, named: str) -> None:
     record(tmp_path / "run", 0, row(0, 0, 1.0))
     (tmp_path / "empty").mkdir()

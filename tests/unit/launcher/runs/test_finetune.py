@@ -112,7 +112,7 @@ def test_steps_that_are_trained_again_after_a_crash_are_shown_once(tmp_path: Pat
     for steps in (range(2), range(6), range(4), range(9)):  # a crash after the sixth
         write(steps)
         view.show_new()
-    assert [text.split()[0] for text in printed.getvalue().splitlines()] == ["step", *"3456789"]
+    assert [text.split()[0] for text in printed.getvalue().splitlines()] == ["steps", *"3456789"]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,17 @@ def told(phase: str, *, step: int = 12, since: float = NOW - 20.0, train_s: floa
 
 def test_a_running_step_is_named_with_the_time_it_takes_and_what_a_kill_loses() -> None:
     text = told("training")
-    assert "step 13, about 40 s" in text and "losing 13 steps" in text
+    assert "step 12, about 40 s" in text and "losing 13 steps" in text
     assert "losing 1 step" in told("training", saved=12) and "steps" not in told("training", saved=12)
     assert "about 0 s" in told("training", since=NOW - 100), "it takes longer than the step before"
     assert "about" not in told("training", train_s=None), "no step has ended yet"
 
 
 @pytest.mark.parametrize(
-    ("phase", "completed"), [("waiting for a batch", 12), ("meeting the ranks", 13), ("publishing", 13)]
+    ("phase", "last"), [("waiting for a batch", 11), ("meeting the ranks", 12), ("publishing", 12)]
 )
-def test_completed_steps_are_saved(phase: Phase, completed: int) -> None:
-    assert f"after step {completed}," in told(phase) and "about" not in told(phase)
+def test_completed_steps_are_saved(phase: Phase, last: int) -> None:
+    assert f"after step {last}," in told(phase) and "about" not in told(phase)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_the_run_folder_tells_it_but_not_what_an_earlier_start_left(tmp_path: Pa
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").touch()
     beat(tmp_path, 0, 8, "training")
-    assert "step 9, about 500 s" in notice.text(signal.SIGTERM) and "losing 3 steps" in notice.text(signal.SIGTERM)
+    assert "step 8, about 500 s" in notice.text(signal.SIGTERM) and "losing 3 steps" in notice.text(signal.SIGTERM)

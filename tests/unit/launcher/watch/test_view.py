@@ -166,13 +166,13 @@ def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) 
         '{"lineage":0,"eval/step":4.0,"eval/reward":0.4}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
     )
     text = "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
-    for part in ("0.200", "0.900", "0.950 after step 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
+    for part in ("0.200", "0.900", "0.950 at version 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
         assert part in text
     assert "0.4" not in text  # which is no reward before training
     (tmp_path / "evaluations.jsonl").write_text(
         '{"lineage":0,"eval/step":0.0,"eval/reward":0.25}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
     )
-    assert "0.250 before, 0.950 after step 10" in "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
+    assert "0.250 before, 0.950 at version 10" in "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
     assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
 
 
@@ -224,13 +224,32 @@ async def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> N
     lines = (await show(tmp_path, terminal=False)).splitlines()
     assert lines[0] == "engine-0 was restarted (1)"
     assert len(lines) == 2, "the step before the view began is not news"
-    for part in ("step 2/40", "reward 0.777", "wait 1.00", "train 0.80", "sync 0.20", "ready 4", "1234", "eval 0.660"):
+    for part in (
+        "step 1 (2 of 40 done)",
+        "reward 0.777",
+        "wait 1.00",
+        "train 0.80",
+        "sync 0.20",
+        "ready 4",
+        "1234",
+        "eval 0.660",
+    ):
         assert part in lines[1]
 
 
 async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
     text = await show(tmp_path, terminal=True)
-    for part in ("mine", "2/40", "0.777", "waiting 1.00", "training 0.80", "syncing 0.20", "bound 1", "5 groups ready"):
+    for part in (
+        "mine",
+        "1 (2 of 40 done)",
+        "a conversation of step 1,",
+        "0.777",
+        "waiting 1.00",
+        "training 0.80",
+        "syncing 0.20",
+        "bound 1",
+        "5 groups ready",
+    ):
         assert part in text
     for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
         assert part in text

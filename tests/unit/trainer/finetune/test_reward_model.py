@@ -82,7 +82,7 @@ def test_training_orders_pairs_that_it_has_not_seen() -> None:
     before = accuracy(model, held_out, 32)
     train_pairs(model, pairs(400, 0), PairTraining(epochs=2, batch_size=32, learning_rate=3e-3, seed=0), lines.append)
     assert before < 0.8 and accuracy(model, held_out, 32) > 0.95
-    assert lines[-1].startswith("step 26 of 26: loss ")
+    assert lines[-1].startswith("26 of 26 steps: loss ")
     assert not model.training
 
 

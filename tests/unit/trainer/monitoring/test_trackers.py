@@ -60,7 +60,7 @@ def test_console_prints_a_line_per_step(tmp_path: Path, capsys: pytest.CaptureFi
     tracking.log(0, {"reward/mean": 0.5, "time/step_s": 1.0})
     tracking.close()
     line = capsys.readouterr().err
-    assert "1/100" in line and "reward/mean 0.500" in line
+    assert "1 of 100 steps" in line and "reward/mean 0.500" in line
 
 
 def test_a_torn_last_line_of_a_crash_is_cut_off(tmp_path: Path) -> None:
