@@ -12,11 +12,14 @@ from typing import Any
 
 import msgspec
 import yaml
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.foreign_names import hint as foreign_hint
 from rl_async.configs.load.fields import choices, field_names, struct_at
 from rl_async.configs.load.renamed import replacement
+from rl_async.configs.load.yaml_mistakes import explain_mistake
 from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -26,6 +29,13 @@ Places = dict[str, str]  # dotted key -> where it was given: file:line, or the a
 
 class _Loader(yaml.SafeLoader):
     """Reads `1e-3` as a number, and `0_5` and `0.5_5` as text: with an underscore they are bands, low_high."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Build the value of a node. Raises ConstructorError, with its place, also for a date such as 2026-13-01."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise ConstructorError(None, None, f"{node.value} is no value ({error})", node.start_mark) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -121,8 +131,8 @@ def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:
         node = loader.get_single_node()
         _refuse_repetition(node, origin, set())
         return (None if node is None else loader.construct_document(node)), node
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
-        raise ConfigError(f"{origin}: not valid YAML: {error}") from error
+    except (yaml.MarkedYAMLError, ReaderError) as error:
+        raise ConfigError(explain_mistake(error, text, origin)) from error
 
 
 def _refuse_repetition(node: yaml.Node | None, origin: str, seen: set[int]) -> None:
