@@ -205,6 +205,15 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def checkpoints_beside(path: Path) -> str:
+    """Name the checkpoints of the run in whose folder ``path`` is missing, for messages; empty for other paths."""
+    root = next((folder for folder in path.parents if folder.name == "checkpoints"), None)
+    if root is None:
+        return ""
+    names = ", ".join(f"step-{step:06d}" for step in checkpoints(root.parent))
+    return f"; {root} has {names or 'no checkpoint'}"
+
+
 def saved(folder: Path) -> int:
     """Return the steps in the newest complete checkpoint, from which a resumed run continues; 0 without one."""
     return max(checkpoints(folder), default=0)

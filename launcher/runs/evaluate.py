@@ -14,7 +14,7 @@ from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
 from rl_async.evaluation.summary import answers_of, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
-from rl_async.launcher.folder.run_folder import hold, next_folder
+from rl_async.launcher.folder.run_folder import checkpoints_beside, hold, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
@@ -43,8 +43,9 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
     """
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
-    if not Path(config.model.path).exists():
-        raise ConfigError(f"model.path: no folder {config.model.path}; an evaluation makes none (`rl-async sft` does)")
+    if not (model := Path(config.model.path)).exists():
+        hint = checkpoints_beside(model) or "; an evaluation makes none (`rl-async sft` does)"
+        raise ConfigError(f"model.path: no folder {model}{hint}")
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
     config = without_training(msgspec.structs.replace(config, name=folder.name))
     console = Console()

@@ -62,6 +62,19 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(
     assert named in only_error(capsys, *arguments)
 
 
+def test_a_missing_checkpoint_is_answered_with_those_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, torn = (tmp_path / "runs" / "mine" / "checkpoints" / f"step-{step:06d}" for step in (10, 20))
+    whole.mkdir(parents=True)
+    (whole / "state.json").touch()
+    torn.mkdir()
+    wanted = "model.path=runs/mine/checkpoints/step-000099/model"
+    error = only_error(capsys, "eval", "--config", "calculator", wanted)
+    assert "step-000099" in error and "step-000010" in error and "step-000020" not in error
+    assert "no checkpoint" in only_error(capsys, "eval", "--config", "calculator", wanted.replace("mine", "my"))
+
+
 def test_an_error_spells_out_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in only_error(capsys, "config", "show", "\x1b[2Jpreset")
     assert "\x1b" not in only_error(capsys, "audit", "\x1b[2Jrun")
