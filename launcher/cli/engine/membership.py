@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
-from rl_async.errors import EngineLost, EngineRejected, QueueLost, UserError
+from rl_async.errors import EngineError, QueueLost, UserError
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
-from rl_async.process.http_auth import TOKEN_FILE, read_token, token_file
+from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -48,8 +48,8 @@ def list_engines(run: Path) -> EngineList:
 def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
-    Raises UserError if the run is not running, if no engine answers there or not to the run's token alone, if the run
-    has it already, or if it was cut off or has no weights after ``wait_s``.
+    Raises UserError if the run is not running, if no engine of this kind answers there or not to the run's token alone,
+    if the run has it already, or if it was cut off or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
@@ -99,7 +99,7 @@ def remove_engine(run: Path, engine_id: str) -> None:
 
 
 async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
-    """Raise UserError unless an engine answers at ``url``, takes the run's token and refuses requests without one."""
+    """Raise UserError unless an engine of this kind answers at ``url``, to the run's token and not without one."""
     client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=read_token(file)), EngineHttp(url, ANSWER_S)
     start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
     try:
@@ -108,10 +108,10 @@ async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
         if not await stranger.needs_token():
             raise UserError(f"{url}: the engine takes requests without a token; {start}")
         await client.load()
-    except EngineRejected as error:
-        raise UserError(f"{url}: the engine does not take this run's token: {error}; {start}") from error
-    except EngineLost as error:
-        raise UserError(f"{url}: the engine does not answer: {error}") from error
+    except EngineError as error:
+        if error.status == UNAUTHORISED[0]:
+            raise UserError(f"{url}: the engine does not take this run's token; {start}") from error
+        raise UserError(f"{url}: not usable as an engine of the kind {kind}, see --engine: {error}") from error
     finally:
         await client.close()
         await stranger.close()
