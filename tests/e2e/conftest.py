@@ -1,15 +1,19 @@
-"""Data and a model that was hardly trained, made once for all tests of whole runs; a working directory with them."""
+"""Data and a model that was hardly trained, made once for all tests of whole runs; working directories with them, and
+short runs there."""
 
 import fcntl
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e import command as command_line
 from tests.e2e.browser import CHROMIUM
-from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
+from tests.e2e.small_runs import SMALL, Run
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,40 @@ def workplace(artifacts: Path, tmp_path: Path) -> Path:
     """``tmp_path``, so that a run there need not begin with its preparation."""
     shutil.copytree(artifacts, tmp_path / "artifacts")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def home(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with data and a model that was hardly trained."""
+    folder = tmp_path_factory.mktemp("home")
+    shutil.copytree(artifacts, folder / "artifacts")
+    return folder
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., Run]]:
+    """Start ``rl-async launch`` in the background, with forked roles or ``installed``; what is left of it is killed."""
+    launched: list[Run] = []
+
+    def launch(
+        name: str,
+        *more: str,
+        mode: str = "disaggregated",
+        config: str = "calculator",
+        installed: bool = False,
+    ) -> Run:
+        command = ["launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
+        if installed:
+            process: Run = subprocess.Popen(
+                [RL_ASYNC, *command], cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        else:
+            process = command_line.start(home, *command)
+        launched.append(process)
+        return process
+
+    yield launch
+    for process in launched:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)

@@ -1,0 +1,71 @@
+"""Short runs of the demonstration: how they are started and killed, and what must hold of each that has ended."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.command import HARDLY_WARM, succeed
+from tests.support.forked import Forked
+
+STEPS = 8
+SMALL = [
+    "data.train_batch_groups=4",
+    "rollout.group_size=4",
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=2",
+    "eval.every=4",
+    "eval.tasks=4",
+    "queue.lease_s=3",
+    *HARDLY_WARM,
+    "launcher.stop_timeout_s=5",
+]
+Run = Forked | subprocess.Popen[str]
+
+
+def finish(process: Run, code: int = 0, timeout_s: float = 200) -> str:
+    output = "".join(part or "" for part in process.communicate(timeout=timeout_s))
+    assert process.returncode == code, output[-4000:]
+    return output
+
+
+def metrics(home: Path, name: str) -> list[dict[str, float]]:
+    path = home / "runs" / name / "metrics.jsonl"
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last line may be half written
+    return [json.loads(line) for line in whole]
+
+
+def pids(home: Path, name: str) -> dict[str, int]:
+    """The process of each role of a run, by the role's name; the latest where it was started again."""
+    listed = json.loads((home / "runs" / name / "processes.json").read_text())
+    return {process["name"]: process["pid"] for process in listed}
+
+
+def kill(home: Path, name: str, role: str) -> None:
+    psutil.Process(pids(home, name)[role]).kill()
+
+
+def wait_for_steps(home: Path, name: str, count: int, process: Run) -> None:
+    deadline = time.monotonic() + 120
+    while len(metrics(home, name)) < count:
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, f"run {name} did not reach step {count}"
+        time.sleep(0.05)
+
+
+def log_of(home: Path, name: str, process: str) -> str:
+    return (home / "runs" / name / "logs" / f"{process}.log").read_text()
+
+
+def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]:
+    """Every step once (counting the last lineage to train it), the bound held, and the outside audit agrees."""
+    rows = metrics(home, name)
+    assert sorted({m["step"] for m in rows}) == list(range(STEPS))
+    assert max(m["staleness/max"] for m in rows) <= bound
+    assert "ok: every admitted group" in succeed(home, "audit", f"runs/{name}")  # "ok so far" exits with 0 as well
+    commands = (p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"]))
+    assert not any(f"runs/{name}" in command for command in commands), "processes outlived the run"
+    assert not any(psutil.pid_exists(pid) for pid in pids(home, name).values()), "roles outlived the run"
+    return rows
