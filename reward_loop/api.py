@@ -10,6 +10,7 @@ from rl_async.errors import RlAsyncError
 from rl_async.messages import Turn
 
 ENVIRONMENT = "environment"  # the scorer that returns what the episode's environment gave
+REWARD = "reward"  # in ``Trajectory.reward_reasons``: the whole of a reward that an agent program gave
 MOST_REASON = 4096  # characters of a reason that are recorded
 
 

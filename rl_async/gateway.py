@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ class RemoteEpisode:
         """The gateway's token, for the client that talks to ``base_url``."""
         return self.gateway.token
 
-    def reward(self, value: float, /, **parts: float) -> dict[str, Any]:
+    def reward(self, value: float, reasons: Mapping[str, str] | None = None, /, **parts: float) -> dict[str, Any]:
         """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
 
-        Raises GatewayError for a reward that is refused.
+        ``reasons`` are texts to record, for parts by their names and for ``reward``. Raises GatewayError for a reward
+        that is refused.
         """
-        return self._end({"reward": value, "parts": parts})
+        return self._end({"reward": value, "parts": parts, "reasons": dict(reasons or {})})
 
     def score(self) -> dict[str, Any]:
         """End the episode; the run's own reward functions score it."""

@@ -31,6 +31,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, SchemaRejected
 from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.offload import off_loop
+from rl_async.reward_loop.api import MOST_REASON, REWARD
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
@@ -322,12 +323,23 @@ class GatewayEpisode:
         return rows, self._recorder.last
 
 
-def give_reward(rows: list[Trajectory], reward: float, parts: Mapping[str, float], limit: float) -> None:
-    """Set the agent program's own reward on every row. Raises RequestRefused for numbers beyond ``limit``."""
+def give_reward(
+    rows: list[Trajectory], reward: float, parts: Mapping[str, float], reasons: Mapping[str, str], limit: float
+) -> None:
+    """Set the agent program's own reward on every row, and the beginnings of the reasons for it and for its parts.
+
+    Raises RequestRefused for numbers beyond ``limit``, and for the reason of a part that there is not.
+    """
+    if unknown := sorted(reasons.keys() - parts.keys() - {REWARD}):
+        names = ", ".join([REWARD, *sorted(parts)])
+        raise RequestRefused(
+            f"reasons: {unknown[0][:80]!r} is none of {names}", code="invalid_request", param="reasons"
+        )
     if problem := unbounded({**parts, "reward": reward}, limit):
         raise RequestRefused(problem, code="invalid_request", param="reward")
     for row in rows:
         row.reward, row.reward_parts = reward, dict(parts)
+        row.reward_reasons = {part: reason[:MOST_REASON] for part, reason in reasons.items() if reason}
 
 
 def task_view(episode: GatewayEpisode) -> dict[str, Any]:

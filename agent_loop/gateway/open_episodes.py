@@ -33,11 +33,13 @@ REMEMBERED = 4096  # ended episodes, so that ending one again gets the same answ
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an agent program ends its episode. Without a reward, the run's reward functions score it.
 
-    ``idempotency_key``: a client that repeats a request, since no answer came, sends the same again.
+    ``reasons``: texts for people, for parts by their names and for ``reward``. ``idempotency_key``: a client that
+    repeats a request, since no answer came, sends the same again.
     """
 
     reward: float | None = None
     parts: dict[str, float] = {}
+    reasons: dict[str, str] = {}
     error: str | msgspec.UnsetType = msgspec.UNSET  # given, even if empty: the episode has failed
     idempotency_key: str = ""
 
@@ -269,7 +271,7 @@ class OpenEpisodes:
                 status=409,
             )
         if ending.reward is not None:
-            give_reward(rows, ending.reward, ending.parts, self._config.reward.limit)
+            give_reward(rows, ending.reward, ending.parts, ending.reasons, self._config.reward.limit)
         spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began)
         with _closing(episode):
             with spans.of_reward(episode.trace, rows[last]):
@@ -307,15 +309,16 @@ class OpenEpisodes:
 
 def _check(ending: Ending) -> None:
     """Raise RequestRefused for an ending that says two things at once."""
-    if ending.error is not msgspec.UNSET and (ending.reward is not None or ending.parts):
+    details = ending.parts or ending.reasons
+    if ending.error is not msgspec.UNSET and (ending.reward is not None or details):
         raise RequestRefused(
             "reward and error exclude each other: post the reward if the episode is to be trained on, the error if it "
             "is to be played again",
             code="invalid_request",
             param="error",
         )
-    if ending.parts and ending.reward is None:
-        raise RequestRefused("parts were given without a reward", code="invalid_request", param="reward")
+    if details and ending.reward is None:
+        raise RequestRefused("parts or reasons were given without a reward", code="invalid_request", param="reward")
 
 
 @contextmanager

@@ -34,7 +34,10 @@ def load_grade(reference: str) -> Grade:
 
 
 def grade(function: Grade, workspace: Path, task: dict[str, Any], stdout: str) -> Score:
-    """Grade an episode: a number, or a mapping with ``score`` and further numbers to record. Raises CannotGrade."""
+    """Grade an episode: a number, or a mapping with ``score``, further numbers and a ``reason`` to record.
+
+    Raises CannotGrade.
+    """
     try:
         return to_score(function(workspace, task, stdout))
     except Exception as error:  # the user's code may raise anything; only this episode fails

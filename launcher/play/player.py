@@ -9,6 +9,7 @@ from rl_async.errors import RlAsyncError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.launcher.play.grading import CannotGrade, Grade, grade
 from rl_async.launcher.play.program import CannotStart, StopPipe, started
+from rl_async.reward_loop.api import REWARD
 
 FUTILE = 3  # times the programs at once: so many failures in a row end play
 
@@ -77,7 +78,7 @@ class Player:
             answer = episode.score()
         else:
             score = grade(self._reward, workspace, episode.task, stdout)
-            answer = episode.reward(score.value, **score.extra)
+            answer = episode.reward(score.value, score.reasons(REWARD), **score.extra)
         return (answer["reward"], "") if answer["accepted"] else (None, answer["reason"])
 
     def _give_back(self, episode: RemoteEpisode, why: str) -> tuple[None, str]:

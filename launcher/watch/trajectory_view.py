@@ -17,6 +17,7 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Explanation, Trajectory
+from rl_async.reward_loop.api import REWARD
 
 LESS = 0.9  # a weight below this is marked
 LEGEND = (
@@ -119,11 +120,12 @@ def reward_text(reward: float, reason: str) -> str:
 
 
 def reward_parts(row: RecordedRow | Trajectory) -> list[str]:
-    """Describe the parts of the row's reward that a scorer gave a reason for."""
+    """Describe the parts of the row's reward, or the whole, that have a reason."""
+    given = {REWARD: row.reward} | row.reward_parts
     return [
-        printable(f"{name}: {reward_text(row.reward_parts[name], reason)}")
+        printable(f"{name}: {reward_text(given[name], reason)}")
         for name, reason in row.reward_reasons.items()
-        if name in row.reward_parts
+        if name in given
     ]
 
 

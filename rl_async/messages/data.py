@@ -258,7 +258,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     sampling: Sampling
     reward: float
     reward_parts: dict[str, float] = {}
-    reward_reasons: dict[str, str] = {}  # of parts whose scorer gave one
+    reward_reasons: dict[str, str] = {}  # of parts; of an agent program's whole reward, as ``reward``
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
     finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error

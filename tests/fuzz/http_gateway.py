@@ -162,7 +162,11 @@ class GatewayTarget:
         Route("GET", "/episodes"),
         Route("POST", "/episodes/give-back", {"episode": "0.0.1", "error": "x"}),
         Route("POST", "/episodes/{id}/heartbeat", {}),
-        Route("POST", "/episodes/{id}/reward", {"reward": 0.5, "parts": {"tidy": 1.0}, "error": ""}),
+        Route(
+            "POST",
+            "/episodes/{id}/reward",
+            {"reward": 0.5, "parts": {"tidy": 1.0}, "reasons": {"tidy": "x"}, "error": ""},
+        ),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT),
         Route("POST", "/episodes/{id}/v1/chat/completions", _CHAT | {"stream": True}),
         *(Route("POST", "/episodes/{id}/v1/chat/completions", _called_with(text)) for text in ("{", "[1]")),

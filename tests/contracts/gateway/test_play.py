@@ -31,7 +31,7 @@ GRADE = """
 def grade(workspace, task, stdout):
     answer = (workspace / "answer.txt").read_text()
     assert stdout == f"said {answer}\\n", stdout
-    return {"score": float(answer == task["ground_truth"]), "length": len(answer)}
+    return {"score": float(answer == task["ground_truth"]), "length": len(answer), "reason": f"it said {answer}"}
 def broken(workspace, task, stdout):
     raise ValueError("no such test")
 """
@@ -120,8 +120,8 @@ def test_episodes_are_graded_by_what_the_program_left(playing: Playing) -> None:
     playing.wait_for(lambda: len(queue.rows) == 2)
     code, output = playing.end()
     assert code == 128 + signal.SIGINT and "2 episodes played" in output, output
-    rewards = sorted((row.reward, row.reward_parts["length"]) for (row,) in queue.rows)
-    assert rewards == [(0.0, 2.0), (1.0, 1.0)] and queue.failures == []
+    rewards = sorted((row.reward, row.reward_parts["length"], row.reward_reasons["reward"]) for (row,) in queue.rows)
+    assert rewards == [(0.0, 2.0, "it said 51"), (1.0, 1.0, "it said 5")] and queue.failures == []
     said = {rows[0].turns[0].text for rows in queue.rows}
     assert said == {PROMPT}, "the prompt is one argument, and nothing in it is a placeholder or read by a shell"
     playing.nothing_is_left()

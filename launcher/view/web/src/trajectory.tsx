@@ -120,7 +120,7 @@ function Head({ name, trajectory, group }: { name: string; trajectory: Trajector
         {rules.size > 0 && <div><dt>masked</dt><dd>{[...rules].map(([rule, count]) => `${rule} ${number(count)}`).join(", ")}</dd></div>}
         <div><dt>time</dt><dd><Timings timings={trajectory.timings} /></dd></div>
       </dl>
-      {Object.entries(trajectory.reward_reasons).map(([part, reason]) => <section class="reason" key={part}><span class="part">{visible(part)} {number(trajectory.reward_parts[part])}</span><PlainText text={reason} /></section>)}
+      {Object.entries(trajectory.reward_reasons).map(([part, reason]) => <section class="reason" key={part}><span class="part">{visible(part)} {number(trajectory.reward_parts[part] ?? trajectory.reward)}</span><PlainText text={reason} /></section>)}
       {trajectory.error && <p class="problem">{visible(trajectory.error)}</p>}
     </header>
   );

@@ -161,7 +161,7 @@ export interface Trajectory extends Omit<Row, "tokens" | "error" | "turns"> {
   turns: Turn[];
   error: string;
   reward_parts: Record<string, number>;
-  reward_reasons: Record<string, string>; // of parts whose scorer gave one
+  reward_reasons: Record<string, string>; // of parts; of an agent program's whole reward, as `reward`
   scored: boolean;
   baseline: boolean;
   explained: boolean;

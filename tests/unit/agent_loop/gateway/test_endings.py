@@ -9,6 +9,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.open_episodes import Ending
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
 from rl_async.messages import Done, Refused, Trajectory
+from rl_async.reward_loop.api import MOST_REASON
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
 
@@ -22,11 +23,14 @@ async def test_all_rows_are_put_at_once_with_the_programs_reward(renderer: ChatR
         assert (first.message.text, first.finish_reason, first.sampled_tokens) == ("1", "stop", 2)
         await episode.complete(ask("a?", "1", "b?"))
         await episode.complete(ask("a?", "1", "c?"))
-        ended = await episodes.end(episode.id, Ending(reward=0.5, parts={"x": 1.0}))
+        reasons = {"x": "it is", "reward": "half of it" * MOST_REASON, "y": ""}
+        ended = await episodes.end(episode.id, Ending(reward=0.5, parts={"x": 1.0, "y": 0.0}, reasons=reasons))
         assert (ended.accepted, ended.rows, ended.reward) == (True, 2, 0.5)
     ((one, two),) = queue.rows
     assert [row.segment for row in (one, two)] == [0, 1] and one.episode_id == two.episode_id == "7.0.1"
-    assert [(row.reward, row.reward_parts) for row in (one, two)] == [(0.5, {"x": 1.0})] * 2
+    assert [(row.reward, row.reward_parts) for row in (one, two)] == [(0.5, {"x": 1.0, "y": 0.0})] * 2
+    kept = {"x": "it is", "reward": ("half of it" * MOST_REASON)[:MOST_REASON]}
+    assert one.reward_reasons == two.reward_reasons == kept
     assert [run.version.step for row in (one, two) for run in row.versions] == [3, 4, 5]
     assert [int(row.loss_mask.sum()) for row in (one, two)] == [4, 2]
     assert queue.failures == [] and set(engine.sessions) == {"7.0.1"}
@@ -82,7 +86,8 @@ async def test_a_reward_with_an_error_is_refused(renderer: ChatRenderer) -> None
     async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"])) as episodes:
         episode = await begin(episodes)
         await episode.complete(ask("2+2"))
-        for both in (Ending(reward=1.0, error="x"), Ending(parts={"a": 1.0}, error="x")):
+        details = {"parts": {"a": 1.0}}, {"reasons": {"reward": "so"}}
+        for both in (Ending(reward=1.0, error="x"), *(Ending(error="x", **one) for one in details)):
             with pytest.raises(RequestRefused) as refused:
                 await episodes.end(episode.id, both)
             assert (refused.value.status, refused.value.param) == (400, "error") and "reward" in str(refused.value)
@@ -139,6 +144,8 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
             Ending(reward=1e39),
             Ending(reward=1.0, parts={"x": float("nan")}),
             Ending(parts={"x": 1}),
+            Ending(reasons={"reward": "so"}),
+            Ending(reward=1.0, parts={"x": 1.0}, reasons={"y": "not a part"}),
         ):
             with pytest.raises(RequestRefused):
                 await episodes.end(episode.id, ending)

@@ -13,7 +13,15 @@ from tokenizers import Tokenizer, models
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.watch.trajectory_view import RecordedRow, RecordedTurn, read_step, render, show, turn_rewards
+from rl_async.launcher.watch.trajectory_view import (
+    RecordedRow,
+    RecordedTurn,
+    read_step,
+    render,
+    reward_parts,
+    show,
+    turn_rewards,
+)
 from rl_async.messages import Explanation, RuleRun
 
 
@@ -67,6 +75,11 @@ def test_parts_of_the_reward_are_shown_with_their_reasons(run: Path, capsys: pyt
     write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", judged)
     assert main(["show", str(run), "--step", "9"]) == 0
     assert "judge: reward 0.5 (polite \\x1b[2J)" in capsys.readouterr().out
+
+
+def test_the_reason_for_the_whole_reward_of_an_agent_program_is_shown() -> None:
+    graded = msgspec.structs.replace(row(), reward=0.25, reward_parts={}, reward_reasons={"reward": "a quarter"})
+    assert reward_parts(graded) == ["reward: reward 0.25 (a quarter)"]
 
 
 def test_escape_sequences_of_a_model_are_shown_and_not_obeyed(tmp_path: Path) -> None:
