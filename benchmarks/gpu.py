@@ -1,6 +1,6 @@
 """What one accelerator does with the largest model that its memory takes: a step, sleep and wake, resharding.
 
-    python -m benchmarks.gpu [--device cuda] [--layers N] [--json FILE]
+    python -m benchmarks.gpu [--device gpu] [--layers N] [--json FILE]
 
 Random weights in the shape of Qwen3-8B's layers, as many of them as fit (bfloat16 for compute, float32 weights,
 gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this file runs anywhere; its numbers mean
@@ -32,14 +32,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.processes.trainer_arms import rows_of
+from rl_async.accelerators import backends_of
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
+from rl_async.torch_device import pick_device
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import collate
+from rl_async.trainer.step.performance import device_name
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan
@@ -47,12 +50,12 @@ from rl_async.weight_sync.reshard.wire import PointToPoint
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
 SHAPES: dict[str, dict[str, int]] = {
-    "cuda": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "gpu": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
     "cpu": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
-HEAD_DIM = {"cuda": 128, "cpu": 32}
+HEAD_DIM = {"gpu": 128, "cpu": 32}
 VOCAB = 32_000
-ROWS, LENGTH = {"cuda": 16, "cpu": 4}, {"cuda": 2048, "cpu": 128}
+ROWS, LENGTH = {"gpu": 16, "cpu": 4}, {"gpu": 2048, "cpu": 128}
 STATE_BYTES = 16  # of a parameter: weight, gradient and two moments in float32
 USABLE = 0.85  # of the memory; the rest is fragmentation, workspaces and the copies of one layer at a time
 STEPS = 5
@@ -86,7 +89,7 @@ def layers_that_fit(kind: str, memory: int) -> int:
 
 def synchronize(device: str) -> None:
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
 
 def seconds_of(device: str, action: Callable[[], object], repeats: int = STEPS) -> float:
@@ -102,7 +105,13 @@ def seconds_of(device: str, action: Callable[[], object], repeats: int = STEPS) 
 
 
 def allocated(device: str) -> int:
-    return 0 if device == "cpu" else torch.cuda.memory_allocated()
+    return 0 if device == "cpu" else torch.accelerator.memory_allocated()
+
+
+def total_memory(torch_device: str) -> int:
+    """Bytes of the first device of this type."""
+    module: Any = torch.get_device_module(torch_device)
+    return int(module.get_device_properties(0).total_memory)
 
 
 def given_back(awake: int, asleep: int) -> float | None:
@@ -168,18 +177,17 @@ def _crashed(error: Exception) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One accelerator and the largest model that it takes.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    kind = arguments.device
-    device = "cpu" if kind == "cpu" else "cuda:0"
-    name = "cpu" if kind == "cpu" else torch.cuda.get_device_name()
-    memory = 1 << 30 if kind == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    torch_device = pick_device(arguments.device)
+    kind, device = ("cpu", "cpu") if torch_device == "cpu" else ("gpu", f"{torch_device}:0")
+    name, memory = device_name(device), 1 << 30 if kind == "cpu" else total_memory(torch_device)
     layers = arguments.layers or (2 if kind == "cpu" else layers_that_fit(kind, memory))
     results: dict[str, Any] = {"device": name, "layers": layers}
     store = dist.HashStore()
-    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    dist.init_process_group(backends_of(torch_device), store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen3Config(**shape(kind, layers))
         with torch.device(device):
@@ -199,8 +207,8 @@ def main() -> None:
         results["sleep_gives_back"] = given_back(awake, allocated(device))
         backend.wake()
         del backend
-        if kind == "cuda":
-            torch.cuda.empty_cache()
+        if kind == "gpu":
+            torch.accelerator.empty_cache()
         results["reshard_vs_device_copy"] = measure_reshard(device, kind, dist.PrefixStore("reshard", store))
     dist.destroy_process_group()
     for key, value in results.items():

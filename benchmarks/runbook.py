@@ -50,7 +50,7 @@ def variant(name: str, preset: str, *overrides: str, dry: Sequence[str], options
 
 ITEMS = {
     "tests": Item(10, (*PYTEST, "tests/gpu"), (*PYTEST, "tests/gpu")),
-    "one device": Item(10, ("-m", "benchmarks.gpu", "--device", "cuda"), ("-m", "benchmarks.gpu", "--device", "cpu")),
+    "one device": Item(10, ("-m", "benchmarks.gpu", "--device", "gpu"), ("-m", "benchmarks.gpu", "--device", "cpu")),
     "loading": Item(
         10,
         ("-m", "benchmarks.loading", "--ranks", "8", "--layers", "36", "--hidden", "4096"),

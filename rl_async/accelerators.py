@@ -1,9 +1,13 @@
-"""The makes of accelerator that torch drives. No other module names one of them, or a device type of torch's."""
+"""The makes of accelerator that torch drives. No other module names one of them, its device type in torch or its
+collectives; only the transport of weights ``nccl`` has one name everywhere.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from rl_async.errors import UserError
 
 DEVICES = Path("/dev")
 
@@ -18,6 +22,11 @@ class Accelerator(NamedTuple):
     torch_device: str
     collectives: str  # torch.distributed's backend
     handles: bool  # whether torch hands its memory to other processes on the machine
+
+    @property
+    def interface(self) -> str:
+        """The variable that says on which network interface the collectives listen; ``=NAME``: on exactly this one."""
+        return f"{self.collectives.upper()}_SOCKET_IFNAME"
 
 
 ACCELERATORS = (
@@ -53,8 +62,19 @@ def select_devices(indices: Iterable[int], devices: Path = DEVICES) -> dict[str,
 
 
 def collectives_of(torch_device: str) -> str:
-    """Return torch.distributed's backend for tensors on accelerators of a torch type. Raises KeyError if unknown."""
-    return {one.torch_device: one.collectives for one in ACCELERATORS}[torch_device]
+    """Return torch.distributed's backend for tensors on accelerators of a torch type. Raises UserError if unknown."""
+    known = {one.torch_device: one.collectives for one in ACCELERATORS}
+    if torch_device not in known:
+        raise UserError(
+            f"no collectives are known for torch's devices of the type {torch_device}, only for {', '.join(known)}; "
+            "set model.device=cpu"
+        )
+    return known[torch_device]
+
+
+def backends_of(torch_device: str) -> str:
+    """Return torch.distributed's backends for tensors on devices of a torch type and, by gloo, on the host."""
+    return "gloo" if torch_device == "cpu" else f"cpu:gloo,{torch_device}:{collectives_of(torch_device)}"
 
 
 def shares_memory(torch_device: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.accelerators import count_gpus
+from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
@@ -32,17 +32,20 @@ import importlib.metadata as m, json, sys
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return ""
-found = {name: version(name) for name in sys.argv[1:]}
-gpus, nccl = [], ""
+name, *packages = sys.argv[1:]
+found = {package: version(package) for package in packages}
+gpus, collectives = [], ""
 try:
     import torch
     if torch.accelerator.is_available():
         device = torch.get_device_module()
         gpus = [device.get_device_name(i) for i in range(torch.accelerator.device_count())]
-        nccl = ".".join(map(str, device.nccl.version())) if torch.distributed.is_nccl_available() else ""
+        if hasattr(torch.distributed, "ProcessGroup" + name.upper()):
+            told = getattr(device, name, None)
+            collectives = name.upper() + (" " + ".".join(map(str, told.version())) if told else "")
 except ImportError as error:
     found["error"] = str(error)
-print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "nccl": nccl}))
+print("PROBE" + json.dumps({"versions": found, "gpus": gpus, "collectives": collectives}))
 """
 
 
@@ -59,11 +62,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The packages and GPUs of a Python on this machine. An empty version means not installed."""
+    """The packages and GPUs of a Python on this machine, and the collectives that its torch has for them.
+
+    An empty version means not installed.
+    """
 
     versions: dict[str, str]
     gpus: list[str] = []
-    nccl: str = ""
+    collectives: str = ""
 
 
 def check_machine(config: str | None) -> int:
@@ -99,7 +105,7 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
 def probe(python: str) -> Probe:
     """Import packages in a process of its own: importing torch takes seconds and keeps its memory."""
     try:
-        command = [python, "-P", "-c", PROBE, *RANGES, "py-spy"]
+        command = [python, "-P", "-c", PROBE, accelerator_here().collectives, *RANGES, "py-spy"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe({"error": f"{python} cannot be run: {error}"})
@@ -126,17 +132,19 @@ def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Find
 
 
 def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Finding]:
-    """Check the GPUs that torch sees, and NCCL. ``files`` counts devices in /dev."""
+    """Check the GPUs that torch sees, and their collectives. ``files`` counts devices in /dev."""
     if found.gpus:
-        nccl = (
-            Finding("ok", f"NCCL {found.nccl}") if found.nccl else Finding("warning", "torch has no NCCL", "use gloo")
-        )
+        lacking = Finding("warning", f"torch has no {accelerator_here().collectives.upper()}", "use gloo")
+        collectives = Finding("ok", found.collectives) if found.collectives else lacking
         wanted = 1 if config is None or config.model.device == "cpu" else config.rollout.ranks
         names = f"{len(found.gpus)} GPUs: {', '.join(sorted(set(found.gpus)))}"
         if len(found.gpus) < wanted:
             what_to_do = "lower rollout.tensor_parallel or rollout.pipeline_parallel"
-            return [Finding("missing", f"{names}, and an engine of this config needs {wanted}", what_to_do), nccl]
-        return [Finding("ok", names), nccl]
+            return [
+                Finding("missing", f"{names}, and an engine of this config needs {wanted}", what_to_do),
+                collectives,
+            ]
+        return [Finding("ok", names), collectives]
     if files:
         return [Finding("warning", f"/dev has {files} GPUs, and torch sees none", "install a torch built for them")]
     if config is not None and config.model.device == "gpu":

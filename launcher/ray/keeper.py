@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from rl_async.accelerators import accelerator_here
 from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.launcher.plan.machine import check_engine_python
@@ -30,7 +31,6 @@ from rl_async.launcher.supervise.process import Child, Lifeline
 ORPHANED_S = 30.0  # without a call from the launcher, which has given this node up by then, or is gone
 POLL_S = 0.1
 CHUNK = 1 << 18
-INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +205,8 @@ def sees(run: Path, token: str) -> bool:
 def network(address: str) -> dict[str, str]:
     """Return variables that keep process groups off interfaces which other hosts do not reach; set ones are kept."""
     interface = interface_of(address, _interfaces())
-    return {name: os.environ.get(name, interface) for name in INTERFACE if interface}
+    names = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
+    return {name: os.environ.get(name, interface) for name in names if interface}
 
 
 def own_addresses() -> set[str]:

@@ -8,6 +8,7 @@ and the states between them are those of ``sglang/srt/entrypoints/http_server.py
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from rl_async.accelerators import accelerator_here
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Version
 from rl_async.rollout_server.answers import IncomingAnswer, ReadVersion, parse_version
@@ -32,7 +33,7 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 GENERATE = "/generate"
 NO_VERSION = "default"  # SGLang's name for the weights that it started with
 NO_TOP_K = -1
-BACKENDS = ("gloo", "nccl")  # as torch names them too
+BACKENDS = {"gloo": "gloo", "nccl": accelerator_here().collectives}  # of transports: torch's
 PAUSE_MODES = {"keep": "retract", "abort": "abort"}  # retract: caches are dropped, and recomputed on resume
 
 
@@ -127,7 +128,7 @@ class SglangEngine:
             rank_offset=init.rank_offset,
             world_size=init.world_size,
             group_name=init.group_name,
-            backend=init.backend,
+            backend=BACKENDS[init.backend],
         )
         await self._control("/init_weights_update_group", body)
         self._group = init.group_name

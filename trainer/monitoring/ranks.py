@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rl_async.accelerators import collectives_of
+from rl_async.accelerators import backends_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RanksLost, UserError
 from rl_async.process.heartbeat import who_is_missing
@@ -59,17 +59,16 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
         torch.set_num_threads(config.launcher.threads)
     device = pick_device(config.model.device)
-    # counts and flags are reduced on the host with gloo
-    backends = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{collectives_of(device)}"
     rank, ranks = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
     timeout_s = config.trainer.collective_timeout_s
     store: dist.Store = dist.HashStore()
     if "MASTER_PORT" in os.environ:  # without it this is a single rank started by hand
         store = _shared_store(rank, ranks, timeout_s)
     else:
-        bind_groups("127.0.0.1", nccl=False)  # which may carry the weights to engines elsewhere
+        bind_groups("127.0.0.1", devices=False)  # which may carry the weights to engines elsewhere
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    # counts and flags are reduced on the host
+    dist.init_process_group(backends_of(device), store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
     if device == "cpu":

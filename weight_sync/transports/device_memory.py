@@ -1,13 +1,14 @@
-"""Handles of device memory, by which processes on one machine read one another's tensors without a copy (CUDA IPC).
+"""Handles of device memory, by which processes on one machine read one another's tensors without a copy (CUDA IPC,
+or HIP's).
 
 torch counts who has opened a handle; memory that its owner drops is reused once nobody has it open. Never run yet.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing import reductions
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.protocol import DeviceMemory
@@ -19,7 +20,7 @@ def exported(data: Tensor) -> DeviceMemory:
     Raises WeightSyncError if the memory cannot be shared.
     """
     try:
-        arguments = reduce_tensor(data)[1]
+        _, arguments = cast(tuple[Any, Any], reductions.reduce_tensor(data))
     except RuntimeError as error:
         raise WeightSyncError(
             f"cannot share memory of {data.device} with other processes: {error}; containers need --ipc=host for it; "
@@ -45,13 +46,14 @@ def opened(memory: DeviceMemory) -> Tensor:
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     names = _names(found.type) if found is not None else []
-    if memory.device not in names:
+    if found is None or memory.device not in names:
         raise WeightSyncError(
             f"the trainer's weights are on device {memory.device}, and this engine sees {names or 'none'}; "
             "weight_sync.transport=ipc is for engines on the trainer's devices, use nccl, gloo or disk"
         )
+    rebuild = getattr(reductions, f"rebuild_{found.type}_tensor")
     try:
-        return rebuild_cuda_tensor(
+        return rebuild(
             Tensor,
             torch.Size([memory.nbytes]),
             (1,),

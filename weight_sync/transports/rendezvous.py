@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 from torch import distributed as dist
 
+from rl_async.accelerators import accelerator_here
 from rl_async.errors import WeightSyncError
 from rl_async.threads import in_daemon_thread
 
@@ -82,19 +83,21 @@ def own_address(peer: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def bind_groups(address: str, *, nccl: bool = True) -> None:
-    """Let the groups that torch makes from now on, whose options it chooses itself, listen on ``address`` only.
+def bind_groups(address: str, *, devices: bool = True) -> None:
+    """Let the groups that torch makes from now on, whose options it chooses itself, listen on ``address`` only:
+    gloo's, and with ``devices`` also those of accelerators.
 
-    gloo and NCCL take the name of an interface. A user's own setting stays. By default gloo takes the address of the
-    host's name, and NCCL the first interface that is not loopback.
+    They take the name of an interface. A user's own setting stays. By default gloo takes the address of the host's
+    name, and NCCL the first interface that is not loopback.
     """
+    variable = accelerator_here().interface
     name = interface_of(address)
     if name is None:
-        log.warning("no interface has the address %s; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", address)
+        log.warning("no interface has the address %s; set GLOO_SOCKET_IFNAME and %s", address, variable)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if nccl:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    if devices:
+        os.environ.setdefault(variable, f"={name}")
 
 
 def interface_of(address: str) -> str | None:

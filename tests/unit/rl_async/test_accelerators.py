@@ -3,7 +3,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_async.accelerators import ACCELERATORS, accelerator_here, collectives_of, count_gpus, select_devices
+from rl_async.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    accelerator_here,
+    backends_of,
+    collectives_of,
+    count_gpus,
+    select_devices,
+)
 from rl_async.errors import UserError
 from rl_async.torch_device import pick_device
 
@@ -31,8 +39,18 @@ def test_a_display_is_no_accelerator(tmp_path: Path) -> None:
 
 def test_collectives_are_those_that_torch_uses_by_itself() -> None:
     assert collectives_of("cuda") == torch.distributed.Backend.default_device_backend_map["cuda"]
-    with pytest.raises(KeyError):
+    with pytest.raises(UserError, match="tpu"):
         collectives_of("tpu")
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=[one.make for one in ACCELERATORS])
+def test_groups_use_the_collectives_of_the_make_and_gloo_on_the_host(accelerator: Accelerator) -> None:
+    assert backends_of("cpu") == "gloo"
+    parts = dict(part.split(":") for part in backends_of(accelerator.torch_device).split(","))
+    assert parts == {"cpu": "gloo", accelerator.torch_device: accelerator.collectives}
+    assert (
+        accelerator.interface == {"nccl": "NCCL_SOCKET_IFNAME", "hccl": "HCCL_SOCKET_IFNAME"}[accelerator.collectives]
+    )
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

@@ -72,10 +72,11 @@ def test_devices_are_missing_only_where_they_are_asked_for() -> None:
     assert levels(s.device_lines(s.Probe(HERE), 0, None)) == ["ok"]
     assert levels(s.device_lines(s.Probe(HERE), 0, cuda)) == ["missing"]
     assert levels(s.device_lines(s.Probe(HERE), 2, None)) == ["warning"]
-    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "2.27.5"), 1, cuda)) == ["ok", "ok"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "NCCL 2.27.5"), 1, cuda)) == ["ok", "ok"]
     several = load_config("calculator", ["rollout.engine=vllm", "rollout.tensor_parallel=2"])
-    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "2.27.5"), 1, several)) == ["missing", "ok"]
-    assert levels(s.device_lines(s.Probe(HERE, ["H200"] * 2, "2.27.5"), 2, several)) == ["ok", "ok"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"], "NCCL 2.27.5"), 1, several)) == ["missing", "ok"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"] * 2, "NCCL 2.27.5"), 2, several)) == ["ok", "ok"]
+    assert levels(s.device_lines(s.Probe(HERE, ["H200"] * 2), 2, several)) == ["ok", "warning"]
 
 
 def test_an_engine_must_be_there_if_the_config_wants_it() -> None:

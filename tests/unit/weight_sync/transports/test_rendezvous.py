@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from rl_async.accelerators import accelerator_here
 from rl_async.weight_sync.transports.rendezvous import bind_groups, interface_of, own_address
 
-NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NAMES = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +30,9 @@ def test_groups_listen_on_the_interface_by_which_a_rank_reaches_its_master() -> 
     assert [os.environ[name] for name in NAMES] == [loopback(), f"={loopback()}"]
 
 
-def test_a_rank_alone_leaves_nccl_free_for_the_weights() -> None:
-    bind_groups("127.0.0.1", nccl=False)
-    assert "NCCL_SOCKET_IFNAME" not in os.environ
+def test_a_rank_alone_leaves_groups_of_devices_free_for_the_weights() -> None:
+    bind_groups("127.0.0.1", devices=False)
+    assert [name in os.environ for name in NAMES] == [True, False]
 
 
 def test_a_users_own_choice_stays() -> None:
