@@ -59,6 +59,7 @@ FLAGS: dict[str, str] = {
     "error": "rows.error",
     "failed_call": "rows.failed_calls > 0",
     "masked": "rows.masked > 0",
+    "unparsed": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.name = '')",
     "unscored": "NOT rows.scored",
 }
 ORDERS: dict[str, str] = {

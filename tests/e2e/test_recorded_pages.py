@@ -77,12 +77,13 @@ def test_a_chosen_episode_may_leave_what_is_drawn(tab: Tab) -> None:
     story.get_by_text("step 1", exact=True).wait_for()  # in the steps that are drawn now, rather than before
 
 
-def test_a_tool_without_a_name_is_no_filter(tab: Tab) -> None:
-    page = tab.open("/trajectories/run")
+def test_calls_that_could_not_be_parsed_are_found(tab: Tab) -> None:
+    page = tab.open("/trajectories/run?source=none")
+    page.locator("p", has_text="0 trajectories").wait_for()
     page.locator("details.usage summary", has_text="1 failed").click()
-    row = page.locator("details.usage tr", has_text="(not parsed)")
-    row.wait_for()
-    assert row.get_by_role("link").count() == 0
+    page.locator("details.usage tr").get_by_role("link", name="(not parsed)").click()
+    page.locator("p", has_text="1 trajectories").wait_for()
+    assert page.get_by_label("call not parsed").is_checked()
 
 
 def test_an_engine_is_behind_in_steps_of_its_own_lineage_alone(tab: Tab) -> None:

@@ -273,6 +273,32 @@ def test_a_step_of_a_curve_leads_to_its_trajectories(tab: Tab) -> None:
     assert page.get_by_label("step from").input_value() == page.get_by_label("step to").input_value() == "3"
 
 
+@pytest.mark.parametrize(
+    ("place", "unknown", "back"),
+    [
+        ("/run/none", "none", "/run/other"),
+        ("/trajectory/none/train-2-8-0-0", "none", "/run/other"),
+        ("/nothing/first", "nothing", "/run/first"),
+        ("/trajectory/first/train-9-9-9-9", "train-9-9-9-9", "/trajectories/first"),
+        ("/trajectory/first", "trajectory", "/trajectories/first"),
+        ("/group/first/train-9-9", "group 9", "/trajectories/first"),
+        ("/group/first", "group", "/trajectories/first"),
+        ("/trajectories/first?order=none", "none", "/trajectories/first"),
+    ],
+)
+def test_what_an_address_names_and_there_is_not_is_told_with_a_link_back(
+    tab: Tab, place: str, unknown: str, back: str
+) -> None:
+    page = tab.open(place)
+    page.locator(".problem", has_text=unknown).first.wait_for()
+    assert page.get_by_text("Loading").count() == 0
+    page.locator("main").get_by_role("link").first.click()
+    page.wait_for_url(f"**{back}")
+    page.locator("main :is(canvas, table)").first.wait_for()
+    assert all("404" in complaint or "400" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_page_fits_its_window(browser: Any, address: str, size: str, scheme: str) -> None:
@@ -314,4 +340,6 @@ def test_a_report_opens_from_disk(browser: Any, runs: Path, tmp_path: Path) -> N
     assert page.title() == "rl-async report"
     page.get_by_role("link", name="Evaluation").click()
     page.locator(".compared tbody tr").first.wait_for()
+    for place in ("/group/first/train-9-9", "/trajectory/first/train-9-9-9-9", "/run/none", "/flow/first"):
+        tab.open(place).locator("main .problem").get_by_role("link").wait_for()
     tab.close()

@@ -60,6 +60,7 @@ const tests: Record<string, (row: Row, value: string, full: Trajectory | undefin
   error: (row) => !!row.error,
   failed_call: (row) => row.failed_calls > 0,
   masked: (row) => (row.masked ?? 0) > 0,
+  unparsed: (_, __, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => !call.name)),
   tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value)),
   engine: (_, value, full) => !!full?.activities.some(([kind, name]) => kind === "generate" && name === value),
   failed_tool: (_, value, full) => !!full?.turns.some((turn) => turn.tool_calls.some((call) => call.name === value && call.error)),

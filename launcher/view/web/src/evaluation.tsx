@@ -6,7 +6,7 @@ import { live, parameters, run as runPath, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, signed, visible } from "./format";
 import { commonTurns } from "./group";
-import { address, go, type Place } from "./main";
+import { address, go, Missing, type Place } from "./main";
 import { PlainText } from "./tokens";
 import { Reward } from "./trajectories";
 import { TurnFrame } from "./trajectory";
@@ -24,7 +24,7 @@ export function EvaluationPage({ name, runs, place, change }: { name: string; ru
   const after = place.given.after || `${otherSteps.at(-1) ?? ""}`;
   const compared = runs.filter((run) => run.trajectories);
   const set = (given: Record<string, string>) => go({ ...place, given: { ...place.given, ...given } }, true);
-  if (error) return <main class="page"><p class="problem">{error}</p></main>;
+  if (error) return <Missing why={visible(error)} to={{ page: "run", run: name }} title={<>the run {name}</>} />;
   if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
   if (!value.table.length) return <main class="page"><p class="quiet">{whyNone(value, change)}</p></main>;
   return (

@@ -3,7 +3,7 @@
 import { parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, visible } from "./format";
-import { address, type Place } from "./main";
+import { address, Missing, type Place } from "./main";
 import { PlainText } from "./tokens";
 import { TurnFrame } from "./trajectory";
 import { Reward } from "./trajectories";
@@ -17,13 +17,14 @@ export function commonTurns(rows: GroupRow[]): number {
 }
 
 export function GroupPage({ name, place }: { name: string; place: Place }) {
-  const { value, error } = useLoaded<GroupRow[]>(`${runPath(name)}/groups/${place.key}`);
+  const { value, error } = useLoaded<GroupRow[]>(place.key ? `${runPath(name)}/groups/${encodeURIComponent(place.key)}` : null);
   const [partition = "", step = "", group = ""] = place.key.split("-");
   const wanted = { partition, step, group };
   const all = useLoaded<Page>(`${runPath(name)}/trajectories?${parameters({ ...wanted, limit: 1 })}`).value;
   useKeys((key) => key === "Escape" && history.back());
-  if (error) return <main class="page"><p class="problem">{error}</p></main>;
-  if (!value?.length) return <main class="page"><p class="quiet">Loading …</p></main>;
+  const why = error || (place.key ? value?.length === 0 && "this group is not in the report" : "the address names no group");
+  if (why) return <Missing why={visible(why)} to={{ page: "trajectories", run: name }} title={<>all trajectories of {name}</>} />;
+  if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
   const first = value[0]!;
   const opening = first.turns.slice(0, commonTurns(value));
   const count = all?.count ?? value.length;

@@ -1,11 +1,11 @@
 // The shell: which page of which run is shown, and the list of runs.
 
-import { render } from "preact";
+import { render, type ComponentChildren } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, live, useChanges, useKeys } from "./api";
 import { EvaluationPage } from "./evaluation";
 import { FlowPage } from "./flow";
-import { number } from "./format";
+import { number, visible } from "./format";
 import { RunPage } from "./run";
 import { TrajectoriesPage } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
@@ -20,10 +20,19 @@ export interface Place {
 }
 
 const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", ...(live && { flow: "Flow" }) };
+const PLACES = [...Object.keys(PAGES), "trajectory", "group"];
+
+function decoded(part: string): string {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // typed by hand
+  }
+}
 
 export function parse(hash: string): Place {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
-  const [page = "", run = "", key = ""] = path.split("/").map(decodeURIComponent);
+  const [page = "", run = "", key = ""] = path.split("/").map(decoded);
   return { page: page || "run", run, key, given: Object.fromEntries(new URLSearchParams(query)) };
 }
 
@@ -39,9 +48,14 @@ export function go(place: Partial<Place> & { page: string; run: string }, replac
   window.dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
+// Why a page cannot be shown, and where to go on.
+export function Missing({ why, to, title }: { why: ComponentChildren; to: Partial<Place> & { page: string; run: string }; title: ComponentChildren }) {
+  return <main class="page"><p class="problem">{why}; <a href={address(to)}>{title}</a></p></main>;
+}
+
 function App() {
   const [place, setPlace] = useState(parse(location.hash));
-  const [runs, setRuns] = useState<RunSummary[]>([]);
+  const [listed, setRuns] = useState<RunSummary[] | null>(null); // null: not loaded yet
   const [error, setError] = useState("");
   const [help, setHelp] = useState(false);
   const changes = useChanges();
@@ -62,6 +76,7 @@ function App() {
     };
     get<RunSummary[]>("runs").then(put, (problem: Error) => setError(problem.message));
   }, [changes]);
+  const runs = listed ?? [];
   const name = place.run || runs[0]?.name || "";
   const others = useMemo(() => (place.given.with ?? "").split(",").filter(Boolean), [place.given.with]);
   useKeys((key) => {
@@ -71,9 +86,11 @@ function App() {
     else if (pages[Number(key) - 1]) go({ page: pages[Number(key) - 1]!, run: name });
   });
   if (!name && error) return <main class="page"><p class="problem">{error}</p></main>;
-  if (!name) return <main class="page"><p class="quiet">Loading …</p></main>;
+  if (!name) return <main class="page"><p class="quiet">{listed ? "There is no run here yet." : "Loading …"}</p></main>;
   const summary = runs.find((run) => run.name === name);
   const at = { ...place, run: name };
+  const unknown = listed !== null && !summary;
+  const shown = unknown ? "" : place.page;
   const tab = place.page === "trajectory" || place.page === "group" ? "trajectories" : place.page;
   return (
     <>
@@ -92,12 +109,14 @@ function App() {
       </header>
       {help && <Keys />}
       {error && <p class="problem page">{error}</p>}
-      {place.page === "run" && <RunPage name={name} runs={runs} others={others} changes={changes} place={at} />}
-      {place.page === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
-      {place.page === "trajectory" && <TrajectoryPage name={name} place={at} change={changes[name]} />}
-      {place.page === "group" && <GroupPage name={name} place={at} />}
-      {place.page === "evaluation" && <EvaluationPage name={name} runs={runs} place={at} change={changes[name]} />}
-      {place.page === "flow" && <FlowPage name={name} running={summary?.running ?? false} />}
+      {unknown && <Missing why={<>there is no run <b>{visible(name)}</b></>} to={{ page: "run", run: runs[0]?.name ?? "" }} title={runs[0] ? <>the newest is {runs[0].name}</> : "all runs"} />}
+      {!unknown && !PLACES.includes(place.page) && <Missing why={<>there is no page <b>{visible(place.page)}</b></>} to={{ page: "run", run: name }} title={<>the run {name}</>} />}
+      {shown === "run" && <RunPage name={name} runs={runs} others={others} changes={changes} place={at} />}
+      {shown === "trajectories" && <TrajectoriesPage name={name} place={at} change={changes[name]} />}
+      {shown === "trajectory" && <TrajectoryPage name={name} place={at} change={changes[name]} />}
+      {shown === "group" && <GroupPage name={name} place={at} />}
+      {shown === "evaluation" && <EvaluationPage name={name} runs={runs} place={at} change={changes[name]} />}
+      {shown === "flow" && live && <FlowPage name={name} running={summary?.running ?? false} />}
     </>
   );
 }

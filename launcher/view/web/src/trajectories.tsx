@@ -21,7 +21,7 @@ const ORDERS: Record<string, string> = {
   seconds: "slowest",
   failed_calls: "most failed calls",
 };
-const FLAGS: Record<string, string> = { error: "error", failed_call: "failed call", masked: "masked tokens" };
+const FLAGS: Record<string, string> = { error: "error", failed_call: "failed call", unparsed: "call not parsed", masked: "masked tokens" };
 
 export function TrajectoriesPage({ name, place, change }: { name: string; place: Place; change: Change | undefined }) {
   const given = place.given;
@@ -77,11 +77,12 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
       {given.failed_tool && <p>Failed calls of <b>{visible(given.failed_tool)}</b>. <a href={address({ page: "trajectories", run: name })}>all trajectories</a></p>}
       {given.task && <p>Task <b>{visible(given.task)}</b> over time. <a href={address({ page: "trajectories", run: name })}>all tasks</a></p>}
       <p class="quiet" aria-live="polite">
-        {page ? `${number(page.count)} trajectories` : "Loading …"}
+        {page ? `${number(page.count)} trajectories` : !error && "Loading …"}
         {progress && !progress.looked && "; the recorded files are about to be read"}
         {page?.recorded && page.recorded > page.count && `; the run has ${number(page.recorded)}, of which the report holds some`}
         {progress && progress.indexed < progress.files && `; reading, ${number(progress.indexed)} of ${number(progress.files)} files so far`}
       </p>
+      {error && <p><a href={address({ page: "trajectories", run: name })}>all trajectories</a></p>}
       {[error || choices.error, choices.value?.problem].map((one) => one && <p class="problem" key={one}>{visible(one)}</p>)}
       {Object.entries(choices.value?.damaged ?? {}).map(([file, why]) => <p class="problem" key={file}>{file} cannot be read: {visible(why)}</p>)}
       <RowTable rows={rows} run={name} at={at} />

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { live, parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf, sameTask } from "./embedded";
 import { number, seconds, signed, toolArguments, visible } from "./format";
-import { address, go, type Place } from "./main";
+import { address, go, Missing, type Place } from "./main";
 import { Story, Timings } from "./story";
 import { Legend, PlainText, PROPERTIES, sameTokens, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
 import { Reward } from "./trajectories";
@@ -13,12 +13,12 @@ import type { Call, Change, Page, Row, Trajectory, Turn } from "./types";
 
 export function TrajectoryPage({ name, place, change }: { name: string; place: Place; change: Change | undefined }) {
   const [again, setAgain] = useState("");
-  const { value, error } = useLoaded<Trajectory>(`${runPath(name)}/trajectories/${place.key}`, again);
+  const { value, error } = useLoaded<Trajectory>(place.key ? `${runPath(name)}/trajectories/${encodeURIComponent(place.key)}` : null, again);
   const indexed = JSON.stringify(change?.indexed ?? null);
   useEffect(() => {
     if (error) setAgain(indexed); // its file may be read by now
   }, [error, indexed]);
-  if (error) return <main class="page"><p class="problem">{error}</p></main>;
+  if (error || !place.key) return <Missing why={visible(error || "the address names no trajectory")} to={{ page: "trajectories", run: name }} title={<>all trajectories of {name}</>} />;
   if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
   return <Shown key={keyOf(value)} name={name} place={place} trajectory={value} />;
 }

@@ -24,7 +24,7 @@ const counted = (count: number, what: string) => `${number(count)} ${what}${coun
 
 function Tools({ run, tools }: { run: string; tools: ToolUse[] }) {
   const found = (filter: string, tool: string, text: ComponentChildren) =>
-    tool ? <a href={address({ page: "trajectories", run, given: { [filter]: tool } })}>{text}</a> : text; // no filter is empty
+    <a href={address({ page: "trajectories", run, given: tool ? { [filter]: tool } : { unparsed: "1" } })}>{text}</a>;
   return (
     <div class="scroll">
       <table>

@@ -87,6 +87,7 @@ def test_each_filter_finds_the_one_row_that_it_should(index: TrajectoryIndex, fi
         ({"reward_to": 0.25}, sum(row.reward == 0 for step in range(3) for row in make_rows(step))),
         ({"task": "t4"}, 4),
         ({"partition": "eval"}, 0),
+        ({"unparsed": 1}, 0),
     ],
 )
 def test_filters_count(index: TrajectoryIndex, filters: dict[str, Any], rows: int) -> None:
