@@ -97,8 +97,6 @@ def _quantization(c: RunConfig) -> str | None:
     wanted = c.rollout.quantization
     if wanted == "none":
         return None
-    if c.rollout.ranks > 1:
-        return f"rollout.quantization={wanted} was never tried with engines of {c.rollout.ranks} ranks; use one rank"
     for kind, traits in engine_traits(c).items():
         key = f"rollout.quantization={wanted}"
         if wanted not in traits.quantization:

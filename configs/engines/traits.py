@@ -45,7 +45,6 @@ class EngineTraits:
     json_schemas: bool = True  # can keep answers to a JSON schema, by masks of tokens
     json_package: str = ""  # module that it needs for that, in the Python of rl-async
     cpu_sleeps: bool = True  # on a CPU, too, sleep frees its memory
-    cpu_divided_experts: bool = True  # on a CPU, too, several ranks can divide a mixture of experts
     records_routes: bool = True  # can say which experts of a mixture each token went through
     route_flags: tuple[str, ...] = ()  # added for that on a GPU without pipeline stages; then it needs both
 

@@ -46,7 +46,6 @@ VLLM = EngineTraits(
     sleep_flags=("--enable-sleep-mode",),
     memory_flags={"--kv-cache-memory-bytes": "cache_bytes", "--gpu-memory-utilization": "share"},
     cpu_sleeps=False,
-    cpu_divided_experts=False,  # its kernel for CPUs holds them packed and padded, which was tried with one rank only
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
     cpu_variables={

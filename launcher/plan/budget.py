@@ -29,6 +29,7 @@ from rl_async.launcher.plan.memory import (
     ModelSize,
     cache_bytes,
     decoding_bytes,
+    held_bytes,
     trainer_parts,
 )
 from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, Part, Stage
@@ -148,13 +149,17 @@ def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> d
 
 
 def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
-    """One rank of an engine. While weights arrive, the cache of one that slept is still away."""
+    """One rank of an engine. While weights arrive, the cache of one that slept is still away.
+
+    An embedded engine loads all weights before it quantises any, and then its cache grows with its requests.
+    """
     on_gpu, traits, sync = bool(place.gpus), ENGINES[place.kind], config.weight_sync
-    weights = size.parameters * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks
+    weights = size.parameters * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks  # as they travel
     embedded = not traits.package
+    output = size.head * 4 if embedded and not on_gpu and config.model.dtype != "float32" else 0
     awake: dict[Part, int] = {
         "runtime": CONTEXT_BYTES if on_gpu else TORCH_BYTES,
-        "weights": weights + (size.head * 4 if embedded and not on_gpu and config.model.dtype != "float32" else 0),
+        "weights": held_bytes(config, size) // config.rollout.ranks + output,
         "KV cache": cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu),
     }
     if on_gpu:
@@ -163,12 +168,14 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
         awake["published"] = (
             weights if sync.staged and not (sync.delta or sync.adapters) else weights * config.rollout.ranks
         )
+    start = {part: n for part, n in awake.items() if part != "KV cache"} | {"weights": weights + output}
+    starts: _Stages = {"start": start if embedded else awake}
     bucket: dict[Part, int] = {"bucket": min(sync.bucket_bytes, weights)}
     if not (place.turns and (on_gpu or traits.cpu_sleeps)):
-        return dict.fromkeys(STAGES, awake) | {"load": awake | bucket}
+        return dict.fromkeys(STAGES, awake) | starts | {"load": awake | bucket}
     asleep = _only(awake, _KEPT_ASLEEP)
     loading = asleep | {"weights": awake["weights"]} | bucket
-    return {"start": awake, "rollout": awake, "train": asleep, "gather": asleep, "load": loading}
+    return starts | {"rollout": awake, "train": asleep, "gather": asleep, "load": loading}
 
 
 def _only(parts: dict[Part, int], kept: frozenset[Part]) -> dict[Part, int]:
@@ -184,7 +191,8 @@ def _with_room(device: DeviceBudget, config: RunConfig, size: ModelSize) -> Devi
     if device.limit is None or device.device == CPU or config.rollout.cache_bytes is not None or not engines:
         return device
     caches = [holder.stages["rollout"]["KV cache"] for holder in engines]
-    excess = max(device.total(stage) for stage in STAGES if "KV cache" in engines[0].stages[stage]) - device.limit
+    cached = {stage for engine in engines for stage in STAGES if "KV cache" in engine.stages[stage]}
+    excess = max(map(device.total, cached)) - device.limit
     left = max(0, (sum(caches) - max(0, excess)) // len(engines))
 
     def shrunk(holder: Holder) -> Holder:

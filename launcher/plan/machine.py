@@ -194,21 +194,15 @@ def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def check_experts(config: RunConfig, gpus: int) -> None:
-    """Raise UserError for engines on a CPU that cannot quantise experts, or divide them among ranks."""
-    quantized, ranks = config.rollout.quantization, config.rollout.ranks
-    if gpus > 0 and config.model.device != "cpu":
+    """Raise UserError for engines on a CPU that cannot quantise experts."""
+    quantized = config.rollout.quantization
+    if quantized == "none" or (gpus > 0 and config.model.device != "cpu"):
         return
-    for kind, traits in engine_traits(config).items():
-        if quantized != "none" and not traits.cpu_quantized_experts:
+    for traits in engine_traits(config).values():
+        if not traits.cpu_quantized_experts:
             raise UserError(
                 f"rollout.quantization={quantized}: model.path={config.model.path} has experts, which {traits.title} "
                 "does not quantise on a CPU; use rollout.engine=embedded, or a GPU"
-            )
-        if ranks > 1 and not traits.cpu_divided_experts:
-            raise UserError(
-                f"rollout.engine={kind}: model.path={config.model.path} has experts, and whether weight updates reach "
-                f"those of {ranks} ranks of {traits.title} on a CPU was never tried; use rollout.tensor_parallel=1 and "
-                "rollout.pipeline_parallel=1, or a GPU"
             )
 
 

@@ -30,7 +30,8 @@ PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedd
 class ModelSize:
     """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that
     token keeps for the backward pass, the same with checkpointed layers, vocabulary, weights of the last layer; the
-    number of experts in a layer; and what a token needs in one layer without a backward pass."""
+    number of experts in a layer; what a token needs in one layer without a backward pass; and the weights of the
+    layers' matrices, which rollout.quantization rounds."""
 
     parameters: int
     kv_per_token: int
@@ -41,6 +42,7 @@ class ModelSize:
     head: int = 0
     experts: int = 0
     layer: int = 0
+    matrices: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -118,8 +120,9 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
     queries, keys = heads * head_dim, kv_heads * head_dim
     layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
+    matrices = layers * (attention + 3 * hidden * one * max(experts, 1))
     return ModelSize(
-        parameters=embeddings + layers * (attention + hidden * (experts + 3 * one * max(experts, 1))),
+        parameters=embeddings + layers * hidden * experts + matrices,
         kv_per_token=2 * layers * keys,
         activations=(layers + 1) * layer + 4 * hidden,
         checkpointed=layers * hidden + 2 * layer + 4 * hidden,
@@ -127,6 +130,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         head=vocab * hidden,
         experts=experts,
         layer=2 * hidden + max(queries + 2 * keys, 3 * inner),
+        matrices=matrices,
     )
 
 
@@ -199,8 +203,9 @@ def _tokens_of_rank(config: RunConfig) -> int:
 def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = False) -> int | None:
     """Estimate an engine, all its ranks together: weights, their host copy if updates need one, and a KV cache.
 
-    On a CPU an embedded engine also has the weights of its last layer in float32. On a GPU the cache is one for
-    sequences of full length, as many as it decodes at once, however much room there is.
+    On a CPU an embedded engine also has the weights of its last layer in float32. It loads all weights before it
+    quantises any. On a GPU the cache is one for sequences of full length, as many as it decodes at once, however much
+    room there is.
     """
     if size is None:
         return None
@@ -209,7 +214,15 @@ def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = Fa
     copies = rollout.ranks if sync.delta or sync.adapters else sync.staged  # each rank then holds whole tensors
     output = size.head * 4 if embedded and each < 4 and not on_gpu else 0
     cache = cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu) * rollout.ranks
-    return rollout.ranks * TORCH_BYTES + (1 + copies) * size.parameters * each + output + cache
+    travels = size.parameters * each
+    works = held_bytes(config, size) + copies * travels + output + cache
+    return rollout.ranks * TORCH_BYTES + (max(works, travels + output) if embedded else works)
+
+
+def held_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Return the bytes of an engine's weights, all ranks together: in 8 bits what is quantised, without its scales."""
+    rounded = size.matrices if config.rollout.quantization != "none" else 0
+    return (size.parameters - rounded) * DTYPE_BYTES[config.model.dtype] + rounded
 
 
 def cache_bytes(config: RunConfig, size: ModelSize, *, embedded: bool, on_gpu: bool) -> int:

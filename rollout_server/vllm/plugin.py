@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.nn.functional import linear
 
 from rl_async.configs.engines.vllm import WEIGHT_TRANSFER
@@ -34,6 +35,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _keep_weights_unpacked()
         _pack_experts_again()
+        _compute_own_experts_alone()
 
 
 def _keep_weights_unpacked() -> None:
@@ -66,6 +68,26 @@ def _pack_experts_again() -> None:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = packed
+
+
+def _compute_own_experts_alone() -> None:
+    """Give vLLM's kernel for mixtures on CPUs the places of a rank's own experts, and other ranks' experts no weight.
+
+    With ``--enable-expert-parallel`` vLLM passes it the numbers that experts have in the whole model, which it takes
+    for places among those that the rank holds: it reads and writes beyond them.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    compute = CPUUnquantizedExperts.apply
+
+    def of_this_rank(experts: Any, **named: Any) -> None:
+        if named["expert_map"] is not None:
+            places = named["expert_map"][named["topk_ids"]]  # -1: another rank has it
+            named["topk_weights"] = torch.where(places < 0, 0.0, named["topk_weights"])
+            named["topk_ids"] = places.clamp(min=0)
+        compute(experts, **named)
+
+    CPUUnquantizedExperts.apply = of_this_rank
 
 
 class QueuesReadToTheEnd(list[Any]):

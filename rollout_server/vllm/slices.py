@@ -5,13 +5,21 @@ copies into parameters are views of that tensor, which tell the boxes: of fused 
 experts, and of layers that another pipeline stage has. So no rule about a model or a version of vLLM is needed here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 Box = tuple[tuple[int, int], ...]
 
@@ -30,7 +38,30 @@ class WeightBoxes:
         if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
             return None
         shapes = msgspec.json.decode(tensors, type=dict[str, list[int]])
-        return [needed(model, name, shape) for name, shape in shapes.items()]
+        with _as_loaders_find_it(model):
+            return [needed(model, name, shape) for name, shape in shapes.items()]
+
+
+@contextmanager
+def _as_loaders_find_it(model: Any) -> Iterator[None]:
+    """Give the layers parameters without data that are laid out as in checkpoints, as vLLM does before an update.
+
+    Loaders cannot divide what kernels have made of their weights: packed matrices, or numbers in 8 bits and scales.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, info)
+        for tensor in get_layer_tensors(layer).values():
+            tensor.weight_loader = _get_original_loader(tensor)  # that of a quantised layer waits for the whole layer
+    try:
+        yield
+    finally:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def needed(model: Any, name: str, shape: list[int]) -> list[Box]:

@@ -1,19 +1,26 @@
 """Weights of the engine contract: read from a model folder, sent to engines, and applied here for comparison."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_async.messages import Version
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.protocol import InitInfo
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.protocol import InitInfo, TransportName
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
+from tests.contracts.engines.engine_peers import Peer
+from tests.contracts.weights.test_transport import Directory
 from tests.support.buckets import make_buckets
+from tests.support.trainer_ranks import TrainerRanks
+
+BUCKET_BYTES = 1 << 12
 
 
 def scaled(folder: Path, scale: float = 1.0) -> Any:
@@ -31,7 +38,7 @@ def tensors(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 
 async def send(
-    client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version, bucket_bytes: int = 1 << 12
+    client: VllmEngine, weights: list[tuple[str, torch.Tensor]], version: Version, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
     """A full update over shared memory, with requests in flight kept."""
     buckets: list[Bucket] = list(make_buckets(weights, bucket_bytes))  # what vLLM fuses comes in several of them
@@ -53,6 +60,24 @@ async def deliver(client: VllmEngine, buckets: Sequence[Bucket], version: Versio
     finally:
         sender.close()
     await client.finish_update(version)
+
+
+def publish(
+    peer: Peer, named: Mapping[str, torch.Tensor], version: Version, ranks: int, transport: TransportName, folder: Path
+) -> int:
+    """One publication by the trainer's coordinator, from the shards of so many ranks; the bytes that it sent."""
+    directory = Directory()
+    directory.add(EngineRecord(engine_id="e", url=peer.url, kind="vllm"))
+    sync = WeightSyncConfig(
+        transport=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES
+    )
+    with (
+        TrainerRanks(named, ranks, sync) as trainer,
+        WeightCoordinator(directory.open, lambda _: peer.client(), sync) as coordinator,
+    ):
+        report = coordinator.publish(version, trainer.weights(named))
+    assert report.failures == []
+    return report.nbytes
 
 
 def log_probabilities(model: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:

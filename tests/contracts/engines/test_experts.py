@@ -2,24 +2,30 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.experts import single
+from rl_async.weight_sync.layout import TensorSpec
+from rl_async.weight_sync.reshard.model_layouts import engine as engine_layout
 from tests.conftest import VOCAB, save_tokenizer
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import differences, scaled, send
+from tests.contracts.engines.engine_weights import differences, publish, scaled, send
 from tests.support.sparse import chosen, sparse_model
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
+BY_TENSORS, BY_STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+BY_EXPERTS = BY_TENSORS | {"expert_parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +41,10 @@ def sparse_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def peer(
     request: pytest.FixtureRequest, sparse_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
-    """A running engine of each kind."""
-    with running(request.param, sparse_folder, tmp_path_factory.mktemp("run"), eager=True) as started:
+    """A running engine of each kind and division among ranks."""
+    kind, ranks = request.param
+    eager = ranks != BY_STAGES  # on a CPU vLLM's later stages fail without its warm-up
+    with running(kind, sparse_folder, tmp_path_factory.mktemp("run"), eager=eager, ranks=ranks) as started:
         yield started
 
 
@@ -52,8 +60,20 @@ def ask(tokens: int, version: Version, routed_from: int = 0) -> GenerateRequest:
     )
 
 
-@pytest.mark.parametrize("peer", ["embedded", pytest.param("vllm", marks=SLOW)], indirect=True, scope="module")
-async def test_updates_reach_every_expert(connect: Connect, sparse_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "peer",
+    [
+        ("embedded", {}),
+        pytest.param(("vllm", {}), marks=SLOW),
+        pytest.param(("vllm", BY_TENSORS), marks=SLOW),
+        pytest.param(("vllm", BY_EXPERTS), marks=SLOW),
+        pytest.param(("vllm", BY_STAGES), marks=SLOW),
+    ],
+    ids=["embedded", "vllm", "vllm-tensors", "vllm-experts", "vllm-stages"],
+    indirect=True,
+    scope="module",
+)
+async def test_updates_reach_every_expert(peer: Peer, connect: Connect, sparse_folder: Path, tmp_path: Path) -> None:
     client = connect()
     fresh = await client.checksums()
     for version, scale in ((V0, 1.0), (V1, 1.3)):
@@ -62,7 +82,13 @@ async def test_updates_reach_every_expert(connect: Connect, sparse_folder: Path)
             for name, parameter in model.named_parameters():
                 if ".experts." in name:
                     parameter.mul_(torch.linspace(1.0, scale, 8)[:, None, None])  # each by another number
-        await send(client, [(name, part.detach()) for name, part in single(model.named_parameters())], version)
+        named = {name: part.detach() for name, part in single(model.named_parameters())}
+        await send(client, list(named.items()), version)
+        if "tensor_parallel" in peer.ranks:
+            await assert_workers_need_what_the_rules_say(client, named, peer.ranks.get("expert_parallel", 1))
+        if peer.ranks:  # and again, to each worker what it needs, from two trainer ranks
+            await send(client, [(name, torch.zeros_like(part)) for name, part in named.items()], version)
+            await asyncio.to_thread(publish, peer, named, version, 2, "nearest", tmp_path)
         assert (await client.checksums() == fresh) == (scale == 1.0), "not the bits of a fresh load"
         requests = [ask(5 + i, version) for i in range(12)]
         answers = await asyncio.gather(*map(client.generate, requests))
@@ -71,7 +97,18 @@ async def test_updates_reach_every_expert(connect: Connect, sparse_folder: Path)
             assert scale == 1.0 or differences(scaled(sparse_folder), request, got).max() > 1e-3
 
 
-@pytest.mark.parametrize("peer", ["embedded"], indirect=True, scope="module")  # on a CPU vLLM records no experts
+async def assert_workers_need_what_the_rules_say(client: VllmEngine, named: Mapping[str, Tensor], ep: int) -> None:
+    specs = {name: TensorSpec(tuple(tensor.shape), "float32") for name, tensor in named.items()}
+    rules = engine_layout(specs, tp=2, ep=ep, kv_heads=1)
+    found = await client.boxes({name: list(spec.shape) for name, spec in specs.items()})
+    assert found is not None and len(found) == 2
+    for worker, of_tensors in enumerate(found):
+        for name, boxes in zip(named, of_tensors, strict=True):
+            expected = [shard.box for shard in rules.shards[name] if shard.rank == worker]
+            assert [tuple(map(tuple, box)) for box in boxes] == expected, name
+
+
+@pytest.mark.parametrize("peer", [("embedded", {})], ids=["embedded"], indirect=True, scope="module")  # vLLM: GPUs only
 async def test_answers_have_the_experts_of_a_plain_forward_pass(connect: Connect, sparse_folder: Path) -> None:
     client, model = connect(max_coalesced=4), scaled(sparse_folder)
     await send(client, [(name, part.detach()) for name, part in single(model.named_parameters())], V2)

@@ -1,5 +1,6 @@
 """Engines with weights in 8 bits, over HTTP: every update quantises as a fresh load does, to the same bits."""
 
+import asyncio
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import save_tokenizer
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import deliver, differences, scaled, send, tensors
+from tests.contracts.engines.engine_weights import deliver, differences, publish, scaled, send
 
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 BUCKET = 1 << 11  # bytes
@@ -31,18 +32,21 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(
     scope="module",
     params=[
-        ("embedded", "int8", "float32"),
-        ("embedded", "fp8", "bfloat16"),
-        pytest.param(("vllm", "int8", "bfloat16"), marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
-        pytest.param(("vllm", "fp8", "bfloat16"), marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        ("embedded", "int8", "float32", 1),
+        ("embedded", "fp8", "bfloat16", 1),
+        *(
+            pytest.param(("vllm", numbers, "bfloat16", ranks), marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+            for numbers in ("int8", "fp8")
+            for ranks in (1, 2)
+        ),
     ],
-    ids="-".join,
+    ids=lambda param: "-".join(map(str, param)),
 )
 def peer(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
     """A running engine of each kind."""
-    kind, quantization, dtype = request.param
-    run = tmp_path_factory.mktemp("run")
-    with running(kind, folder, run, eager=True, quantization=quantization, dtype=dtype) as started:
+    kind, quantization, dtype, ranks = request.param
+    run, divided = tmp_path_factory.mktemp("run"), {"tensor_parallel": ranks} if ranks > 1 else {}
+    with running(kind, folder, run, eager=True, ranks=divided, quantization=quantization, dtype=dtype) as started:
         yield started
 
 
@@ -76,20 +80,31 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-async def test_an_update_quantises_as_a_fresh_load_does(peer: Peer, connect: Connect, folder: Path) -> None:
+async def test_an_update_quantises_as_a_fresh_load_does(
+    peer: Peer, connect: Connect, folder: Path, tmp_path: Path
+) -> None:
     dtype = getattr(torch, peer.dtype)
+
+    async def update(model: torch.nn.Module, version: Version) -> None:
+        """To each of several workers what it needs, from two trainer ranks."""
+        named = {name: weight.detach().to(dtype) for name, weight in model.named_parameters()}
+        if peer.ranks:
+            await asyncio.to_thread(publish, peer, named, version, 2, "nearest", tmp_path)
+        else:
+            await send(client, list(named.items()), version, BUCKET)
+
     client, later = connect(), moved(scaled(folder))
     await client.pause("keep")
     await deliver(client, [], V0)  # what it has loaded from its folder is now a version
     await client.resume()
     fresh, first = await client.checksums(), await answers(client, V0)
-    await send(client, [(name, weight.detach().to(dtype)) for name, weight in later.named_parameters()], V1, BUCKET)
+    await update(later, V1)
     sums, second = await client.checksums(), await answers(client, V1)
     assert {name for name in fresh if sums[name] == fresh[name]} == set()
     for i, got in enumerate(second):
         sent, old = (error(model, i, got) for model in (later, scaled(folder)))
         assert 1e-4 < sent < old / 5, "not the weights that were sent, rounded"
-    await send(client, [(name, weight.to(dtype)) for name, weight in tensors(folder)], V2, BUCKET)
+    await update(scaled(folder), V2)
     again = await answers(client, V2)
     assert await client.checksums() == fresh
     assert [got.token_ids for got in again] == [got.token_ids for got in first]

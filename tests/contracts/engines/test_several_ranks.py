@@ -9,28 +9,23 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineLost
-from rl_async.messages import EngineRecord, Sampling, Version
+from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.layout import TensorSpec, volume
-from rl_async.weight_sync.protocol import InitInfo, TransportName
+from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.reshard.model_layouts import engine as engine_layout
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
-from tests.contracts.weights.test_transport import Directory
+from tests.contracts.engines.engine_weights import differences, publish, scaled, send, tensors
 from tests.support.buckets import make_buckets
-from tests.support.trainer_ranks import TrainerRanks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
 
 V1 = Version(0, 1)
 WORKERS = 2
-BUCKET_BYTES = 1 << 12
 
 
 @pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
@@ -58,7 +53,7 @@ async def test_its_weights_are_those_of_a_fresh_load_and_of_every_update(
                 await send(engine, list(named.items()), V1)
             else:
                 ranks = {"gloo": 4, "nearest": 2, "disk": 1}[transport]
-                sent = await asyncio.to_thread(publish, peer, named, ranks, transport, tmp_path)
+                sent = await asyncio.to_thread(publish, peer, named, V1, ranks, transport, tmp_path)
                 whole = WORKERS * sum(tensor.nbytes for tensor in named.values())
                 assert sent <= 1.05 * await minimal_bytes(engine, named) < whole
             request = ask()
@@ -108,22 +103,6 @@ async def test_an_update_that_failed_on_every_worker_can_be_started_again(connec
     await send(engine, tensors(model_folder, 1.5), V1)
     request = ask()
     assert differences(scaled(model_folder, 1.5), request, await engine.generate(request)).max() < 1e-5
-
-
-def publish(peer: Peer, named: Mapping[str, Tensor], ranks: int, transport: TransportName, folder: Path) -> int:
-    """One publication by the trainer's coordinator, from the shards of so many ranks; the bytes that it sent."""
-    directory = Directory()
-    directory.add(EngineRecord(engine_id="e", url=peer.url, kind="vllm"))
-    sync = WeightSyncConfig(
-        transport=transport, folder=str(folder / "weights"), timeout_s=100, bucket_bytes=BUCKET_BYTES
-    )
-    with (
-        TrainerRanks(named, ranks, sync) as trainer,
-        WeightCoordinator(directory.open, lambda _: peer.client(), sync) as coordinator,
-    ):
-        report = coordinator.publish(V1, trainer.weights(named))
-    assert report.failures == []
-    return report.nbytes
 
 
 async def minimal_bytes(engine: VllmEngine, named: Mapping[str, Tensor]) -> int:

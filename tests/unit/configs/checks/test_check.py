@@ -56,10 +56,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["rollout.engine=sglang", "rollout.quantization=fp8"], ["rollout.quantization", "embedded or vllm"]),
         (["rollout.engine=vllm", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "model.dtype=bfloat16"]),
         (
-            ["rollout.engine=vllm", "rollout.quantization=fp8", "model.dtype=bfloat16", "rollout.tensor_parallel=2"],
-            ["rollout.quantization=fp8", "2 ranks"],
-        ),
-        (
             ["rollout.engine=vllm", "rollout.engine_args=['--quantization=mxfp4']"],
             ["rollout.engine_args", "use rollout.quantization"],
         ),

@@ -1,5 +1,7 @@
 """Who has how much of a device, and what engines are told of it."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from rl_async.launcher.plan.budget import STAGES
 from rl_async.launcher.plan.dry_run import memory_tables
 from rl_async.launcher.plan.memory import CONTEXT_BYTES, ModelSize, decoding_bytes, trainer_bytes
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, read_budget, write_budget
+from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, Part, Stage, read_budget, write_budget
 
 RUN = Path("runs/x")
 GIB = 1 << 30
@@ -106,6 +108,21 @@ def test_the_other_kinds_get_theirs() -> None:
     engine = the(sglang, "engine")[1].stages["rollout"]
     share = float(flags(sglang)["--mem-fraction-static"])
     assert share == pytest.approx((engine["weights"] + engine["KV cache"]) / (60 * GIB), abs=1e-4)
+
+
+@pytest.mark.parametrize(("engine", "at_first"), [("embedded", 2 * GIB), ("vllm", 3 * GIB // 2)])
+def test_quantised_weights_leave_room_and_the_embedded_engine_loads_them_in_full(engine: str, at_first: int) -> None:
+    size = replace(SIZE, matrices=GIB // 2)
+
+    def stages(*more: str) -> Mapping[Stage, Mapping[Part, int]]:
+        config = load_config("calculator", [*GPU, f"rollout.engine={engine}", *more], mode="colocated")
+        return the(plan(config, RUN, size=size, gpus=1, capacity=40 * GIB), "engine")[1].stages
+
+    plain, quantised = stages(), stages("rollout.quantization=int8")
+    assert quantised["rollout"]["weights"] == quantised["load"]["weights"] == 3 * GIB // 2
+    assert quantised["load"]["bucket"] == plain["load"]["bucket"], "weights travel in full"
+    assert quantised["start"]["weights"] == at_first
+    assert quantised["rollout"]["KV cache"] == plain["rollout"]["KV cache"] + GIB // 2
 
 
 def test_each_rank_of_an_engine_has_its_part_on_its_own_gpu() -> None:

@@ -163,6 +163,23 @@ def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_
     assert engine_bytes(each, size, on_gpu=False) == 4 * (TORCH_BYTES + 20_000) + 1000 * 4
 
 
+def test_matrices_in_8_bits_take_a_byte_each_once_the_embedded_engine_has_loaded_all_in_full() -> None:
+    size = ModelSize(parameters=1000, kv_per_token=0, matrices=600)
+    numbers = ["rollout.quantization=fp8", "model.dtype=bfloat16"]
+    vllm = ["rollout.engine=vllm", "rollout.cache_bytes=1", *numbers]
+    assert engine_bytes(load_config("calculator", vllm), size) == TORCH_BYTES + 400 * 2 + 600 + 1
+    assert engine_bytes(load_config("calculator", numbers), size) == TORCH_BYTES + 1000 * 2
+    cached = ModelSize(parameters=1000, kv_per_token=1, matrices=600)
+    many = [*numbers, "rollout.max_batch_size=10", "rollout.max_model_len=160"]
+    assert engine_bytes(load_config("calculator", many), cached) == TORCH_BYTES + 400 * 2 + 600 + 2 * 1600 * 2
+
+
+def test_what_is_quantised_are_the_matrices_of_layers() -> None:
+    size = size_of(MIXTRAL_8X7B)
+    assert size is not None
+    assert size.parameters - size.matrices == 2 * 32000 * 4096 + 32 * 4096 * 8  # embeddings, last layer, routers
+
+
 @pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
 def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
     size = ModelSize(parameters=1000, kv_per_token=0)
