@@ -1,6 +1,7 @@
 """Layers in int8 for vLLM, which quantises to int8 only a mixture's experts while it loads. Only vLLM imports this.
 
-Weights have a scale for each output channel, as those of the embedded engine, and activations one for each token.
+Weights have a scale for each output channel, as those of the embedded engine, and activations one for each token. A
+rank that has a part of the input channels scales that part by itself.
 """
 
 from typing import Any
