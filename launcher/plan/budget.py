@@ -168,14 +168,15 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
         awake["published"] = (
             weights if sync.staged and not (sync.delta or sync.adapters) else weights * config.rollout.ranks
         )
-    start = {part: n for part, n in awake.items() if part != "KV cache"} | {"weights": weights + output}
-    starts: _Stages = {"start": start if embedded else awake}
+    start: dict[Part, int] = {part: n for part, n in awake.items() if part != "KV cache" or not embedded}
+    if embedded:
+        start["weights"] = weights + output
     bucket: dict[Part, int] = {"bucket": min(sync.bucket_bytes, weights)}
     if not (place.turns and (on_gpu or traits.cpu_sleeps)):
-        return dict.fromkeys(STAGES, awake) | starts | {"load": awake | bucket}
+        return dict.fromkeys(STAGES, awake) | {"start": start, "load": awake | bucket}
     asleep = _only(awake, _KEPT_ASLEEP)
     loading = asleep | {"weights": awake["weights"]} | bucket
-    return starts | {"rollout": awake, "train": asleep, "gather": asleep, "load": loading}
+    return {"start": start, "rollout": awake, "train": asleep, "gather": asleep, "load": loading}
 
 
 def _only(parts: dict[Part, int], kept: frozenset[Part]) -> dict[Part, int]:
