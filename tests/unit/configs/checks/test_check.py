@@ -307,6 +307,12 @@ def test_publishing_as_rarely_as_the_slots_allow_is_accepted() -> None:
     assert load_config("calculator", ["queue.max_staleness=3", "weight_sync.every=4"]).weight_sync.every == 4
 
 
+@pytest.mark.parametrize("numbers", ["int8", "fp8"])
+def test_engines_of_several_ranks_can_hold_weights_in_8_bits(numbers: str) -> None:
+    ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
+    load_config("calculator", [*ranks, f"rollout.quantization={numbers}", "model.dtype=bfloat16"])
+
+
 def test_a_critic_needs_no_group_to_compare_with() -> None:
     config = load_config("calculator", ["algorithm.advantage=gae", "critic={}", "rollout.group_size=1"])
     assert config.critic is not None and not config.critic.shared
