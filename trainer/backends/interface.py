@@ -89,7 +89,7 @@ class Backend(Protocol):
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        """Copy model and optimizer to the host and return a function that writes the copy into ``folder``.
+        """Copy what this rank saves to the host and return a function that writes the copy into ``folder``.
 
         That function may run in another thread while training continues. It is a collective of ``group`` (None: of all
         ranks) and raises CheckpointFailed on all ranks if one of them could not write.

@@ -4,17 +4,40 @@ import glob
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from rl_async.errors import UserError
 from rl_async.files import written_whole
 from rl_async.trainer.checkpoints.adapters import ADAPTER_FOLDER, write_merged
 from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints
-from rl_async.trainer.checkpoints.shards import MOMENT, write_whole
-from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE
+from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, write_whole
+from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE
 
 SHARDS = "shards"
 WEIGHTS = "lm."  # prefix of the language model's parameters
 WHOLE = "model.safetensors"
+
+
+def write_described(folder: Path, config: Any, tokenizer: str | None, complete: bool) -> None:
+    """Write what other tools read beside the shards of ``folder``: a Hugging Face folder, and a value head if there is
+    one.
+
+    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer to copy, None for a model without logits.
+    Unless ``complete`` the folder has no weights. Not a collective. Raises UserError as ``write_model`` does.
+    """
+    target = folder / MODEL_FOLDER
+    config.save_pretrained(target)
+    if tokenizer is not None:
+        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).save_pretrained(target)
+    if complete:
+        write_model(folder)
+    shards = StoredShards(folder / SHARDS)
+    names = [name for name in shards.sizes if name.startswith(VALUE_HEAD) and MOMENT not in name]
+    if names:  # not in the model's folder, from which engines load every tensor
+        save_file({name.removeprefix(VALUE_HEAD): shards.whole(name) for name in names}, folder / VALUE_HEAD_FILE)
 
 
 def write_model(folder: Path, target: Path | None = None) -> None:

@@ -2,7 +2,7 @@
 
 model/               Hugging Face folder (float32 master weights), usable by any other tool; if
                      trainer.checkpoint_hf is off it has no weights, and ``rl-async export`` assembles them
-shards/              weights and optimizer, one safetensors file per rank
+shards/              weights and optimizer, safetensors files of each rank
 value_head.safetensors     of a critic, or of a policy that shares its backbone with one
 critic/              the same three for a critic with a model of its own
 random-rankN.safetensors   torch's random state
@@ -10,8 +10,9 @@ queue.msgpack        what the queue needs to admit unfinished work again
 state.json           step, lineage, KL coefficient and the format version
 manifest.json        sizes and checksums of all other files
 
-Format 1 had whole tensors in optimizer.safetensors and no manifest. Runs can still resume from it, without
-verification.
+Format 1 had whole tensors in optimizer.safetensors and no manifest. Format 2 had a manifest; the Megatron backend still
+wrote whole tensors, and the FSDP2 backend the number of steps with each parameter. Runs can resume from both, from the
+first without verification.
 """
 
 import itertools
@@ -37,7 +38,7 @@ log = logging.getLogger("rl_async.checkpoint")
 PREFIX = "step-"
 UNFINISHED = ".tmp"
 DAMAGED = ".damaged"
-FORMAT = 2
+FORMAT = 3
 
 
 class CheckpointState(msgspec.Struct, frozen=True):

@@ -3,13 +3,16 @@
 The format is that of torch.distributed.checkpoint's (DCP) safetensors storage, whose header tells which part of which
 tensor a file has. Its ``save`` and ``load`` are not used: their plans go from rank to rank as pickles, which whoever
 reaches a rank's socket could forge. Nothing here is pickled, and a rank knows by itself what it writes and reads.
+
+A backend says what a rank holds as ``Part``s, boxes of whole tensors, whatever it calls that memory or fuses it with.
+So what one backend writes the other reads, on any number of ranks.
 """
 
 import json
 import math
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from rl_async.errors import CheckpointDamaged, CheckpointFailed, RlAsyncError
 from rl_async.trainer.model.parts import own_part, read_part
-from rl_async.weight_sync.experts import expert_parts, published
+from rl_async.weight_sync.experts import ExpertPart, expert_parts, published
 
 DTYPES = {  # names as in a safetensors header
     torch.float64: "F64",
@@ -41,13 +43,11 @@ DTYPES = {  # names as in a safetensors header
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SUFFIX = ".safetensors"
 MOMENT = "|"  # separates the name of a parameter from that of a tensor of AdamW
+STEPS = f"schedule{MOMENT}steps"  # the optimizer steps that were taken
 SHARDING = "DCP_SHARDING_INFO"  # a key in the header's metadata
 NO_NOTES: Mapping[str, str] = {}
 FAILURES = (OSError, SafetensorError)  # a full disk raises either, depending on who was writing
 UNREADABLE = (*FAILURES, ValueError, KeyError)  # a tensor of another shape, or none
-ON_HOST = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-)
 
 
 class StoredPart(NamedTuple):
@@ -58,34 +58,62 @@ class StoredPart(NamedTuple):
     path: str
 
 
-def host_copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy this rank's shards to host memory. Not a collective."""
-    copied = DefaultStager(ON_HOST).stage(dict(state))
-    assert isinstance(copied, dict)
-    return copied
+class Part(NamedTuple):
+    """What a rank stores of the tensor ``name``: a box of it, and the numbers there, of the box's shape."""
+
+    name: str
+    where: tuple[slice, ...]
+    numbers: Tensor
 
 
-def write_shards(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's shards. A collective of ``group``; all files are complete when it returns.
+def own_parts(state: Mapping[str, Tensor]) -> Iterator[Part]:
+    """Yield what of ``state``, sharded or whole, is for this rank to write, as views. Not a collective.
+
+    Each part of a tensor is written by one rank, known without asking any.
+    """
+    for name, tensor in state.items():
+        part = _part_to_write(name, tensor.detach())
+        if part is not None:
+            numbers, where = part
+            yield Part(name, where, numbers)
+
+
+def host_copy(parts: Iterable[Part]) -> list[Part]:
+    """Copy this rank's parts to host memory, one after the other. Not a collective."""
+    return [
+        part._replace(numbers=part.numbers.to("cpu", copy=True, memory_format=torch.contiguous_format))
+        for part in parts
+    ]
+
+
+def write_shards(parts: Sequence[Part], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's parts. A collective of ``group``; all files are complete when it returns.
 
     Raises CheckpointFailed on all ranks if one of them could not write.
     """
-    on_all_ranks(lambda: _write_own(state, folder), group, CheckpointFailed)
+    on_all_ranks(lambda: _write_own(parts, folder), group, CheckpointFailed)
 
 
-def _write_own(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write what is for this rank to write: each part of a tensor is written by one rank, known without asking any."""
+def _write_own(parts: Sequence[Part], folder: Path) -> None:
+    """Write this rank's parts into one file, or, since a file has each name once, the second parts of tensors into
+    another one, and so on."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: part for name, tensor in state.items() if (part := _part_to_write(name, tensor)) is not None}
-    if parts:
-        sizes = {name: (DTYPES[part.dtype], list(part.shape)) for name, (part, _) in parts.items()}
-        offsets = json.dumps({n: {"saved_offsets": [at.start for at in where]} for n, (_, where) in parts.items()})
-        target = folder / f"shard-{dist.get_rank() + 1:05d}-model-00001-of-00001{SUFFIX}"
-        write_tensors(target, sizes, (part for part, _ in parts.values()), {SHARDING: offsets})
+    files: list[list[Part]] = []
+    seen = Counter[str]()
+    for part in parts:
+        if seen[part.name] == len(files):
+            files.append([])
+        files[seen[part.name]].append(part)
+        seen[part.name] += 1
+    for number, held in enumerate(files, 1):
+        sizes = {name: (DTYPES[numbers.dtype], list(numbers.shape)) for name, _, numbers in held}
+        offsets = json.dumps({name: {"saved_offsets": [at.start for at in where]} for name, where, _ in held})
+        target = folder / f"shard-{dist.get_rank() + 1:05d}-model-{number:05d}-of-{len(files):05d}{SUFFIX}"
+        write_tensors(target, sizes, (part.numbers for part in held), {SHARDING: offsets})
 
 
 def _part_to_write(name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]] | None:
-    """Return the part of ``tensor`` that this rank writes, and its place; None if other ranks write all of it.
+    """Return the part of ``tensor`` that this rank writes, and its place; None if other ranks write what it holds.
 
     Of the ranks that hold the same part one writes it, another one for each name. Rank 0 writes what is not sharded.
     """
@@ -132,6 +160,7 @@ def _read_own(state: Mapping[str, Tensor], folder: Path) -> None:
 class StoredShards:
     """The tensors of a folder of shards, of which any part can be read. ``sizes`` has the shape of each by its name.
 
+    An expert that is stored stacked with others can be read by the name of its own, too (``weight_sync/experts.py``).
     A file is open for one slice: mapped pages count as a rank's memory.
     """
 
@@ -145,6 +174,11 @@ class StoredShards:
         self._parts: dict[str, list[StoredPart]] = defaultdict(list)
         for index, place in found.storage_data.items():
             self._parts[index.fqn].append(StoredPart(index.offset, place.shape, place.relative_path))
+        self._stacked: dict[str, tuple[str, ExpertPart]] = {}
+        for name, size in self.sizes.items():
+            parameter, separator, kind = name.partition(MOMENT)
+            for part in expert_parts(parameter, size):
+                self._stacked[f"{part.name}{separator}{kind}"] = name, part
 
     def whole(self, name: str) -> Tensor:
         """Assemble a tensor. Raises KeyError if there is none of the name."""
@@ -161,8 +195,13 @@ class StoredShards:
         of ``local``, or parts of it are missing.
         """
         where = [slice(0, count) for count in local.shape] if where is None else where
-        if tuple(self.sizes[name]) != tuple(local.shape if size is None else size):
-            raise ValueError(f"{name} is {list(self.sizes[name])} there, not {list(size or local.shape)}")
+        found, expected = self._size_of(name), tuple(local.shape if size is None else size)
+        if found != expected:
+            raise ValueError(f"{name} is {list(found)} there, not {list(expected)}")
+        if name in self._stacked:
+            name, (_, expert, rows) = self._stacked[name]
+            moved = slice(rows.start + where[0].start, rows.start + where[0].stop)
+            local, where = local[None], [slice(expert, expert + 1), moved, where[1]]
         left = local.numel()
         for begin, shape, path in self._parts[name]:
             stops = [offset + count for offset, count in zip(begin, shape, strict=True)]
@@ -175,6 +214,12 @@ class StoredShards:
             left -= piece.numel()
         if left:
             raise ValueError(f"{name} lacks {left} of its numbers there")
+
+    def _size_of(self, name: str) -> tuple[int, ...]:
+        if name not in self._stacked:
+            return tuple(self.sizes[name])
+        stacked, part = self._stacked[name]
+        return len(part.rows), self.sizes[stacked][2]
 
 
 def on_all_ranks(

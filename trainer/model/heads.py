@@ -30,6 +30,7 @@ Head = Literal["policy", "value", "both"]
 
 MODEL_FOLDER = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD = "value_head."  # prefix of its tensors in a checkpoint's shards
 
 
 class ValueHead(torch.nn.Linear):

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
@@ -20,9 +18,17 @@ from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.checkpoints.adapters import base_of, require_adapters, require_whole, write_adapter
-from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, write_model
-from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, host_copy, read_shards, write_shards
-from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE, Head, build_headed, replay_routers
+from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, write_described
+from rl_async.trainer.checkpoints.shards import (
+    MOMENT,
+    STEPS,
+    StoredShards,
+    host_copy,
+    own_parts,
+    read_shards,
+    write_shards,
+)
+from rl_async.trainer.model.heads import MODEL_FOLDER, Head, build_headed, replay_routers
 from rl_async.trainer.model.lora import adapters, attach, draw, merged, without_adapters
 from rl_async.trainer.model.ulysses import join_groups
 from rl_async.weight_sync.buckets.buckets import dtype_name
@@ -30,8 +36,6 @@ from rl_async.weight_sync.experts import single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
 from rl_async.weight_sync.reshard.execute import one_box_each
 from rl_async.weight_sync.reshard.gather import ShardedWeights
-
-STEPS = "schedule|steps"
 
 
 class Fsdp2Backend:
@@ -152,31 +156,24 @@ class Fsdp2Backend:
         return fsdp2(specs, dist.get_world_size() // self._replicas, self._replicas)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        assert self.schedule is not None and self.config is not None
+        assert self.schedule is not None
         steps = torch.tensor(self.schedule.last_epoch)
-        state = host_copy(self._weights() | self._moments() | {STEPS: steps})
-        head = {name: _full(tensor).cpu().clone() for name, tensor in self._value_head().items()}
-        complete = self.config.checkpoint_hf
+        parts = host_copy(own_parts(self._weights() | self._moments() | {STEPS: steps}))
 
         def write() -> None:
-            write_shards(state, folder / SHARDS, group)
+            write_shards(parts, folder / SHARDS, group)
             if dist.get_rank() == 0:
-                self._describe(folder, head, complete)
+                self._describe(folder)
 
         return write
 
-    def _describe(self, folder: Path, head: dict[str, Tensor], complete: bool) -> None:
-        """Write what other tools read: a Hugging Face folder and the value head. Called on rank 0."""
-        target = folder / MODEL_FOLDER
-        self.hf_config.save_pretrained(target)
+    def _describe(self, folder: Path) -> None:
+        """Write what other tools read. Called on rank 0."""
+        assert self.config is not None
         if self._lora is not None:
             write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
-        if self.model.has_logits:
-            AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).save_pretrained(target)
-        if complete:
-            write_model(folder)
-        if head:  # not in the model's folder, from which engines load every tensor
-            save_file(head, folder / VALUE_HEAD_FILE)
+        tokenizer = self.path if self.model.has_logits else None
+        write_described(folder, self.hf_config, tokenizer, self.config.checkpoint_hf)
 
     def save(self, folder: Path) -> None:
         self.stage(folder, None)()
@@ -195,12 +192,11 @@ class Fsdp2Backend:
             self._make_moments()
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
-        else:  # Megatron writes whole tensors, experts one by one, and so did format 1
+        else:  # whole tensors, experts one by one
             read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
-            moments = {name: tensor for name, tensor in self._moments().items() if tensor.dim()}
-            read_shards(self._value_head() | moments | steps, folder)
-            for state in self.optimizer.state.values():
-                state["step"].fill_(float(steps[STEPS]))
+            read_shards(self._value_head() | self._moments() | steps, folder)
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(steps[STEPS]))
         done = self.schedule.last_epoch = int(steps[STEPS])
         # schedule.step() would warn before the optimizer's first step.
         for group, rate, factor in zip(
@@ -228,12 +224,13 @@ class Fsdp2Backend:
         return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return AdamW's tensors as ``parameter|name``; none before its first step."""
+        """Return AdamW's moments as ``parameter|name``; none before its first step."""
         assert self.optimizer is not None
         return {
             f"{name}{MOMENT}{key}": tensor
             for name, parameter in self._trained()
             for key, tensor in self.optimizer.state.get(parameter, {}).items()
+            if key != "step"  # of each parameter the same: ``STEPS``
         }
 
     def _make_moments(self) -> None:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
-from rl_async.trainer.backends.megatron.checkpoint import Collected, collect, read_weights, restore
+from rl_async.trainer.backends.megatron.checkpoint import own_parts, read_weights, restore
 from rl_async.trainer.backends.megatron.cpu import megatron_on_cpu
 from rl_async.trainer.backends.megatron.mapping import config_key
 from rl_async.trainer.backends.megatron.model import (
@@ -47,7 +47,9 @@ from rl_async.trainer.backends.megatron.weights import (
 from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.checkpoints.adapters import require_whole
-from rl_async.trainer.model.heads import MODEL_FOLDER, Head
+from rl_async.trainer.checkpoints.export import SHARDS, write_described
+from rl_async.trainer.checkpoints.shards import host_copy, write_shards
+from rl_async.trainer.model.heads import Head
 from rl_async.trainer.model.routing import check_records
 from rl_async.trainer.model.ulysses import gathered
 from rl_async.weight_sync.layout import Layout
@@ -71,7 +73,7 @@ class MegatronBackend:
         head: Head = "policy",
         trains: bool = True,
     ) -> None:
-        self.device, self.path = device, path
+        self.device, self.path, self._complete = device, path, config.checkpoint_hf
         self.dtype = getattr(torch, dtype)
         self.hf_config = _hf_config(path, config_key(head))
         self.row_cost = row_cost_of(self.hf_config)
@@ -90,7 +92,7 @@ class MegatronBackend:
             if trains:
                 transformer.finalize_model_grads_func = _finish_gradients
                 self._chunks = wrap(chunks, transformer)
-                self._optimizer = DistributedAdamW(self._chunks, config, self.dtype, device)
+                self._optimizer = DistributedAdamW(self._chunks, config, self.dtype)
             read_weights(self._model, self._optimizer, open_model(Path(path), shape))
 
     def _megatron(self) -> AbstractContextManager[None]:
@@ -198,21 +200,16 @@ class MegatronBackend:
         return layout_of(self._model, Path(self.path), self.dtype)
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        """Gather whole tensors under Hugging Face names on rank 0.
-
-        Any number of ranks can resume from them, and so can the FSDP2 backend.
-        """
         assert self._optimizer is not None
-        collected = collect(self._model, self._optimizer)
-        return (lambda: None) if collected is None else functools.partial(self._write, folder, collected)
+        parts = host_copy(own_parts(self._model, self._optimizer))
 
-    def _write(self, folder: Path, collected: Collected) -> None:
-        target = folder / MODEL_FOLDER
-        target.mkdir(exist_ok=True)
-        self.hf_config.save_pretrained(target)
-        if self._model.shape.has_logits:
-            AutoTokenizer.from_pretrained(self.path, trust_remote_code=False).save_pretrained(target)
-        collected.write(folder)
+        def write() -> None:
+            write_shards(parts, folder / SHARDS, group)
+            if dist.get_rank() == 0:
+                tokenizer = self.path if self._model.shape.has_logits else None
+                write_described(folder, self.hf_config, tokenizer, self._complete)
+
+        return write
 
     def save(self, folder: Path) -> None:
         self.stage(folder, None)()

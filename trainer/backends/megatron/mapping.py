@@ -1,8 +1,8 @@
-"""Maps Hugging Face weights to Megatron-Core's and back, as pure functions of names and tensors.
+"""Maps Hugging Face weights to Megatron-Core's, as pure functions of names.
 
 A ``Rule`` says which Hugging Face tensors make up one parameter of a Megatron layer; its form says how the parameter's
-shards on tensor-parallel ranks are cut out of them. The mapping only copies, so a round trip is exact, and the same
-rules apply to an optimizer's moments.
+shards on tensor-parallel ranks are cut out of them, which ``slices`` does. The mapping only copies, so a round trip is
+exact, and the same rules apply to an optimizer's moments.
 
     qkv       for each group of queries that share a key: its queries, key and value; ranks divide the groups
     gate_up   a rank's part of the gate, then its part of the up projection
@@ -11,14 +11,11 @@ rules apply to an optimizer's moments.
     copy      the whole parameter on every rank
 """
 
-from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-import torch
-from torch import Tensor
 
-from rl_async.trainer.model.heads import Head
+from rl_async.trainer.model.heads import VALUE_HEAD, Head
 
 Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
 
@@ -57,7 +54,6 @@ def config_key(head: Head) -> str:
 
 
 EXPERTS = "mlp.experts"
-VALUE_HEAD = "value_head."  # prefix of its tensors
 
 
 class Rule(NamedTuple):
@@ -121,64 +117,6 @@ def _qkv(kind: str) -> tuple[str, ...]:
     return tuple(f"self_attn.{which}_proj.{kind}" for which in "qkv")
 
 
-def split(rule: Rule, whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
-    """Cut the whole tensors that the rule names, in its order, into shards for ``ranks`` tensor-parallel ranks."""
-    return _SPLIT[rule.form](whole, shape, ranks)
-
-
-def join(rule: Rule, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    """Join the shards of all tensor-parallel ranks into whole tensors; the inverse of ``split``."""
-    return _JOIN[rule.form](shards, shape)
-
-
 def padded_vocab(vocab: int, ranks: int) -> int:
     """Return the vocabulary's size, rounded up to a multiple of ``ranks``."""
     return -(-vocab // ranks) * ranks
-
-
-def _split_vocab(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
-    (table,) = whole
-    missing = padded_vocab(shape.vocab, ranks) - shape.vocab
-    return _parts(torch.cat([table, table.new_zeros(missing, *table.shape[1:])]), ranks)
-
-
-def _split_gate_up(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
-    gate, up = (_parts(part, ranks) for part in whole)
-    return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-
-
-def _join_gate_up(shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    pairs = [shard.chunk(2) for shard in shards]
-    return [torch.cat([gate for gate, _ in pairs]), torch.cat([up for _, up in pairs])]
-
-
-def _split_qkv(whole: Sequence[Tensor], shape: Shape, ranks: int) -> list[Tensor]:
-    grouped = torch.cat([part.unflatten(0, (shape.groups, -1)) for part in whole], 1)
-    return _parts(grouped.flatten(0, 1), ranks)
-
-
-def _join_qkv(shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    grouped = torch.cat(list(shards)).unflatten(0, (shape.groups, -1))
-    queries = shape.heads // shape.groups * shape.head_dim
-    return [part.flatten(0, 1) for part in grouped.split([queries, shape.head_dim, shape.head_dim], 1)]
-
-
-def _parts(whole: Tensor, ranks: int, dimension: int = 0) -> list[Tensor]:
-    assert whole.shape[dimension] % ranks == 0, f"{tuple(whole.shape)} does not divide among {ranks} ranks"
-    return list(whole.chunk(ranks, dimension))
-
-
-_SPLIT: dict[Form, Callable[[Sequence[Tensor], Shape, int], list[Tensor]]] = {
-    "copy": lambda whole, _, ranks: [whole[0]] * ranks,
-    "rows": lambda whole, _, ranks: _parts(whole[0], ranks, 1),
-    "vocab": _split_vocab,
-    "qkv": _split_qkv,
-    "gate_up": _split_gate_up,
-}
-_JOIN: dict[Form, Callable[[Sequence[Tensor], Shape], list[Tensor]]] = {
-    "copy": lambda shards, _: [shards[0]],
-    "rows": lambda shards, _: [torch.cat(list(shards), 1)],
-    "vocab": lambda shards, shape: [torch.cat(list(shards))[: shape.vocab]],
-    "qkv": _join_qkv,
-    "gate_up": _join_gate_up,
-}

@@ -1,10 +1,9 @@
 """Megatron-Core's distributed AdamW: each data-parallel rank keeps the moments of its own part of a parameter."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,14 +25,26 @@ def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
     ]
 
 
+class Own(NamedTuple):
+    """What a rank keeps of its shard of a parameter: the range of its numbers, flattened, from ``start`` on.
+
+    ``master`` [numbers] is that range in float32, of a float32 parameter a view; ``moments`` has the tensors of AdamW,
+    and nothing before its first step.
+    """
+
+    start: int
+    master: Tensor
+    moments: Mapping[str, Tensor]
+
+
 class DistributedAdamW:
     """AdamW with clipping and a schedule; weight decay applies to all parameters, as in ``torch.optim.AdamW``.
 
     ``dtype`` is the model's. Each data-parallel rank keeps float32 masters of its part of bfloat16 parameters.
     """
 
-    def __init__(self, chunks: list[Any], config: TrainerConfig, dtype: torch.dtype, device: str) -> None:
-        self._chunks, self._config, self._device = chunks, config, device
+    def __init__(self, chunks: list[Any], config: TrainerConfig, dtype: torch.dtype) -> None:
+        self._chunks, self._config = chunks, config
         self._factor = learning_rate_factor(config)
         self.steps = 0
         self._optimizer = get_megatron_optimizer(
@@ -71,49 +82,20 @@ class DistributedAdamW:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether the moments exist, that is after the first step; equal on all ranks."""
-        return self.steps > 0
-
-    def moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
-        """Return a moment of this rank's shard of a parameter, gathered from the data-parallel ranks. A collective."""
-        return self._gathered(parameter, lambda owner, main: owner.optimizer.state[main][key])
-
-    def master(self, parameter: torch.nn.Parameter) -> Tensor:
-        """Return this rank's shard of a parameter in float32, gathered from the data-parallel ranks' masters.
-
-        A collective for parameters that have any.
-        """
-        if parameter.dtype == torch.float32:
-            return parameter.detach()
-        return self._gathered(parameter, lambda _, main: main.detach())
-
-    def set_master(self, parameter: torch.nn.Parameter, whole: Tensor) -> None:
-        """Store this rank's part of ``whole``, its shard of a parameter in float32, if the parameter has a master."""
+    def own(self, parameter: torch.nn.Parameter) -> Own | None:
+        """Return what this rank keeps of a parameter; None if other data-parallel ranks keep all of it."""
         owner = self._owner(parameter)
-        part = self._part(owner, parameter)
-        if part is not None and parameter.dtype != torch.float32:
-            self._main(owner, parameter).detach().copy_(whole.reshape(-1)[part])
+        if parameter not in owner.model_param_gbuf_map:
+            return None
+        start = owner._get_model_param_range_map(parameter)["param"].start
+        master = self._main(owner, parameter)
+        return Own(start, master.detach(), owner.optimizer.state.get(master, {}))
 
-    def _gathered(self, parameter: torch.nn.Parameter, of: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """Return what the data-parallel ranks keep of a parameter: ``of`` an optimizer and the master of a part."""
+    def set_moments(self, parameter: torch.nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        """Continue after ``steps`` steps with these moments [numbers] of a parameter of which this rank keeps some."""
         owner = self._owner(parameter)
-        whole = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-        part = self._part(owner, parameter)
-        if part is not None:
-            whole.view(-1)[part] = of(owner, self._main(owner, parameter)).to(whole.device)
-        dist.all_reduce(whole, group=owner.data_parallel_group)
-        return whole
-
-    def set_moment(self, parameter: torch.nn.Parameter, moment: Tensor, *, key: str, steps: Tensor) -> None:
-        """Store this rank's part of ``moment``, that of its shard of a parameter after ``steps`` steps."""
-        owner = self._owner(parameter)
-        part = self._part(owner, parameter)
-        if part is not None:
-            state = owner.optimizer.state[self._main(owner, parameter)]
-            state[key] = moment.reshape(-1)[part].clone().to(self._device)
-            state["step"] = steps.clone()
+        state = {**moments, "step": torch.tensor(float(self.steps))}
+        owner.optimizer.state[self._main(owner, parameter)] = state
 
     def move(self, device: str) -> None:
         """Move the moments of all parameters, and the masters that they have, to ``device``."""
@@ -145,13 +127,6 @@ class DistributedAdamW:
         """Return the optimizer of a parameter: experts have their own, since fewer ranks hold copies of them."""
         experts = not getattr(parameter, "allreduce", True)
         return self._optimizer.chained_optimizers[-1 if experts else 0]
-
-    def _part(self, owner: Any, parameter: torch.nn.Parameter) -> slice | None:
-        """Return the slice of a flattened parameter whose moments this rank keeps; None if it keeps none."""
-        if parameter not in owner.model_param_gbuf_map:
-            return None
-        found = owner._get_model_param_range_map(parameter)["param"]
-        return slice(found.start, found.end)
 
     def _main(self, owner: Any, parameter: torch.nn.Parameter) -> Tensor:
         group, place = owner.model_param_group_index_map[parameter]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.checkpoints.shards import read_shards, write_shards
+from rl_async.trainer.checkpoints.shards import host_copy, own_parts, read_shards, write_shards
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from tests.support.listeners import listeners
 
@@ -38,7 +38,7 @@ def main(folder: Path, timeout_s: float = 100) -> None:
     trainer = TrainerConfig(collective_timeout_s=timeout_s)
     config = RunConfig(model=ModelConfig(path="none"), data=DataConfig(path="none"), trainer=trainer)
     with ranks_joined(config, folder):
-        write_shards(tensors(2.0), folder / "shards", None)
+        write_shards(host_copy(own_parts(tensors(2.0))), folder / "shards", None)
         read = tensors(0.0)
         read_shards(read, folder / "shards")
         assert all(torch.equal(full(a), full(b)) for a, b in zip(read.values(), tensors(2.0).values(), strict=True))

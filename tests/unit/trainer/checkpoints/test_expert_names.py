@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.experts import experts_of
 from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, WHOLE, write_model
-from rl_async.trainer.checkpoints.shards import write_shards
+from rl_async.trainer.checkpoints.shards import own_parts, write_shards
 from rl_async.trainer.model.families import FAMILIES
 from rl_async.trainer.model.heads import MODEL_FOLDER, build_headed
 from rl_async.weight_sync.experts import PUBLISHED
@@ -37,11 +37,8 @@ def checkpoint(kind: str, folder: Path) -> Path:
     model.save_pretrained(folder / "published")
     config.save_pretrained(folder / MODEL_FOLDER)
     state = {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    write_shards(
-        state | {f"{WEIGHTS}{name}": buffer for name, buffer in model.named_buffers() if "bias" in name},
-        folder / SHARDS,
-        None,
-    )
+    state |= {f"{WEIGHTS}{name}": buffer for name, buffer in model.named_buffers() if "bias" in name}
+    write_shards(list(own_parts(state)), folder / SHARDS, None)
     return folder
 
 

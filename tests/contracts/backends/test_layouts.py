@@ -1,0 +1,120 @@
+"""A checkpoint goes from layout to layout, and to the other backend and back: every number of it stays the same, and a
+step from it leads to the weights to which the run that wrote it goes on."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_async.trainer.checkpoints.export import SHARDS
+from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, write_whole
+from tests.contracts.backends.models import make_model
+from tests.support.forked import run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason="Megatron-Core is not here; install it with pip install 'rl-async[megatron]'",
+    ),
+]
+TOLERANCE = 1e-5
+Layout = tuple[int, dict[str, Any]]  # ranks, and the trainer's options
+
+
+def megatron(ranks: int, **sizes: int) -> Layout:
+    return ranks, {"backend": "megatron", **sizes}
+
+
+FSDP2: Layout = (2, {"backend": "fsdp2"})
+TP2_DP2, PP2, TP2 = megatron(4, tensor_parallel=2), megatron(2, pipeline_parallel=2), megatron(2, tensor_parallel=2)
+CHAINS: dict[str, list[Layout]] = {
+    "qwen2-tied": [TP2_DP2, PP2, megatron(3), FSDP2, TP2],
+    "qwen3": [FSDP2, megatron(4, sequence_parallel=2), megatron(1)],
+    "qwen3-moe": [
+        megatron(4, tensor_parallel=2, expert_parallel=4),
+        FSDP2,
+        megatron(2, expert_parallel=2),
+        megatron(4, pipeline_parallel=2),
+    ],
+}
+
+
+def run(layout: Layout, dtype: str, model: Path, out: Path, checkpoint: Path | None = None) -> Path:
+    """Continue on these ranks; the checkpoint that they left, in which each of them wrote."""
+    ranks, options = layout
+    arguments = [json.dumps(options), dtype, str(model), str(out), *([] if checkpoint is None else [str(checkpoint)])]
+    run_ranks("tests.contracts.backends.layouts_worker", *arguments, ranks=ranks)
+    writers = {path.name.partition("-model-")[0] for path in (out / "saved" / SHARDS).iterdir()}
+    assert writers == {f"shard-{rank + 1:05d}" for rank in range(ranks)}
+    return out / "saved"
+
+
+def compare(one: Path, two: Path) -> None:
+    """Weights and moments, experts by their own names; whatever else is in either is the number of steps."""
+    stored, other = StoredShards(one / SHARDS), StoredShards(two / SHARDS)
+    moments = [name for name in stored.sizes if name.endswith("|exp_avg")]
+    assert 3 * len(moments) == len(stored.sizes) - 1 and any(stored.whole(name).any() for name in moments)
+    for name, size in stored.sizes.items():
+        if ".experts." in name and name.count(".weight") == 0:
+            continue  # stacked: looked at from the other side
+        found = torch.full(size, torch.nan, dtype=stored.dtypes[name])
+        other.read_into(found, name)
+        assert found.equal(stored.whole(name)), name
+
+
+def furthest(one: Path, two: Path) -> float:
+    """Between the weights after a step."""
+    weights, others = (load_file(path.parent / "after.safetensors") for path in (one, two))
+    assert weights.keys() == others.keys()
+    return max(difference(weights[name], others[name]) for name in weights)
+
+
+def difference(one: Tensor, two: Tensor) -> float:
+    return (one - two).abs().max().item()
+
+
+@pytest.mark.parametrize("family", CHAINS)
+def test_a_run_continues_with_any_layout(family: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model(family, model)
+    layout, *others = CHAINS[family]
+    first = run(layout, "float32", model, tmp_path / "0")
+    before = load_file(first / "model" / "model.safetensors")
+    after = load_file(first.parent / "after.safetensors")
+    assert max(difference(after[name], before[name]) for name in before) > 1e-4, "a step moves weights further"
+    last = first
+    for number, other in enumerate(others, start=1):
+        last = run(other, "float32", model, tmp_path / str(number), last)
+        compare(first, last)
+        compare(last, first)
+        assert furthest(first, last) < TOLERANCE, other
+
+
+def test_bfloat16_weights_keep_their_float32_masters(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen3", model)
+    first = last = run(TP2_DP2, "bfloat16", model, tmp_path / "0")
+    for number, layout in enumerate([PP2, FSDP2, megatron(2)], start=1):
+        last = run(layout, "bfloat16", model, tmp_path / str(number), last)
+        compare(first, last)
+
+
+@pytest.mark.parametrize("layout", [TP2, FSDP2], ids=["TP2", "fsdp2"])
+def test_whole_tensors_of_the_format_before_are_read(layout: Layout, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen2-tied", model)
+    first = run(PP2, "float32", model, tmp_path / "0")
+    before = shutil.copytree(first, tmp_path / "before")
+    write_whole(before / SHARDS, before / "optimizer.safetensors", lambda name: name if MOMENT in name else None)
+    shutil.rmtree(before / SHARDS)
+    last = run(layout, "float32", model, tmp_path / "1", before)
+    compare(first, last)
+    assert furthest(first, last) < TOLERANCE
