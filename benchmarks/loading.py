@@ -9,17 +9,18 @@ whole     every rank reads the whole model with Transformers' ``from_pretrained`
 shards    ``Fsdp2Backend`` of a reference: every rank reads its part
 resume    ``Fsdp2Backend`` that trains and reads a checkpoint with AdamW's two moments
 save      ``Fsdp2Backend`` writes such a checkpoint, without the weights of the Hugging Face folder
-megatron-resume, megatron-save    the same with ``MegatronBackend``, two tensor-parallel ranks if there are several
+megatron  ``MegatronBackend``, two tensor-parallel ranks if there are several: ``-build`` makes one that trains, which
+          reads the model, ``-resume`` reads the checkpoint into it, and ``-save`` writes one
 export    one process assembles the checkpoint's weights as one file, in float32
 
-Of each rank the peaks above what it had after its imports, or before it saved, of the worst rank:
+Of each rank the peaks above what it had before, of the worst rank:
 
 anonymous  RssAnon of /proc/self/status, read every millisecond: memory of its own, that of a device on a GPU
 resident   VmHWM: with the pages of mapped files, which the kernel takes back when memory is short and shares between
            the ranks of a machine
 
-They are compared with what the rank needs plus one layer of the model, in float32. It needs its part of the weights;
-resuming, AdamW's two moments too, and with Megatron-Core the sums of gradients; saving, a copy of weights and moments.
+They are compared with what the rank needs plus one layer of the model, in float32: its part of the weights, with
+Megatron-Core the sums of gradients too; resuming, AdamW's two moments; saving, a copy of weights and moments.
 Megatron-Core's data-parallel ranks each hold the same weights and sums, and divide the moments and what they save. An
 export needs its largest tensor, which is the vocabulary's.
 """
@@ -128,12 +129,17 @@ def save_shards(folder: Path, found: list[int]) -> int:
     return 3 * part_of(backend)
 
 
-def resume_megatron(folder: Path, found: list[int]) -> int:
+def build_megatron(folder: Path, found: list[int]) -> int:
     with peaks(found):
         backend = megatron(folder)
+    return 2 * part_of(backend)
+
+
+def resume_megatron(folder: Path, found: list[int]) -> int:
+    backend = megatron(folder)
+    with peaks(found):
         backend.load(folder / CHECKPOINT)
-    part = part_of(backend)
-    return 2 * part + 2 * part // backend.data_parallel.size
+    return 2 * part_of(backend) // backend.data_parallel.size
 
 
 def save_megatron(folder: Path, found: list[int]) -> int:
@@ -148,6 +154,7 @@ ARMS: dict[str, Callable[[Path, list[int]], int]] = {  # measure, and return the
     "shards": load_shards,
     "resume": resume,
     "save": save_shards,
+    "megatron-build": build_megatron,
     "megatron-resume": resume_megatron,
     "megatron-save": save_megatron,
 }

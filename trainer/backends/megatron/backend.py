@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged, UserError
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
-from rl_async.trainer.backends.megatron.checkpoint import own_parts, read_weights, restore
+from rl_async.trainer.backends.megatron.checkpoint import host_copy, read_weights, restore
 from rl_async.trainer.backends.megatron.cpu import megatron_on_cpu
 from rl_async.trainer.backends.megatron.mapping import config_key
 from rl_async.trainer.backends.megatron.model import (
@@ -48,7 +48,7 @@ from rl_async.trainer.batches.cost import row_cost_of
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.checkpoints.adapters import require_whole
 from rl_async.trainer.checkpoints.export import SHARDS, write_described
-from rl_async.trainer.checkpoints.shards import host_copy, write_shards
+from rl_async.trainer.checkpoints.shards import write_shards
 from rl_async.trainer.model.heads import Head
 from rl_async.trainer.model.routing import check_records
 from rl_async.trainer.model.ulysses import gathered
@@ -201,7 +201,7 @@ class MegatronBackend:
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
         assert self._optimizer is not None
-        parts = host_copy(own_parts(self._model, self._optimizer))
+        parts = list(host_copy(self._model, self._optimizer))
 
         def write() -> None:
             write_shards(parts, folder / SHARDS, group)

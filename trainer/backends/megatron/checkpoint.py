@@ -26,9 +26,11 @@ from rl_async.trainer.checkpoints.export import SHARDS
 from rl_async.trainer.checkpoints.shards import MOMENT, STEPS, UNREADABLE, Part, StoredShards, on_all_ranks
 from rl_async.trainer.model.heads import VALUE_HEAD_FILE
 
+HOST = torch.device("cpu")
 
-def own_parts(model: ShardedModel, optimizer: DistributedAdamW) -> Iterator[Part]:
-    """Yield what this rank saves: masters, moments and, on rank 0, the number of steps. Not a collective.
+
+def host_copy(model: ShardedModel, optimizer: DistributedAdamW) -> Iterator[Part]:
+    """Copy what this rank saves to host memory: masters, moments and, on rank 0, the number of steps. Not a collective.
 
     Each number of a tensor is saved by one rank, that of which the optimizer steps it.
     """
@@ -40,7 +42,7 @@ def own_parts(model: ShardedModel, optimizer: DistributedAdamW) -> Iterator[Part
         for part in parts_of(shard, model.shape, range(own.start, own.start + own.master.numel())):
             name = checkpoint_name(part.name, model.shape.head)
             for ending, flat in kept.items():
-                for box, numbers in part.split(part.numbers(flat)):
+                for box, numbers in part.split(part.copy_to(HOST, flat)):
                     yield Part(f"{name}{ending}", box, numbers)
     if dist.get_rank() == 0:
         yield Part(STEPS, (), torch.tensor(optimizer.steps))

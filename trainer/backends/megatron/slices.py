@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rl_async.trainer.backends.megatron.mapping import Rule, Shape
@@ -38,11 +39,13 @@ class RangePart(NamedTuple):
 
     def numbers(self, flat: Tensor) -> Tensor:
         """Return the numbers in ``flat``, the range: a view, or a copy if there are several pieces."""
-        first, *more = self.pieces
-        if not more:
-            return flat[first]
-        whole = flat.new_empty(sum(map(_length, self.pieces)))
-        for place, piece in zip(whole.split([_length(piece) for piece in self.pieces]), self.pieces, strict=True):
+        return flat[self.pieces[0]] if len(self.pieces) == 1 else self.copy_to(flat.device, flat)
+
+    def copy_to(self, device: torch.device, flat: Tensor) -> Tensor:
+        """Return a copy of the numbers in ``flat``, the range, on ``device``."""
+        lengths = [_length(piece) for piece in self.pieces]
+        whole = torch.empty(sum(lengths), dtype=flat.dtype, device=device)
+        for place, piece in zip(whole.split(lengths), self.pieces, strict=True):
             place.copy_(flat[piece])
         return whole
 
