@@ -150,7 +150,7 @@ def measure(folder: Path, steps: int, file: Path | None) -> dict[str, Any]:
         if number in STOPPED_AFTER:
             run.stop()
             resumes.append(run.start())
-            print(f"continued after step {done}: {resumes[-1]:.1f} s to the next step, load {load:.1f}", flush=True)
+            print(f"continued after {done} steps: {resumes[-1]:.1f} s to the next step, load {load:.1f}", flush=True)
         before, began = run.done, time.monotonic()
         found |= goals(marks, resumes)
         if file is not None:

@@ -61,7 +61,9 @@ def run(mode: str, staleness: int, runs: Path, arguments: argparse.Namespace) ->
         f"launcher.run_dir={runs}",
     ]
     command = [RL_ASYNC, "launch", "--mode", mode, "--config", "sort"]
-    subprocess.run([*command, "--name", name, *overrides], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([*command, "--name", name, *overrides], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nthe run ended with {done.returncode}")
     metrics = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     counted = metrics[SKIPPED:]
     wall = (counted[-1]["time"] - metrics[SKIPPED - 1]["time"]) / len(counted)

@@ -1,5 +1,6 @@
-"""The makes of accelerator that torch drives. No other module names one of them, its device type in torch or its
-collectives; only the transport of weights ``nccl`` has one name everywhere.
+"""The makes of accelerator that torch drives. Besides Megatron's backend, which runs on CUDA only, no other module
+names one of them, its device type in torch or its collectives; only the transport of weights ``nccl`` has one name
+everywhere.
 """
 
 import os

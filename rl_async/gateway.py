@@ -64,7 +64,8 @@ class RemoteEpisode:
         ``reasons`` are texts to record, for parts by their names and for ``reward``. Raises GatewayError for a reward
         that is refused.
         """
-        return self._end({"reward": value, "parts": parts, "reasons": dict(reasons or {})})
+        given = {"reasons": dict(reasons)} if reasons else {}  # gateways of earlier versions know none
+        return self._end({"reward": value, "parts": parts} | given)
 
     def score(self) -> dict[str, Any]:
         """End the episode; the run's own reward functions score it."""

@@ -97,7 +97,8 @@ class WeightReceiver:
 def merged(buckets: Iterable[Sequence[Piece]]) -> list[Piece]:
     """Return the pieces of several buckets, those of one parameter after one another and in order.
 
-    The parameter that began in earlier buckets comes first, and that which goes on in later ones last.
+    The parameter that began in earlier buckets comes first, and that which goes on in later ones last; the others are
+    in the order of their names, so that all workers of an engine complete its layers in the same order.
     """
     by_name: dict[str, list[Piece]] = {}
     for pieces in buckets:
@@ -105,6 +106,10 @@ def merged(buckets: Iterable[Sequence[Piece]]) -> list[Piece]:
             by_name.setdefault(piece.name, []).append(piece)
     of_names = [sorted(pieces, key=lambda piece: piece.start) for pieces in by_name.values()]
     of_names.sort(
-        key=lambda pieces: (pieces[0].start == 0, pieces[-1].start + pieces[-1].data.numel() < pieces[0].total)
+        key=lambda pieces: (
+            pieces[0].start == 0,
+            pieces[-1].start + pieces[-1].data.numel() < pieces[0].total,
+            pieces[0].name,
+        )
     )
     return [piece for pieces in of_names for piece in pieces]

@@ -218,8 +218,9 @@ async def ask_needs(
 
 
 def alike(members: Sequence[FleetMember], base: Version | None, *, sliced: bool) -> list[list[FleetMember]]:
-    """Group members that get the same bytes: apart from the others those that hold the ``base`` of the deltas (None:
-    there are none) and, if weights are ``sliced``, those whose workers need other parts."""
+    """Group members that get the same bytes. Members that hold ``base``, from which deltas start, are apart from the
+    others (None: there are no deltas) and, if weights are ``sliced``, so are those whose workers need other parts.
+    """
     groups: list[list[FleetMember]] = []
     for member in members:
         for group in groups:

@@ -328,14 +328,19 @@ def give_reward(
 ) -> None:
     """Set the agent program's own reward on every row, and the beginnings of the reasons for it and for its parts.
 
-    Raises RequestRefused for numbers beyond ``limit``, and for the reason of a part that there is not.
+    Raises RequestRefused for numbers beyond ``limit``, for a part called as the whole, and for a reason that names no
+    part.
     """
+    if REWARD in parts:
+        raise RequestRefused(
+            f"parts: {REWARD!r} is the name of the whole; give this part another", code="invalid_request", param="parts"
+        )
     if unknown := sorted(reasons.keys() - parts.keys() - {REWARD}):
         names = ", ".join([REWARD, *sorted(parts)])
         raise RequestRefused(
             f"reasons: {unknown[0][:80]!r} is none of {names}", code="invalid_request", param="reasons"
         )
-    if problem := unbounded({**parts, "reward": reward}, limit):
+    if problem := unbounded({**parts, REWARD: reward}, limit):
         raise RequestRefused(problem, code="invalid_request", param="reward")
     for row in rows:
         row.reward, row.reward_parts = reward, dict(parts)

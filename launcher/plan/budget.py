@@ -8,7 +8,8 @@
 
 Where engines and trainer take turns, engines sleep while the trainer works (train, gather), and otherwise its models
 are off the device; what each rank sends stays there until engines have loaded it, and leaves before their caches wake.
-Everywhere else each process has at all times what it needs while it works.
+Everywhere else each process has at all times what it needs while it works, but for an embedded engine's cache at the
+start.
 """
 
 import math
@@ -44,12 +45,14 @@ _Stages = dict[Stage, dict[Part, int]]
 @dataclass(frozen=True)
 class Place:
     """Where a process computes: its GPUs, one for each of its ranks (empty: the CPU), and whether it takes turns there
-    with processes of the other role. ``kind``: of an engine."""
+    with processes of the other role. ``kind``: of an engine; ``opens``: further GPUs, of trainer ranks whose memory it
+    maps to take weights from."""
 
     process: str
     gpus: tuple[int, ...]
     turns: bool
     kind: str = ""
+    opens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     in_turns = place.turns and on_gpu
     if not in_turns:
         step |= published
-    between = _only(step, _BETWEEN_STEPS)
+    # Megatron keeps the sums of its gradients until it sleeps.
+    between = _only(step, _BETWEEN_STEPS | ({"gradients"} if config.trainer.backend == "megatron" else set()))
     gathering: dict[Part, int] = {"bucket": bucket}
     gathering |= between
     starting = dict(gathering)
@@ -158,7 +162,7 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     embedded = not traits.package
     output = size.head * 4 if embedded and not on_gpu and config.model.dtype != "float32" else 0
     awake: dict[Part, int] = {
-        "runtime": CONTEXT_BYTES if on_gpu else TORCH_BYTES,
+        "runtime": CONTEXT_BYTES * (1 + len(place.opens)) if on_gpu else TORCH_BYTES,
         "weights": held_bytes(config, size) // config.rollout.ranks + output,
         "KV cache": cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu),
     }
@@ -192,9 +196,13 @@ def _with_room(device: DeviceBudget, config: RunConfig, size: ModelSize) -> Devi
     if device.limit is None or device.device == CPU or config.rollout.cache_bytes is not None or not engines:
         return device
     caches = [holder.stages["rollout"]["KV cache"] for holder in engines]
-    cached = {stage for engine in engines for stage in STAGES if "KV cache" in engine.stages[stage]}
-    excess = max(map(device.total, cached)) - device.limit
-    left = max(0, (sum(caches) - max(0, excess)) // len(engines))
+    limit = device.limit
+
+    def for_each(stage: Stage) -> float:
+        held = [holder.stages[stage]["KV cache"] for holder in engines if "KV cache" in holder.stages[stage]]
+        return (sum(held) - max(0, device.total(stage) - limit)) // len(held) if held else math.inf
+
+    left = max(0, int(min(map(for_each, STAGES))))
 
     def shrunk(holder: Holder) -> Holder:
         stages = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl_async.accelerators import select_devices
 from rl_async.configs.derived.engines import engine_kinds
+from rl_async.configs.derived.transport import resolve_transport
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.budget import EngineMemory, Place
@@ -13,15 +14,24 @@ from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environme
 from rl_async.messages import LENT
 
 
-def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...]) -> Place:
+def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> Place:
     """Return where engine number ``index`` computes: a GPU for each of its ranks, or (empty) the CPU."""
-    return Place(f"engine-{index}", gpus, config.mode == "colocated", engine_kinds(config)[index])
+    kind, opens = engine_kinds(config)[index], _opened(config, gpus, trainers)
+    return Place(f"engine-{index}", gpus, config.mode == "colocated", kind, opens)
 
 
 def lent_place(config: RunConfig, index: int, trainers: tuple[int, ...]) -> Place:
     """Return where the engine number ``index`` on devices of the ``trainers`` computes (empty: the CPU)."""
     each = config.rollout.ranks
-    return Place(f"{LENT}{index}", trainers[index * each : (index + 1) * each], True, engine_kinds(config)[0])
+    gpus = trainers[index * each : (index + 1) * each]
+    return Place(f"{LENT}{index}", gpus, True, engine_kinds(config)[0], _opened(config, gpus, trainers))
+
+
+def _opened(config: RunConfig, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the GPUs of trainer ranks that an engine on ``gpus`` takes weights from, and does not compute on."""
+    if not gpus or resolve_transport(config) != "ipc":
+        return ()
+    return tuple(sorted(set(trainers) - set(gpus)))
 
 
 def engine_spec(
@@ -29,7 +39,7 @@ def engine_spec(
 ) -> ProcessSpec:
     """Return the process of engine number ``index`` of a run."""
     traits, name, gpus = ENGINES[place.kind], place.process, place.gpus
-    env = {**traits.variables, **(select_devices(gpus) if gpus else traits.cpu_variables)}
+    env = {**traits.variables, **(select_devices((*gpus, *place.opens)) if gpus else traits.cpu_variables)}
     if traits.package:
         env |= http_environment(config, run_dir)
     return ProcessSpec(

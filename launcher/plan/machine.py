@@ -16,8 +16,9 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.artifacts import needs_preparation
+from rl_async.launcher.plan.engines import engine_place
 from rl_async.launcher.plan.memory import model_size, tiny_shape
-from rl_async.launcher.plan.planning import Plan, engines, plan
+from rl_async.launcher.plan.planning import Plan, assign_devices, engines, plan
 from rl_async.launcher.plan.threads import CGROUP, cores, with_threads
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
@@ -26,10 +27,10 @@ from rl_async.trainer.model.families import why_not_shared
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
-    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention, a
-    required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed or are not there,
-    experts that no update reaches, a model that an engine's ranks cannot divide, and devices whose memory does not
-    suffice.
+    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention,
+    a required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed or are not there,
+    experts that no update reaches, a model that an engine's ranks cannot divide, GPUs that an engine cannot take
+    weights from, and devices whose memory does not suffice.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -51,6 +52,8 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
             check_experts(config, gpus)
         check_router_replay(config, size.experts, gpus)
     check_engine_ranks(config, gpus)
+    if elsewhere:
+        check_opened(config, gpus)
     if not elsewhere and (gpus == 0 or config.model.device == "cpu"):
         config = with_threads(config, size, cores(), engine_ranks=engines(config) * config.rollout.ranks)
     capacity = None
@@ -85,6 +88,16 @@ def check_api_keys(config: RunConfig) -> None:
         read_api_key(reward.judge.api_key_env, "reward.judge.api_key_env")
     if reward.model is not None and "reward_model" in names:
         read_api_key(reward.model.api_key_env, "reward.model.api_key_env")
+
+
+def check_opened(config: RunConfig, gpus: int) -> None:
+    """Raise UserError for engines under Ray that would take weights from memory of GPUs that Ray hides from them."""
+    devices = assign_devices(config, gpus)
+    if any(engine_place(config, i, devices.engine(i), devices.trainers).opens for i in range(engines(config))):
+        raise UserError(
+            "weight_sync.transport=ipc takes weights from the memory of all trainer ranks' GPUs, and Ray shows engines "
+            "only their own; set weight_sync.transport=disk, or start without Ray"
+        )
 
 
 def check_engine_ranks(config: RunConfig, gpus: int) -> None:

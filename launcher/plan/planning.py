@@ -81,7 +81,7 @@ def plan(
     if it does not suffice.
     """
     devices = assign_devices(config, gpus)
-    places = [engine_place(config, index, devices.engine(index)) for index in range(engines(config))]
+    places = [engine_place(config, i, devices.engine(i), devices.trainers) for i in range(engines(config))]
     places += [lent_place(config, index, devices.trainers) for index in range(lent_engines(config))]
     turns = config.mode == "colocated" or config.trainer.lend_devices
     ranks = [Place(f"trainer-{rank}", devices.trainers[rank : rank + 1], turns) for rank in range(config.trainer.ranks)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.errors import ConfigError
-from rl_async.reward_loop.api import Score, to_score
+from rl_async.reward_loop.api import REWARD, Score, to_score
 from rl_async.reward_loop.scorers.registry import describe
 from rl_async.userload import load_user_object
 
@@ -39,6 +39,9 @@ def grade(function: Grade, workspace: Path, task: dict[str, Any], stdout: str) -
     Raises CannotGrade.
     """
     try:
-        return to_score(function(workspace, task, stdout))
+        score = to_score(function(workspace, task, stdout))
     except Exception as error:  # the user's code may raise anything; only this episode fails
         raise CannotGrade(describe(error)) from error
+    if REWARD in score.extra:
+        raise CannotGrade(f"returned a number called {REWARD!r}, which is the name of the whole; call it another")
+    return score

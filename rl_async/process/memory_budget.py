@@ -27,8 +27,8 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "gradients": "raise trainer.ranks, or train fewer weights with trainer.lora",
     "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing",
     "bucket": "lower weight_sync.bucket_bytes",
-    "published": "set model.dtype=bfloat16; on a GPU also raise trainer.ranks, over which it is divided, or set "
-    "weight_sync.transport=disk, with which it is on the host",
+    "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
+    "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters and SGLang",
 }
 ENGINE_REMEDY: Mapping[Part, str] = {
     "runtime": "use fewer rollout.engines on this device",

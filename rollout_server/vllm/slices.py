@@ -48,17 +48,19 @@ def _as_loaders_find_it(model: Any) -> Iterator[None]:
 
     Loaders cannot divide what kernels have made of their weights: packed matrices, or numbers in 8 bits and scales.
     """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        info.kernel_tensors = get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        restore_layer_on_meta(layer, info)
-        for tensor in get_layer_tensors(layer).values():
-            tensor.weight_loader = _get_original_loader(tensor)  # that of a quantised layer waits for the whole layer
+    changed: list[Any] = []
     try:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            changed.append(layer)
+            restore_layer_on_meta(layer, info)
+            for tensor in get_layer_tensors(layer).values():
+                tensor.weight_loader = _get_original_loader(tensor)  # a quantised layer's waits for the whole layer
         yield
     finally:
-        for layer in model.modules():
+        for layer in changed:
             info = get_layerwise_info(layer)
             _place_kernel_tensors(layer, info)
             info.reset()

@@ -21,7 +21,7 @@ SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or che
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
-
+_at_return = 0  # bytes that were held when torch last gave back what it does not use
 _library: torch.library.Library | None = None
 
 
@@ -92,6 +92,17 @@ def held() -> int:
     return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
+def reserved() -> int:
+    """Return how many bytes of the device torch has, at the least: what is held, and what was when it last gave the
+    rest back."""
+    return max(held(), _at_return)
+
+
+def _empty_cache() -> None:
+    global _at_return
+    _at_return = held()
+
+
 def _in(value: Any) -> Any:
     return value.inner if isinstance(value, OnDevice) else value
 
@@ -138,7 +149,7 @@ def install() -> None:
     global _library
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     accelerator: Any = torch.accelerator  # a backend in Python has no way to offer these two
-    accelerator.synchronize = accelerator.empty_cache = lambda device=None: None
+    accelerator.synchronize, accelerator.empty_cache = lambda device=None: None, _empty_cache
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("_copy_from", _copy_from, "PrivateUse1")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")

@@ -181,6 +181,8 @@ def _words(path: Path) -> set[str]:
                 found.add(name)
             case ast.keyword(arg=str(name)):
                 found.add(name)
+            case ast.ImportFrom(module=str(name)) if not name.startswith("rl_async."):
+                found.add(name)
     return found
 
 
@@ -208,6 +210,7 @@ torch.npu.synchronize()
 dist.ProcessGroupHCCL
 dist.is_nccl_available()
 from torch import cuda
+from torch.cuda import synchronize
 """.splitlines()
 HARMLESS = ['x = "nccl"', 'x = "transport=nccl"', "NcclSender()", '"""For cuda."""', "# cuda", 'x = "input"']
 

@@ -77,7 +77,7 @@ class CheckpointSchedule:
             return False
         if not planned:
             log.warning(
-                "unscheduled checkpoint before step %d: the queue holds %d bytes trained since the last one, half of "
+                "unscheduled checkpoint of version %d: the queue holds %d bytes trained since the last one, half of "
                 "queue.max_bytes; raise that or lower trainer.checkpoint_every",
                 completed,
                 self._unsaved_bytes,

@@ -80,7 +80,7 @@ class Saver:
             self._on_all_ranks(lambda: self._own_files(temporary, random, state, snapshot))
             self._on_all_ranks(lambda: self._digest_files(temporary))
             self._on_all_ranks(lambda: self._publish(temporary, state.step))
-            log.info("checkpoint before step %d, written in %.1f s", state.step, time.monotonic() - began)
+            log.info("checkpoint of version %d, written in %.1f s", state.step, time.monotonic() - began)
 
         self._step, self._flight = state.step, in_daemon_thread(write, "checkpoint")
 

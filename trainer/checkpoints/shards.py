@@ -216,8 +216,10 @@ class StoredShards:
             raise ValueError(f"{name} lacks {left} of its numbers there")
 
     def _size_of(self, name: str) -> tuple[int, ...]:
-        if name not in self._stacked:
+        if name in self.sizes:
             return tuple(self.sizes[name])
+        if name not in self._stacked:
+            raise KeyError(f"there is no tensor {name}")
         stacked, part = self._stacked[name]
         return len(part.rows), self.sizes[stacked][2]
 

@@ -75,7 +75,7 @@ def warm_start(
         optimizer.step()
         if step >= config.min_steps and step % config.check_every == 0:
             reward = check()
-            report(f"warm start: step {step}, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
+            report(f"warm start: {step} steps, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
             if reward >= config.gate:
                 return WarmStartResult(step, reward, time.perf_counter() - began)
             plateau.observe(reward)

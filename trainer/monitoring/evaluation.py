@@ -107,14 +107,14 @@ class Evaluator:
             if self._running is not None and waited[state] > timeout_s:
                 if state == "alone":
                     log.warning(
-                        "the evaluation of version step %d is skipped: no agent program has asked a gateway for an "
+                        "the evaluation of version %d is skipped: no agent program has asked a gateway for an "
                         "episode for %.0f s, so nobody plays the held-out tasks",
                         self._running,
                         self._unattended_s,
                     )
                     return None
                 raise RlAsyncError(
-                    f"evaluation of version step {self._running} did not finish within trainer.batch_timeout_s"
+                    f"evaluation of version {self._running} did not finish within trainer.batch_timeout_s"
                 )
         return result
 

@@ -20,6 +20,7 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
 from rl_async.torch_device import give_back
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, checksum, dtype_of, layout_of, manifest, places_in, room
+from rl_async.weight_sync.buckets.checksum import SUMS, checksum_like
 from rl_async.weight_sync.layout import Layout, lengths, slices, volume
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
 from rl_async.weight_sync.ranks.rounds import Cut, Needs, Part, Rounds, plan_rounds
@@ -90,6 +91,7 @@ class Outlet:
         self._parts: list[list[Part]] = []  # of this rank, by round
         self._groups: dict[str, _Group] = {}
         self._changed = threading.Condition()  # guards all of the above but the contents of ``_kept``
+        self._leaving = threading.Lock()  # held while the copy moves to the host, before ``_changed``
         self._copier = ThreadPoolExecutor(1, "outlet-copy")  # who fills those
 
     @property
@@ -122,7 +124,7 @@ class Outlet:
         copied: then one round at a time is all that the device holds.
         """
         give_back(self._device)  # a copy within larger pieces of memory would keep torch from giving these back
-        with self._changed:
+        with self._leaving, self._changed:
             self._copy(self._offers, leaves=not stays)
             self._stays = stays and self._device.type != "cpu"
         self._settle()
@@ -132,13 +134,16 @@ class Outlet:
 
         A group that is still being sent gets the rest from there.
         """
-        with self._changed:
-            if not self._stays:
-                return
-            for copy in self._copies:
+        with self._leaving:
+            with self._changed:
+                if not self._stays:
+                    return
+                copies = self._copies
+            for copy in copies:  # it takes long: others need not wait for it
                 copy.result().move_to_host()
             give_back(self._device)
-            self._stays = False
+            with self._changed:
+                self._stays = False
 
     def begin(self, version: str, offer: int, hold: Hold) -> None:
         """From now on send ``version``, once the main thread has made this offer. Raises RanksLost if it does not."""
@@ -212,8 +217,12 @@ class Outlet:
         """Leave a group of engines; may be called twice."""
         with self._changed:
             group = self._groups.pop(key, None)
-        for sender in group.senders if group is not None else ():
+        if group is None:
+            return
+        group.unsent.clear()
+        for sender in group.senders:
             sender.close()
+        give_back(self._device)  # the copy may have left already, but for what this group was being sent
 
     def disconnect(self) -> None:
         """Leave all groups, when the run is over."""
@@ -258,7 +267,7 @@ class Outlet:
             data, total = kept.data, kept.checksum
         else:
             data, pieces = self._sliced(kept, number, cuts[number])
-            total = checksum(data)
+            total = checksum(data) if self._device.type == "cpu" else checksum_like(SUMS, data)  # as engines compute it
         later = self._nbytes(cuts[number + 1]) if number + 1 < len(cuts) else 0
         info = msgspec.structs.replace(manifest(pieces), checksum=total, next_bytes=later)
         if self._hold != "no":

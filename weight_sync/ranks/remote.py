@@ -159,7 +159,7 @@ class RemoteOutlet:
         self._call(Command("seal"), self._offer_s)
 
     def leave(self) -> None:
-        self._call(Command("leave"))
+        self._call(Command("leave"), self._offer_s)
 
     def open(self, key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
         return self._call(Command("open", key, members=members, needs=list(needs))).joins

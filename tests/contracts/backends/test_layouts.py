@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_async.trainer.checkpoints.export import SHARDS
-from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, write_whole
+from rl_async.trainer.checkpoints.shards import MOMENT, SHARDING, STEPS, StoredShards, write_tensors, write_whole
 from tests.contracts.backends.models import make_model
 from tests.support.forked import run_ranks
 
@@ -107,14 +107,42 @@ def test_bfloat16_weights_keep_their_float32_masters(tmp_path: Path) -> None:
         compare(first, last)
 
 
-@pytest.mark.parametrize("layout", [TP2, FSDP2], ids=["TP2", "fsdp2"])
-def test_whole_tensors_of_the_format_before_are_read(layout: Layout, tmp_path: Path) -> None:
+def counts(folder: Path) -> dict[str, Tensor]:
+    """What formats before 3 had besides: the number of steps once for each parameter, as AdamW keeps it."""
+    stored = StoredShards(folder / SHARDS)
+    steps = stored.whole(STEPS).float()
+    return {f"{name.partition(MOMENT)[0]}{MOMENT}step": steps.clone() for name in stored.sizes if MOMENT in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2-tied", TP2), ("qwen2-tied", FSDP2), ("qwen3-moe", FSDP2)],
+    ids=["TP2", "fsdp2", "fsdp2-experts"],
+)
+def test_whole_tensors_of_the_format_before_are_read(family: str, layout: Layout, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    make_model("qwen2-tied", model)
+    make_model(family, model)
     first = run(PP2, "float32", model, tmp_path / "0")
     before = shutil.copytree(first, tmp_path / "before")
-    write_whole(before / SHARDS, before / "optimizer.safetensors", lambda name: name if MOMENT in name else None)
+    optimizer = before / "optimizer.safetensors"
+    write_whole(before / SHARDS, optimizer, lambda name: name if MOMENT in name else None)
+    save_file(load_file(optimizer) | counts(before), optimizer)
     shutil.rmtree(before / SHARDS)
     last = run(layout, "float32", model, tmp_path / "1", before)
+    compare(first, last)
+    assert furthest(first, last) < TOLERANCE
+
+
+def test_shards_of_the_format_before_are_read(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_model("qwen2-tied", model)
+    first = run(FSDP2, "float32", model, tmp_path / "0")
+    before = shutil.copytree(first, tmp_path / "before")
+    steps = counts(before)
+    sizes = {name: ("F32", []) for name in steps}
+    offsets = json.dumps({name: {"saved_offsets": []} for name in steps})
+    more = before / SHARDS / "shard-00003-model-00001-of-00001.safetensors"
+    write_tensors(more, sizes, iter(steps.values()), {SHARDING: offsets})
+    last = run(FSDP2, "float32", model, tmp_path / "1", before)
     compare(first, last)
     assert furthest(first, last) < TOLERANCE

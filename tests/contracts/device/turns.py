@@ -10,6 +10,7 @@ from typing import Any
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
+from rl_async.torch_device import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.weight_sync.fleet import Fleet, Weights
 from rl_async.weight_sync.phases import TakeTurns
@@ -17,7 +18,7 @@ from rl_async.weight_sync.protocol import SyncReport, UpdateInfo
 from rl_async.weight_sync.ranks.outlet import Outlet
 from rl_async.weight_sync.ranks.shipment import RankShards
 from tests.contracts.device.handover import HandedOver
-from tests.support.python_device import held, moved
+from tests.support.python_device import held, moved, reserved
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
 
 BUCKET = 16384
@@ -39,7 +40,7 @@ class Measuring(Engine):
         self._empty = empty
         self.loading: list[int] = []  # on the device, after each bucket of the last update
         self.to_host = 0  # largest tensor, while that update was under way
-        self.waking: int | None = None  # on the device, when the cache woke
+        self.waking: int | None = None  # of the device, and not given back, when the cache woke
 
     async def start_update(self, staged: bool = False) -> None:
         self.updates, self.loading = 0, []
@@ -52,7 +53,7 @@ class Measuring(Engine):
 
     async def wake(self, tags: Any) -> None:
         if "kv_cache" in tags:
-            self.waking = held() - self._empty
+            self.waking = reserved() - self._empty
         await super().wake(tags)
 
 
@@ -63,12 +64,12 @@ class Starting(Directory):
         super().__init__(**engines)
         self._empty = empty
         self.third = Measuring(empty)
-        self.at_start: int | None = None  # on the device, when it came
+        self.at_start: int | None = None  # of the device, and not given back, when it came
 
     async def remove_engine(self, engine_id: str, reason: str) -> None:
         await super().remove_engine(engine_id, reason)
         if not self.records:
-            self.at_start = held() - self._empty
+            self.at_start = reserved() - self._empty
             self.add("third", self.third)
 
 
@@ -100,7 +101,8 @@ def all_turns(there: Fsdp2Backend) -> dict[str, Any]:
 def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     """The publication at the start of a run, and that after a step, in which the engines have these faults."""
     there.sleep()
-    empty = held()
+    give_back(there.device)
+    empty = reserved()
     there.wake()
     HandedOver.buckets.clear()
     sync = WeightSyncConfig(transport="nccl", bucket_bytes=BUCKET)
@@ -113,6 +115,7 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     def offload(engines_sleep: bool) -> None:
         outlet.keep(stays=engines_sleep)
         there.sleep()
+        give_back(there.device)
         moved.clear()
 
     with asyncio.Runner() as runner:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Piece
 from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, TransportName, UpdateInfo
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import WeightReceiver, merged
 from rl_async.weight_sync.transports.disk import DiskSender
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.transports.interface import bucket_device
@@ -263,3 +263,12 @@ def test_a_folder_that_cannot_be_is_an_error_of_the_transfer(folder: str, tmp_pa
 def test_numbers_that_no_group_can_have_are_refused_as_a_message(wrong: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"backend": "gloo", **wrong}, InitInfo)
+
+
+def test_workers_complete_layers_in_the_same_order_whoever_sends_them() -> None:
+    def piece(name: str, start: int = 0, count: int = 4) -> Piece:
+        return Piece(name, (8,), start, torch.zeros(count), (), 8 if name in ("begun", "unfinished") else 4)
+
+    one, other = [piece("a"), piece("unfinished")], [piece("c"), piece("b"), piece("begun", 4)]
+    expected = ["begun", "a", "b", "c", "unfinished"]
+    assert [found.name for found in merged([one, other])] == [found.name for found in merged([other, one])] == expected

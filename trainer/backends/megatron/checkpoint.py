@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 def host_copy(model: ShardedModel, optimizer: DistributedAdamW) -> Iterator[Part]:
     """Copy what this rank saves to host memory: masters, moments and, on rank 0, the number of steps. Not a collective.
 
-    Each number of a tensor is saved by one rank, that of which the optimizer steps it.
+    One rank saves each number: the data-parallel one whose optimizer keeps it, and of tensor-parallel copies the first.
     """
     for parameter, shard in local_parameters(model):
         own = optimizer.own(parameter)
@@ -76,7 +76,10 @@ def restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> N
     """
     if model.shape.has_values and not (folder / VALUE_HEAD_FILE).is_file():
         raise UserError(f"{folder} has no value head, which critic needs; set critic as in that run")
-    on_all_ranks(lambda: _restore(model, optimizer, folder), None, CheckpointDamaged, UNREADABLE)
+    try:
+        on_all_ranks(lambda: _restore(model, optimizer, folder), None, CheckpointDamaged, (*UNREADABLE, UserError))
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{folder}: {error}") from error
 
 
 def _restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> None:

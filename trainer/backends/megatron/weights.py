@@ -65,7 +65,7 @@ class LocalParameter(NamedTuple):
 
 
 def local_parameters(model: ShardedModel) -> Iterator[LocalParameter]:
-    """Yield every parameter of this rank with its rule and tensor names. Not a collective."""
+    """Yield every parameter of this rank with the shard that it is. Not a collective."""
     shape, tensor = model.shape, model.parallel.tensor
 
     def of(owner: Any, rule: Rule, prefix: str = "") -> LocalParameter:

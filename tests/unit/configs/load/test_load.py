@@ -134,6 +134,8 @@ def test_extends_changes_a_preset(write) -> None:
         (MINIMAL + "name: @mine\n", ["my.yaml:5:7: ", "quotes"]),
         (MINIMAL + "name: *mine\n", ["my.yaml:5:7: ", "quotes"]),
         (MINIMAL + "name: !mine x\n", ["my.yaml:5:7: ", "quotes"]),
+        (MINIMAL + "name: *.jsonl\n", ["my.yaml:5:8: ", "quotes"]),
+        (MINIMAL + "name: &a mine\nseed: &a 1\n", ["my.yaml:6:7: ", "anchor 'a'", "line 5"]),
         (MINIMAL + "name: {{mine}}\n", ["my.yaml:5:8: ", "quotes"]),
         (MINIMAL + "name: 2026-13-01\n", ["my.yaml:5:7: ", "2026-13-01", "quotes"]),
         (MINIMAL + "name: \x01\n", ["my.yaml:5:7: ", "U+0001", "escape"]),

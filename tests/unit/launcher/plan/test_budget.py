@@ -59,6 +59,25 @@ def test_megatron_asleep_leaves_weights_on_the_device() -> None:
     found = the(planned("trainer.backend=megatron", gpus=1), "trainer")[1]
     assert found.stages["load"]["weights"] == found.stages["rollout"]["weights"] == 2 * GIB
     assert found.stages["load"]["reference"] == found.stages["train"]["reference"]
+    assert found.stages["gather"]["gradients"] == found.stages["train"]["gradients"], "until it sleeps"
+    assert "gradients" not in found.stages["load"]
+
+
+def test_engines_of_different_kinds_share_what_is_left_in_the_stage_that_has_least() -> None:
+    found = planned("rollout.engine=[embedded, vllm]", "rollout.engines=2", gpus=1, capacity=60 * GIB)
+    (device,) = found.memory.devices
+    engines = [holder for holder in device.holders if holder.role == "engine"]
+    assert ["KV cache" in engine.stages["start"] for engine in engines] == [False, True]
+    caches = [engine.stages["rollout"]["KV cache"] for engine in engines]
+    assert caches[0] == caches[1] < 64 * 4096 * (1 << 16) * 2
+    assert max(map(device.total, STAGES)) <= (device.limit or 0) < max(map(device.total, STAGES)) + 2
+
+
+def test_an_engine_has_a_context_on_each_gpu_from_which_it_takes_weights() -> None:
+    found = planned("trainer.ranks=2", "rollout.engines=2", gpus=2)
+    assert the(found, "engine")[1].stages["train"] == {"runtime": 2 * CONTEXT_BYTES}
+    on_the_host = planned("trainer.ranks=2", "rollout.engines=2", "weight_sync.transport=disk", gpus=2)
+    assert the(on_the_host, "engine")[1].stages["train"] == {"runtime": CONTEXT_BYTES}
 
 
 def test_what_does_not_take_turns_is_always_there() -> None:

@@ -13,6 +13,7 @@ from rl_async.launcher.plan.machine import (
     check_engine_ranks,
     check_engines,
     check_experts,
+    check_opened,
     check_router_replay,
     check_sharing,
     plan_here,
@@ -187,3 +188,14 @@ def test_rows_that_ranks_cannot_share_are_refused_before_anything_starts(tmp_pat
         check_sharing(config)
     file.write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 4}))
     check_sharing(config)
+
+
+def test_ray_shows_an_engine_no_gpu_but_its_own() -> None:
+    def check(*overrides: str, gpus: int = 2) -> None:
+        check_opened(load_config("calculator", ["rollout.engines=2", *overrides], mode="colocated"), gpus)
+
+    with pytest.raises(UserError, match=r"^weight_sync\.transport=ipc"):
+        check("trainer.ranks=2")
+    check("trainer.ranks=2", "weight_sync.transport=disk")
+    check("trainer.ranks=2", gpus=0)
+    check("trainer.ranks=1", "rollout.engines=1")

@@ -171,6 +171,17 @@ def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None
     assert [spec.device for spec in planned.trainers] == ["gpu:0", "gpu:1"]
 
 
+def test_engines_see_the_gpus_whose_memory_they_take_weights_from_behind_their_own() -> None:
+    def visible(*overrides: str) -> list[str]:
+        config = load_config("calculator", ["trainer.ranks=2", "rollout.engines=2", *overrides], mode="colocated")
+        planned = plan(config, RUN, gpus=2)
+        assert [spec.gpus for spec in planned.engines] == [(0,), (1,)]
+        return [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines]
+
+    assert visible() == ["0,1", "1,0"]
+    assert visible("weight_sync.transport=disk") == ["0", "1"]
+
+
 SEVERAL = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
 
 

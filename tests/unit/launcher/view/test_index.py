@@ -87,7 +87,6 @@ def test_each_filter_finds_the_one_row_that_it_should(index: TrajectoryIndex, fi
         ({"reward_to": 0.25}, sum(row.reward == 0 for step in range(3) for row in make_rows(step))),
         ({"task": "t4"}, 4),
         ({"partition": "eval"}, 0),
-        ({"unparsed": 1}, 0),
     ],
 )
 def test_filters_count(index: TrajectoryIndex, filters: dict[str, Any], rows: int) -> None:
@@ -252,6 +251,16 @@ def test_a_run_that_may_not_be_written_has_a_temporary_index(run: Path, monkeypa
     assert count(index) == 48 and run not in index.path.parents
     index.close()
     assert not index.path.exists()
+
+
+def test_calls_that_could_not_be_parsed_are_found(run: Path) -> None:
+    rows = make_rows(3, groups=1, samples=2)
+    for row, tool in zip(rows, ("shell", ""), strict=True):
+        row.turns = conversation("run it", "yes", tool=tool, error="invalid_json")
+    write_step(run, 3, rows)
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert found(index, unparsed=1) == [(3, rows[1].group_id, rows[1].sample)]
 
 
 def test_the_values_of_filters_are_counted(index: TrajectoryIndex) -> None:

@@ -106,7 +106,7 @@ def test_the_end_does_not_ask_again_for_what_runs() -> None:
 
 
 def test_an_evaluation_that_does_not_end_is_named() -> None:
-    with pytest.raises(RlAsyncError, match="version step 7"):
+    with pytest.raises(RlAsyncError, match="version 7"):
         Evaluator(Queue(done=False), 0, Recorder()).finish(7, 0.0)
 
 
