@@ -7,6 +7,8 @@ import asyncio
 import gc
 from typing import Any
 
+import torch
+
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
@@ -101,7 +103,7 @@ def all_turns(there: Fsdp2Backend) -> dict[str, Any]:
 def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     """The publication at the start of a run, and that after a step, in which the engines have these faults."""
     there.sleep()
-    give_back(there.device)
+    give_back(torch.device(there.device))
     empty = reserved()
     there.wake()
     HandedOver.buckets.clear()
@@ -115,7 +117,7 @@ def turn(there: Fsdp2Backend, *faults: dict[str, Exception]) -> dict[str, Any]:
     def offload(engines_sleep: bool) -> None:
         outlet.keep(stays=engines_sleep)
         there.sleep()
-        give_back(there.device)
+        give_back(torch.device(there.device))
         moved.clear()
 
     with asyncio.Runner() as runner:
