@@ -21,7 +21,7 @@ from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import plan
-from rl_async.launcher.plan.ports import PortWish, assign_ports
+from rl_async.launcher.plan.ports import HOST, PortWish, hold_ports
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -84,7 +84,8 @@ def running(
     (folder / "config.yaml").write_text(dump(config))
     make_tokens(folder / "keys")
     spec = plan(config, folder, size=model_size(config)).engines[0]
-    ports = assign_ports((PortWish(spec.name),))
+    (held,) = hold_ports(HOST, (PortWish(spec.name),))  # until the engine's end: vLLM listens minutes after it began
+    ports = {spec.name: held.getsockname()[1]}
     log = folder / f"{kind}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -107,6 +108,7 @@ def running(
         with suppress(ProcessLookupError):  # what the engine started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        held.close()
 
 
 async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float) -> bool:
@@ -141,6 +143,20 @@ async def sampling(engine: VllmEngine, *requests: GenerateRequest) -> AsyncItera
                 task.cancel()
             raise
     raise AssertionError(f"{ATTEMPTS} times an answer was over before all had begun")
+
+
+@asynccontextmanager
+async def paused(engine: VllmEngine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[GenerateResult]]]:
+    """Yield the requests' tasks when the engine is paused and holds each of them in the middle of its answer."""
+    for _ in range(ATTEMPTS):
+        async with sampling(engine, *requests) as tasks:
+            await engine.pause("keep")
+            if (await engine.load()).requests == len(requests):
+                yield tasks
+                return
+            await engine.resume()  # the pause came too late
+            await asyncio.gather(*tasks)
+    raise AssertionError(f"{ATTEMPTS} times an answer was over before the engine was paused")
 
 
 async def _stream(engine: VllmEngine, request: GenerateRequest, first: asyncio.Event) -> GenerateResult:

@@ -25,7 +25,7 @@ from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, running, sampling
+from tests.contracts.engines.engine_peers import MAX_LENGTH, Peer, metric, paused, running, sampling
 from tests.contracts.engines.engine_weights import deliver, differences, log_probabilities, scaled, send, tensors
 from tests.support.buckets import make_buckets
 from tests.support.received import adapters, merged
@@ -135,7 +135,7 @@ async def test_greedy_and_stop_tokens(engine: VllmEngine, model_folder: Path) ->
 async def test_requests_in_flight_go_on_with_the_new_weights(engine: VllmEngine, model_folder: Path) -> None:
     weights = tensors(model_folder, 1.5)
     requests = [ask(max_tokens=LONG) for _ in range(4)]
-    async with sampling(engine, *requests) as tasks:
+    async with paused(engine, *requests) as tasks:
         await send(engine, weights, V1)
     for request, task in zip(requests, tasks, strict=True):
         got = await task
@@ -281,8 +281,8 @@ async def test_an_unfinished_update_is_forgotten(engine: VllmEngine, model_folde
 
 
 async def test_pause_keep_holds_requests_and_new_ones_wait(engine: VllmEngine) -> None:
-    async with sampling(engine, ask(max_tokens=LONG)) as (running,):
-        await engine.pause("keep")
+    async with paused(engine, ask(max_tokens=LONG)) as (running,):
+        pass
     waiting = asyncio.create_task(engine.generate(ask(max_tokens=2)))
     await asyncio.sleep(0.2)
     assert not running.done() and not waiting.done()
@@ -335,9 +335,8 @@ async def test_pause_abort_ends_everything(engine: VllmEngine) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_keeps_requests(engine: VllmEngine, model_folder: Path, level: int) -> None:
     request = ask(max_tokens=LONG)
-    async with sampling(engine, request) as (task,):
-        await engine.pause("keep")
-    await engine.sleep(level)
+    async with paused(engine, request) as (task,):
+        await engine.sleep(level)
     await engine.wake(["weights"])
     if level == 2:
         await send(engine, tensors(model_folder), V0)

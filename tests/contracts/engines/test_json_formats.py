@@ -20,7 +20,7 @@ from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.contracts.engines.conftest import Connect
-from tests.contracts.engines.engine_peers import Peer, running, sampling
+from tests.contracts.engines.engine_peers import Peer, paused, running
 from tests.contracts.engines.engine_weights import differences, log_probabilities, scaled, send, tensors
 from tests.contracts.gateway.peers import make_model
 from tests.unit.agent_loop.conftest import demos
@@ -139,7 +139,7 @@ async def test_an_answer_goes_on_within_its_schema_with_new_weights(
 ) -> None:
     digits = "0123456789" * 120
     requests = [ask(tokenizer, json.dumps({"enum": [digits]}), max_tokens=2000) for _ in range(3)]
-    async with sampling(engine, *requests) as tasks:
+    async with paused(engine, *requests) as tasks:
         await send(engine, tensors(folder, 1.5), V1)
     for task in tasks:
         got = await task
