@@ -25,7 +25,7 @@ from rl_async.launcher.plan.machine import check_engines, plan_here
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
-from rl_async.launcher.ray.authentication import present_token
+from rl_async.launcher.ray.authentication import present_token, refuses_without_token
 from rl_async.launcher.runs.page_beside import serve_beside
 from rl_async.launcher.sources.fetch import Fetched
 from rl_async.launcher.supervise.children import Interrupted
@@ -60,7 +60,7 @@ def launch_on_ray(
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
     check_reachable(address)
-    present_token(os.environ, Path.home())
+    present_token(os.environ, Path.home(), lambda: refuses_without_token(address))
     from rl_async.launcher.ray.executor import RayNodes, connected
 
     with hold(folder), connected(address) as cluster:
