@@ -12,6 +12,7 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
+from rl_async.launcher.folder.run_folder import checkpoints_beside
 from rl_async.launcher.plan.planning import serves_reward_model
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
@@ -75,6 +76,8 @@ def needs_model(config: RunConfig) -> bool:
 
 def _no_model(config: RunConfig) -> str:
     path, settings = config.model.path, config.warm_start
+    if beside := checkpoints_beside(Path(path)):
+        return f"model.path: no folder {path}{beside}"
     text = f"model.path: no folder {path}; give the folder of a Hugging Face model, an id of the Hub (OWNER/NAME) or a "
     if settings is None:
         return text + "GGUF file, or set warm_start.demos_path and warm_start.out to warm up a tiny one"
@@ -145,7 +148,7 @@ def _check_critic_folder(path: Path) -> None:
 
 def _check_folder(path: Path, key: str) -> None:
     if not path.is_dir():
-        raise UserError(f"{key}: {path} is not a folder")
+        raise UserError(f"{key}: {path} is not a folder{checkpoints_beside(path)}")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} has no config.json; it is not the folder of a Hugging Face model")
 

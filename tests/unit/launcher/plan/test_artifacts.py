@@ -90,6 +90,17 @@ def test_a_mistyped_model_is_named_and_no_toy_made_in_its_place(tmp_path: Path) 
     assert not needs_preparation(without)
 
 
+@pytest.mark.parametrize("key", ["model.path", "algorithm.kl.reference_path"])
+def test_a_missing_checkpoint_is_named_with_those_that_exist(tmp_path: Path, key: str) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    there = tmp_path / "runs" / "x" / "checkpoints" / "step-000040"
+    there.mkdir(parents=True)
+    (there / "state.json").touch()
+    with pytest.raises(UserError, match=rf"{key}: .*step-3.*has step-000040"):
+        needs_preparation(config(tmp_path, f"{key}={there.parent}/step-3/model", "algorithm.kl.coef=0.1"))
+
+
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [("config.json", r"no config\.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights")],
