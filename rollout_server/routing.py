@@ -14,6 +14,7 @@ loads of a moment ago, do not all choose the same engine.
 import asyncio
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -148,7 +149,8 @@ class Router(Generic[C]):
     """Chooses engines, and remembers which one served each conversation last."""
 
     def __init__(self) -> None:
-        self._last: dict[str, PoolMember[C]] = {}  # by session, oldest first
+        # By session, least recently used first. A dict looks at all keys that were deleted to find its first one.
+        self._last: OrderedDict[str, PoolMember[C]] = OrderedDict()
         self._random = random.Random()
 
     def choose(
@@ -172,10 +174,10 @@ class Router(Generic[C]):
         if not found:
             return None
         best = min(found, key=cost)
-        self._last.pop(session, None)  # reinserted at the end: the least recently used are forgotten first
         self._last[session] = best
+        self._last.move_to_end(session)
         if len(self._last) > SESSIONS_REMEMBERED:
-            del self._last[next(iter(self._last))]
+            self._last.popitem(last=False)
         return best
 
 

@@ -9,7 +9,7 @@ the result. Both clients of the queue drive the same ones. No payload passes the
 
 import hashlib
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,7 +108,7 @@ class Sending:
 
     def __init__(self) -> None:
         self.sharded = False
-        self._sent: dict[tuple[int, str, str], None] = {}  # (group, hash, shard), oldest first
+        self._sent: OrderedDict[tuple[int, str, str], None] = OrderedDict()  # (group, hash, shard), oldest first
 
     def unsent(self, parcels: Sequence[Parcel], shard: str = "") -> dict[m.MediaKey, Frame]:
         """Media of these samples that were not sent to the shard (empty: to the queue) before."""
@@ -119,7 +119,7 @@ class Sending:
         """Remember that these media were sent to the shard (empty: to the queue)."""
         self._sent.update(dict.fromkeys((*key, shard) for key in media))
         while len(self._sent) > _REMEMBERED:
-            del self._sent[next(iter(self._sent))]
+            self._sent.popitem(last=False)
 
 
 def put(

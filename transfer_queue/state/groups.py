@@ -141,10 +141,10 @@ class Leases:
 
     def __init__(self, lease_s: float, max_lease_s: float) -> None:
         self._lease_s, self._max_lease_s = lease_s, max_lease_s
-        self._heard: dict[str, float] = {}  # by worker, least recently heard first
+        self._heard: OrderedDict[str, float] = OrderedDict()  # by worker, least recently heard first
         # By worker, group and sample: when the lease was given, or last listed by its worker.
         self._held: dict[str, dict[int, dict[int, float]]] = {}
-        self._since: dict[tuple[str, int], float] = {}  # (worker, group), oldest first
+        self._since: OrderedDict[tuple[str, int], float] = OrderedDict()  # (worker, group), oldest first
 
     @property
     def workers(self) -> int:
@@ -165,8 +165,8 @@ class Leases:
 
     def hear(self, worker: str, now: float) -> None:
         """Note a sign of life of the worker."""
-        self._heard.pop(worker, None)
         self._heard[worker] = now
+        self._heard.move_to_end(worker)
 
     def give(self, worker: str, group: int, samples: list[int], now: float) -> None:
         """The worker, just heard of, takes these samples."""
@@ -179,7 +179,7 @@ class Leases:
             self.hear(worker, now)
             for group, samples in held.items():
                 held[group] = dict.fromkeys(samples, now)
-        self._since = dict.fromkeys(self._since, now)
+        self._since = OrderedDict.fromkeys(self._since, now)
 
     def end(self, worker: str, group: int, sample: int) -> None:
         """End the lease of one sample."""
