@@ -112,16 +112,28 @@ def parse(text: str, origin: str) -> Any:
     return _parse(text, origin)[0]
 
 
-def _read(name_or_path: str, places: Places) -> dict[str, Any]:
-    """Read a preset or file. A key ``extends: NAME`` at the top names a preset or file whose values it changes."""
+def _read(name_or_path: str, places: Places, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a preset or file. A key ``extends: NAME`` at the top names a preset or file whose values it changes.
+
+    ``extended_by``: the presets and files that were read on the way here.
+    """
+    if name_or_path in extended_by:
+        circle = " -> ".join((*extended_by, name_or_path))
+        raise ConfigError(
+            f"{extended_by[-1]}: extends: {circle} is a circle; one of them must extend a preset, or nothing"
+        )
     text, origin = _find(name_or_path)
     values, node = _parse(text, origin)
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{origin}: expected sections such as `trainer:`, found {type(values).__name__}")
+        raise ConfigError(f"{origin}: expected sections such as `trainer:`, found {_kind(values)}")
     parent = values.pop("extends", None)
-    base = _read(str(parent), places) if parent is not None else {}
+    base = _read(str(parent), places, (*extended_by, name_or_path)) if parent is not None else {}
     places.update({key: f"{origin}:{line}" for key, line in _lines(node, "")})
     return _merge(base, values)
+
+
+def _kind(values: Any) -> str:
+    return "nothing" if values is None else type(values).__name__
 
 
 def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:

@@ -113,6 +113,21 @@ def test_extends_changes_a_preset(write) -> None:
     assert config.trainer.learning_rate == load_config("calculator").trainer.learning_rate
 
 
+def test_a_file_may_extend_a_preset_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("calculator.yaml").write_text("extends: calculator\ntrainer:\n  steps: 7\n")
+    assert load_config("calculator.yaml").trainer.steps == 7
+
+
+@pytest.mark.parametrize("second", ["a.yaml", "b.yaml"])
+def test_extending_in_a_circle_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    Path("b.yaml").write_text(f"extends: {second}\n")
+    with pytest.raises(ConfigError, match=rf"b\.yaml: extends: a\.yaml -> b\.yaml -> {second}"):
+        load_config("a.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
