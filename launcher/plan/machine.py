@@ -141,6 +141,7 @@ def check_trainer(config: RunConfig, gpus: int) -> None:
         check_megatron()
     if config.trainer.lora is not None:
         check_peft()
+    check_trackers(config)
     check_kernels(config, gpus)
     check_sharing(config)
 
@@ -158,6 +159,15 @@ def check_peft() -> None:
     """Raise UserError unless PEFT is installed for the trainer."""
     if find_spec("peft") is None:
         raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raise UserError unless the configured trackers are installed; jsonl and console need nothing."""
+    for name in config.tracking.backends:
+        if name not in ("jsonl", "console") and find_spec(name) is None:
+            raise UserError(
+                f"tracking.backends: {sys.executable} has no {name}; install it with `pip install 'rl-async[{name}]'`"
+            )
 
 
 def check_kernels(config: RunConfig, gpus: int) -> None:
