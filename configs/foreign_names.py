@@ -21,6 +21,34 @@ _VALUES: dict[str, dict[str, str]] = {
     "trainer.backend": {"fsdp": "fsdp2"},
 }
 
+_STEPS = "trainer.steps, as a number of steps"
+KEYS = {  # by the last part of the name
+    "lr": "trainer.learning_rate",
+    "n": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "n_samples_per_prompt": "rollout.group_size",
+    "train_batch_size": "data.train_batch_groups",
+    "rollout_batch_size": "data.train_batch_groups",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "tensor_model_parallel_size": "rollout.tensor_parallel",
+    "adv_estimator": "algorithm.advantage",
+    "loss_mode": "algorithm.loss",
+    "total_training_steps": "trainer.steps",
+    "max_steps": "trainer.steps",
+} | dict.fromkeys(("total_epochs", "num_train_epochs"), _STEPS)
+_VERL_SECTIONS = ("actor_rollout_ref", "custom_reward_function")
+
+
+def key_hint(key: str) -> str | None:
+    """Return the end of an error message that says what another project's dotted ``key`` is called here."""
+    if key.partition(".")[0] in _VERL_SECTIONS:
+        return "; it is verl's: `rl-async config from-verl` translates its configs"
+    ours = KEYS.get(key.rpartition(".")[2])
+    return None if ours is None else f"; here it is {ours}"
+
 
 def hint(key: str, name: str) -> str | None:
     """Return the end of an error message that says what another project's ``name`` is as a value of ``key``."""

@@ -165,6 +165,22 @@ def test_names_of_others_lead_to_names_that_exist() -> None:
     assert set(foreign_names.LOSSES.values()) <= LOSSES.keys()
     assert set(foreign_names.ADVANTAGES.values()) <= ADVANTAGES.keys()
     assert set(foreign_names.ESTIMATORS.values()) <= set(choices("algorithm.kl.estimator"))
+    for ours in foreign_names.KEYS.values():
+        assert field_at(ours.partition(",")[0]) is not None, ours
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("lr=1", "trainer.learning_rate"),
+        ("trainer.optimizer.lr=1", "trainer.learning_rate"),
+        ("rollout.n=8", "rollout.group_size"),
+        ("actor_rollout_ref.rollout.n=8", "config from-verl"),
+    ],
+)
+def test_keys_of_others_are_told_what_they_are_here(argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        load_config("calculator", [argument])
 
 
 @pytest.mark.parametrize(
