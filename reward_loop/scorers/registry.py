@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, ScorerFailed
 from rl_async.reward_loop.scorers import math, reasoning_gym
-from rl_async.userload import is_user_reference, load_user_object
+from rl_async.userload import is_user_reference, load_user_object, raised_at
 
 KEY = "reward.functions"
 _FIELDS = Conversation.__struct_fields__
@@ -100,7 +100,7 @@ def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe a scorer's error in one line."""
+    """Describe a scorer's error in one line, with the file and line that raised it."""
     if isinstance(error, ScorerFailed):
         return str(error)
-    return f"raised {type(error).__name__}: {error}".rstrip(": ")
+    return f"raised {type(error).__name__}: {error}".rstrip(": ") + f" ({raised_at(error)})"

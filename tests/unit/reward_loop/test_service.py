@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,7 @@ async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
     errors = scored.error.split("; ")
     for error, (name, reason) in zip(errors, expected.items(), strict=True):
         assert error.startswith(f"reward {user(name)}: {reason}")
+    assert re.search(r"\(\S+\.py:\d+\)$", errors[0]), "the line that raised"
 
 
 async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> None:
