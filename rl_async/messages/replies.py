@@ -177,6 +177,7 @@ class StatusReport(Reply):
     workers: int
     finished: bool
     unattended_s: float = 0.0  # for which no agent program has played or asked, where only gateways lease
+    last_failure: str = ""  # the beginning of the newest dead letter's error
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):

@@ -140,6 +140,8 @@ class Batches:
             f"step {step} needs {book.settings.batch_groups} groups: {book.count(State.READY)} ready, "
             f"{book.count(State.LEASED)} leased, {book.count(State.WAITING)} waiting"
         )
+        if failed := book.counters["dead_letters"]:
+            why += f"; {failed} groups were given up, as their episodes failed, the last with: {book.last_failure}"
         if book.published is None:
             why += "; no version is published"
         if book.draining:

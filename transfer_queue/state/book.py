@@ -16,6 +16,7 @@ _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
 PINNED = "pinned"  # the line of training groups that certain steps wait for
 _FIRST, _LAST = -1, 1 << 62
 DEAD_LETTERS_KEPT = 256  # the newest; all are counted
+ERROR_SHOWN = 400  # characters of a dead letter's error, where it is not asked for
 _FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
 
 
@@ -260,6 +261,12 @@ class Book:
         self.dead_letters[letter.group_id] = letter
         if len(self.dead_letters) > DEAD_LETTERS_KEPT:
             del self.dead_letters[next(iter(self.dead_letters))]
+
+    @property
+    def last_failure(self) -> str:
+        """The beginning of the newest dead letter's error, on one line; empty if none is kept."""
+        newest = next(reversed(self.dead_letters.values()), None)
+        return "" if newest is None else " ".join(newest.error[:ERROR_SHOWN].split())
 
     def head(self, line: str) -> Group | None:
         """The waiting group of TRAIN, EVAL or PINNED (training groups of a certain step) that is to be leased first.

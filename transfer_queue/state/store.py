@@ -217,6 +217,7 @@ class Store:
             workers=book.leases.workers,
             finished=book.finished,
             unattended_s=self.attendance.unattended_s(now),
+            last_failure=book.last_failure,
         )
 
     def inspect(self, now: float, rates: dict[str, float]) -> Inspection:

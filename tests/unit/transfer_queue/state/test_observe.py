@@ -1,8 +1,8 @@
 """What a person sees of the queue: who holds what, for how long, what failed, how fast it goes."""
 
-from rl_async.messages import GroupList, LeaseRecord, Peeked, Refused
+from rl_async.messages import GroupList, LeaseRecord, NotReady, Peeked, Refused
 from rl_async.transfer_queue.state import observe
-from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT
+from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT, ERROR_SHOWN
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored
 
@@ -75,6 +75,19 @@ def test_dead_letters_keep_their_task_and_error_and_survive_a_recovery(make_rig)
         assert other.store.dump() == rig.store.dump()
     peeked = observe.peek(rig.store.book, 0, 0.0)
     assert isinstance(peeked, Refused) and peeked.code == "dead_letter" and "boom" in peeked.reason
+
+
+def test_status_and_a_missing_batch_tell_why_groups_were_given_up(make_rig):
+    rig = make_rig(max_attempts=1)
+    rig.publish(0)
+    assert rig.store.status(0.0).last_failure == ""
+    for error in ("boom", f"bang\n\x1b{'x' * 1000}"):
+        (group,) = rig.lease(max_groups=1)
+        rig.store.delivery.fail("w", group.group_id, 0, group.attempt, error, rig.now)
+    told = rig.store.status(0.0).last_failure
+    assert "bang" in told and "\n" not in told and len(told) <= ERROR_SHOWN
+    answer = rig.store.batches.reserve(0, 0.0)
+    assert isinstance(answer, NotReady) and "2 groups were given up" in answer.why and told in answer.why
 
 
 def test_only_the_newest_dead_letters_are_kept(make_rig):
