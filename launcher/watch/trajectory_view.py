@@ -20,6 +20,7 @@ from rl_async.messages import Explanation, Trajectory
 from rl_async.reward_loop.api import REWARD
 
 LESS = 0.9  # a weight below this is marked
+ERRORS = 3  # most errors of a step's rows that are shown
 LEGEND = (
     "[dim]not sampled[/]  trained  [red]{masked}(rule)[/]  [magenta]{weight 0}(band)[/]  "
     f"[yellow]{{weight below {LESS:g}}}(smallest)[/]"
@@ -79,6 +80,8 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
         console.print(_table(f"step {number}", chosen, lambda row: row.group_id, "group"))
     elif sample is None:
         console.print(_table(f"step {number}, group {group}", chosen, lambda row: row.sample, "sample"))
+    for line in error_lines(chosen):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     row = max(chosen, key=_corrected)
     place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
     place += f", role {printable(row.role)}" * bool(row.role)
@@ -127,6 +130,12 @@ def reward_parts(row: RecordedRow | Trajectory) -> list[str]:
         for name, reason in row.reward_reasons.items()
         if name in given
     ]
+
+
+def error_lines(rows: Sequence[RecordedRow]) -> list[str]:
+    """Return the errors of the rows, such as a scorer's, with how many have each: the most frequent ERRORS."""
+    counts = Counter(" ".join(row.error.split()) for row in rows if row.error)
+    return [f"error of {count} of {len(rows)} rows: {printable(error)}" for error, count in counts.most_common(ERRORS)]
 
 
 def turn_rewards(row: RecordedRow) -> list[str]:

@@ -21,12 +21,14 @@ from rl_async.launcher.folder.tail import LineTail, Record
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.terminal import printable
 from rl_async.launcher.watch.view_model import (
+    UNSCORED,
     History,
     RecordedConversation,
     arguments_text,
     away_text,
     bar,
     conversation_of,
+    given_up_text,
     mean,
     no_tool_works,
     position,
@@ -35,11 +37,13 @@ from rl_async.launcher.watch.view_model import (
     summary_lines,
     time_split,
     unplayed_lines,
+    unscored_text,
 )
 from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
-ASK_S = 15.0  # between two questions to the queue, if there is no panel
+ASK_S = 5.0  # between two questions to the queue, if there is no panel
+AWAY_S = 15.0  # without an agent program, after which a line says so
 REMIND_S = 600.0  # between two lines that say the same
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
 INDENT = 10  # columns, of the text of a turn
@@ -65,6 +69,8 @@ class View:
         self._console = console or Console()
         self._tail = LineTail(folder / "metrics.jsonl")
         self._history = History()
+        self._report: StatusReport | None = None  # the queue's last one
+        self._said: dict[str, float] = {}  # when the lines were printed that are repeated rarely, by kind
         self._began = time.monotonic()
         for line in self._tail.each():  # records of an earlier start are not shown again
             self._history.add(line)
@@ -84,7 +90,8 @@ class View:
         """Summarize the run in a few lines, up to the last record of the trainer."""
         self._read()
         seconds = time.monotonic() - self._began
-        lines = summary_lines(self._history, self._folder, seconds, self._config.queue.max_staleness)
+        bound = self._config.queue.max_staleness
+        lines = summary_lines(self._history, self._folder, seconds, bound, self._report)
         return "\n".join([*lines, *unplayed_lines(self._config, self._history, self._folder)])
 
     def _read(self) -> list[Record]:
@@ -95,19 +102,36 @@ class View:
 
     async def _run_lines(self) -> None:
         known: dict[str, ProcessState] = {}
-        asked = said = -math.inf
         try:
-            while True:
-                self._print_news(known)
-                now = time.monotonic()
-                if self._config.agent.gateway is not None and now - asked > ASK_S:
-                    asked, report = now, await self._queue_report()
-                    if report is not None and report.unattended_s > ASK_S and now - said > REMIND_S:
-                        said = now
-                        self._print(f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
-                await asyncio.sleep(REFRESH_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._print_troubles())  # beside the steps, as the queue may take long to answer
+                while True:
+                    self._print_news(known)
+                    await asyncio.sleep(REFRESH_S)
         finally:
             self._print_news(known)  # the last step may have been recorded at the end of the run
+
+    async def _print_troubles(self) -> None:
+        """Consumes the queue's status; produces lines on groups that were given up and absent agent programs.
+
+        Waits ASK_S between questions, and for the answers. Runs until cancelled.
+        """
+        told = 0  # groups given up, when a line last said so
+        while True:
+            report = await self._queue_report()
+            if report is not None and report.unattended_s > AWAY_S:
+                self._remind("away", f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
+            if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * told:
+                told = count
+                self._print(given_up_text(report, None))
+            await asyncio.sleep(ASK_S)
+
+    def _remind(self, of: str, line: str) -> None:
+        """Print a line of this kind, unless one was printed within REMIND_S."""
+        now = time.monotonic()
+        if now - self._said.get(of, -math.inf) > REMIND_S:
+            self._said[of] = now
+            self._print(line)
 
     def _print_news(self, known: dict[str, ProcessState]) -> None:
         for state in self._states():
@@ -116,6 +140,8 @@ class View:
             known[state.name] = state
         for record in self._read():
             self._print(step_line(record, self._config.trainer.steps))
+            if share := record.get(UNSCORED):
+                self._remind("unscored", unscored_text(share))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -143,9 +169,10 @@ class View:
     async def _queue_report(self) -> StatusReport | None:
         """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
         try:
-            return await self._status()
+            self._report = await self._status()
         except QueueLost:
             return None
+        return self._report
 
     def _render(
         self, report: StatusReport | None, conversation: tuple[int, RecordedConversation] | None
@@ -168,6 +195,8 @@ class View:
             table.add_row("step", f"none of {self._config.trainer.steps} done, the first batch is being sampled")
         else:
             self._add_step(table, record)
+        if failed := given_up_text(report, record):
+            table.add_row("failed", failed)
         states = self._states()
         table.add_row("queue", _queue_text(report, states))
         table.add_row("processes", _processes_text(states))
@@ -189,6 +218,8 @@ class View:
             f"(bound {self._config.queue.max_staleness})",
         )
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
+        if share := record.get(UNSCORED):
+            table.add_row("not scored", unscored_text(share))
         if no_tool_works(record):
             table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log their places")
 

@@ -13,10 +13,13 @@ import msgspec
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
 
 BARS = "▁▂▃▄▅▆▇█"
+UNSCORED = "reward/unscored_fraction"
+GIVEN_UP = "queue/dead_letters"
 
 
 class RecordedConversation(msgspec.Struct):
@@ -35,17 +38,18 @@ class Kept(msgspec.Struct):
     reward: float = msgspec.field(name="reward/mean", default=math.nan)
     staleness: float = msgspec.field(name="staleness/max", default=math.nan)
     held_out: float = msgspec.field(name="eval/reward", default=math.nan)
+    unscored: float = msgspec.field(name=UNSCORED, default=math.nan)
 
 
 class History:
-    """Three numbers of every step, and the newest record whole.
+    """A few numbers of every step, and the newest record whole.
 
     After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
     """
 
     def __init__(self) -> None:
         self._steps = array("q")
-        self._columns = {name: array("d") for name in ("reward", "staleness", "held_out")}
+        self._columns = {name: array("d") for name in ("reward", "staleness", "held_out", "unscored")}
         self._last = b""
 
     def add(self, line: bytes) -> None:
@@ -82,6 +86,11 @@ class History:
     def staleness(self) -> list[float]:
         """The largest staleness of each step, oldest first."""
         return self._values("staleness")
+
+    @property
+    def unscored(self) -> list[float]:
+        """The share of each step's episodes that could not be scored, oldest first."""
+        return self._values("unscored")
 
     def _values(self, name: str) -> list[float]:
         return [value for value in self._columns[name] if not math.isnan(value)]
@@ -143,6 +152,10 @@ def step_line(record: Record, steps: int) -> str:
         parts.append(f"eval {record['eval/reward']:.3f}")
     if no_tool_works(record):
         parts.append("every tool call failed")
+    if unscored := record.get(UNSCORED):
+        parts.append(f"{unscored:.0%} of episodes not scored")
+    if failed := record.get(GIVEN_UP):
+        parts.append(f"{failed:.0f} groups given up so far")
     return "  ".join(parts)
 
 
@@ -152,10 +165,36 @@ def no_tool_works(record: Record) -> bool:
     return bool(calls) and record.get("rollout/tool_errors_mean", 0.0) >= calls
 
 
-def summary_lines(history: History, folder: Path, seconds: float, bound: int) -> list[str]:
-    """Summarize a run that ended."""
+def given_up_text(report: StatusReport | None, record: Record | None) -> str:
+    """Say how many groups were given up because their episodes failed, and why the last was; empty for none.
+
+    The newest of the queue's report and a step's record counts; either may be missing.
+    """
+    reported = 0 if report is None else report.counters.get("dead_letters", 0)
+    count = max(reported, int(record.get(GIVEN_UP, 0.0)) if record else 0)
+    if not count:
+        return ""
+    groups = "1 group was given up: its" if count == 1 else f"{count} groups were given up: their"
+    last = report.last_failure if report else ""
+    why = printable(f"the last: {last}") if last else "logs/worker-*.log have the errors"
+    return f"{groups} episodes failed; {why}"
+
+
+def unscored_text(share: float) -> str:
+    """Say which share of episodes has no reward, and where the errors are."""
+    return f"{share:.0%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"
+
+
+def summary_lines(
+    history: History, folder: Path, seconds: float, bound: int, report: StatusReport | None = None
+) -> list[str]:
+    """Summarize a run that ended; ``report`` is the queue's last one."""
+    failed = given_up_text(report, history.last)
+    failures = [f"given up: {failed}"] if failed else []
     if not len(history):
-        return [f"no step was trained; logs are in {folder / 'logs'}"]
+        return [f"no step was trained; logs are in {folder / 'logs'}", *failures]
+    if share := mean(history.unscored):
+        failures.append(f"not scored: {unscored_text(share)}")
     rewards = history.rewards
     some = max(1, min(5, len(rewards) // 2))
     steps = "step" if some == 1 else f"{some} steps"
@@ -163,6 +202,7 @@ def summary_lines(history: History, folder: Path, seconds: float, bound: int) ->
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
         f"(mean of the last {steps}), {len(rewards)} steps",
         f"staleness: at most {max(history.staleness, default=0.0):.0f} (bound {bound})",
+        *failures,
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",
     ]

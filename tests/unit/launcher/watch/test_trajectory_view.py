@@ -14,6 +14,7 @@ from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.watch.trajectory_view import (
+    ERRORS,
     RecordedRow,
     RecordedTurn,
     read_step,
@@ -75,6 +76,18 @@ def test_parts_of_the_reward_are_shown_with_their_reasons(run: Path, capsys: pyt
     write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", judged)
     assert main(["show", str(run), "--step", "9"]) == 0
     assert "judge: reward 0.5 (polite \\x1b[2J)" in capsys.readouterr().out
+
+
+def test_the_most_frequent_errors_of_a_step_are_shown_with_their_counts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = ["bad answer \x1b[2J", *["reward mine.py:f: ValueError: 7"] * 2, "", "c", "d"]
+    rows = [msgspec.structs.replace(row(sample), error=error) for sample, error in enumerate(errors)]
+    write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", *rows)
+    assert main(["show", str(run), "--step", "9"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "6 rows" in line]
+    assert "2 of" in shown[0] and "mine.py:f: ValueError: 7" in shown[0] and "\\x1b[2J" in shown[1]
+    assert len(shown) == ERRORS
 
 
 def test_the_reason_for_the_whole_reward_of_an_agent_program_is_shown() -> None:

@@ -190,8 +190,35 @@ def test_a_step_in_which_no_tool_worked_says_so() -> None:
     assert "failed" not in step_line(record(0, 0.1), 4)
 
 
+FAILING = msgspec.structs.replace(STATUS, counters={"dead_letters": 16}, last_failure="RuntimeError: loop \x1bbroke")
+
+
+def test_unscored_episodes_and_groups_given_up_are_told_by_each_step_and_at_the_end(tmp_path: Path) -> None:
+    failures = {"reward/unscored_fraction": 0.664, "queue/dead_letters": 16.0}
+    assert "66% of episodes not scored  16 groups given up" in step_line(record(0, 1.0, **failures), 4)
+    good = step_line(record(0, 1.0, **dict.fromkeys(failures, 0.0)), 4)
+    assert "scored" not in good and "given up" not in good
+    history = History()
+    for step, more in enumerate((failures, {"reward/unscored_fraction": 0.0, "queue/dead_letters": 16.0})):
+        history.add(line(step, 1.0, **more))
+    told = "\n".join(summary_lines(history, tmp_path, 1.0, bound=1))
+    assert "33% of episodes" in told and "16 groups" in told and "worker-" in told
+    told = "\n".join(summary_lines(history, tmp_path, 1.0, 1, FAILING))
+    assert "16 groups" in told and "loop \\x1bbroke" in told
+    assert "16 groups" in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, FAILING)), "no step was trained"
+    history.add(line(2, 1.0))
+    assert "given up" not in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, STATUS))
+
+
 async def show(
-    folder: Path, *, terminal: bool, lost: bool = False, trainer: str = "running", away_s: float = 0.0
+    folder: Path,
+    *,
+    terminal: bool,
+    lost: bool = False,
+    trainer: str = "running",
+    away_s: float = 0.0,
+    report: StatusReport = STATUS,
+    **more: float,
 ) -> str:
     """What the view prints while one step is trained."""
     output = io.StringIO()
@@ -200,7 +227,7 @@ async def show(
     async def status() -> StatusReport:
         if lost:
             raise QueueLost("no answer")
-        return msgspec.structs.replace(STATUS, unattended_s=away_s)
+        return msgspec.structs.replace(report, unattended_s=away_s)
 
     states = [
         ProcessState("queue", "running"),
@@ -211,7 +238,7 @@ async def show(
     config = load_config("calculator", ["trainer.steps=40", *(["agent.gateway={}"] if away_s else [])], name="mine")
     view = View(config, folder, lambda: states, status, console)
     running = asyncio.create_task(view.run())
-    append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}))
+    append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}, **more))
     write_conversation(folder, 1, "42")
     await asyncio.sleep(0.2)
     running.cancel()
@@ -261,6 +288,15 @@ async def test_an_absence_of_all_agent_programs_is_shown(tmp_path: Path, termina
     text = await show(tmp_path, terminal=terminal, away_s=280.0)
     assert text.count("no program has asked for an episode for 280 s") >= 1
     assert terminal or text.count("280 s") == 1, "a line is not repeated at once"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_failing_episodes_and_scorers_are_shown_while_they_fail(tmp_path: Path, terminal: bool) -> None:
+    failing = {"reward/unscored_fraction": 0.25}
+    text = await show(tmp_path, terminal=terminal, report=FAILING, **failing)
+    for part in ("16 groups were given up", "loop \\x1bbroke", "25% of episodes could not be scored"):
+        assert text.count(part) >= 1
+        assert terminal or text.count(part) == 1
 
 
 def test_the_summary_says_that_nobody_played_the_held_out_tasks(tmp_path: Path) -> None:
