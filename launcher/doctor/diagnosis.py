@@ -12,7 +12,7 @@ import msgspec
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.launcher.doctor.observation import Observation, ObservedProcess, ObservedRank
 from rl_async.launcher.supervise.process import describe_exit
-from rl_async.launcher.watch.view_model import away_text
+from rl_async.launcher.watch.view_model import away_text, given_up_text
 from rl_async.process.kernel import HALTED, describe
 
 LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
@@ -46,10 +46,12 @@ def diagnose(seen: Observation) -> Diagnosis:
     findings = [sentence for rule in RULES for sentence in rule(seen)]
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
+    failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
+    also = (failed,) if failed else ()
     late = _recovering(seen) or _starting(seen) or _late(seen)
     if late:
-        return Diagnosis(health="slow", findings=(late,), waits=waits)
-    return Diagnosis(health="fine", findings=(_fine(seen),), waits=waits)
+        return Diagnosis(health="slow", findings=(late, *also), waits=waits)
+    return Diagnosis(health="fine", findings=(_fine(seen), *also), waits=waits)
 
 
 def needs_stacks(seen: Observation) -> bool:
@@ -228,6 +230,16 @@ def _ranks_apart(seen: Observation) -> list[str]:
     ]
 
 
+def _all_given_up(seen: Observation) -> list[str]:
+    """Find that groups are given up and none has been completed so far."""
+    if seen.queue is None or seen.steps_done:
+        return []
+    status = seen.queue.report.status
+    if status.ready or status.reserved or status.committed or not (failed := given_up_text(status, None)):
+        return []
+    return [f"no group has been completed so far: {failed}; tracebacks are in {seen.run}/logs/worker-*.log"]
+
+
 def _starved(seen: Observation) -> list[str]:
     """Find why no batch is made while the trainer waits for one: draining, no workers, no engines or paused ones."""
     waiting = _waiting_rank(seen)
@@ -261,6 +273,7 @@ RULES: tuple[Callable[[Observation], list[str]], ...] = (
     _silent_queue,
     _silent_engines,
     _ranks_apart,
+    _all_given_up,
     _starved,
 )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rl_async.launcher.doctor.diagnosis import diagnose, needs_stacks
 from rl_async.launcher.doctor.observation import (
@@ -64,6 +65,8 @@ def inspection(lease: LeaseRecord | None = None, **changes: Any) -> Inspection:
         finished=False,
         **(counts | {key: changes.pop(key) for key in list(changes) if key in counts}),
     )
+    if failure := changes.pop("failure", ""):
+        status = replace(status, counters={"dead_letters": 44}, last_failure=failure)
     whole = {"group_size": 4, "draining": False, "submitted": 0, "ages_s": {}, "rates": {}, "dead_letters": []}
     return Inspection(status=status, oldest_lease=lease, **(whole | changes))
 
@@ -254,6 +257,17 @@ def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
 def test_a_wait_for_a_batch_that_nobody_makes_is_stuck(changes: dict[str, Any], words: str) -> None:
     verdict = diagnose(waiting(60.0, **changes))
     assert verdict.health == "stuck" and words in verdict.text
+
+
+@pytest.mark.parametrize("for_s", [5.0, 60.0])
+def test_groups_given_up_before_any_was_completed_are_a_failure_and_later_ones_are_told(for_s: float) -> None:
+    failing = inspection(failure="RuntimeError: loop broke", ready=0, leased=0)
+    verdict = diagnose(waiting(for_s, failing, steps_done=0))
+    assert verdict.health == "stuck" and named(verdict.text, "44 groups", "loop broke", "r/logs/worker-")
+    later = diagnose(waiting(for_s, failing))
+    assert later.health == ("slow" if for_s > 30 else "fine") and named(later.findings[1], "44 groups", "loop broke")
+    one_done = inspection(failure="RuntimeError: loop broke", ready=1)
+    assert diagnose(waiting(for_s, one_done, steps_done=0)).health == later.health
 
 
 def test_a_run_that_ended_well_and_one_that_did_not() -> None:
