@@ -68,7 +68,7 @@ def check(run: WholeRun) -> None:
     found = problems(run.folder, run.expected)
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", str(run.folder)]
     audited = subprocess.run(audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    verdicts = ["ok: every admitted group was trained exactly once\n"]
+    verdicts = [f"ok: every admitted group was trained exactly once{end}\n" for end in ("", " or given up")]
     if run.exit() != 0:  # its launcher was killed in the last moment, perhaps before the queue heard of the end
         verdicts.append(", and 0 groups are in flight")
     if audited.returncode != 0 or not any(verdict in audited.stdout for verdict in verdicts):

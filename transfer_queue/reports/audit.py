@@ -88,7 +88,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether every admitted group was trained exactly once, on the tokens that were sampled."""
+        """Whether every admitted group was trained exactly once, on the tokens that were sampled, or given up."""
         return not self.violations
 
     def text(self) -> str:
@@ -105,6 +105,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
             lines.append(f"... and {len(self.violations) - SHOWN} more violations")
+        given_up = " or given up" if self.given_up else ""
         if self.violations:
             lines.append("FAILED")
         elif self.in_flight is not None:
@@ -114,11 +115,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             )
         elif self.left:
             lines.append(
-                f"ok: every admitted group was trained exactly once, but {self.left} that were left over when the run "
-                "ended, because it was resumed with fewer trainer.steps; --resume with more trains them"
+                f"ok: every admitted group was trained exactly once{given_up}, but {self.left} that were left over "
+                "when the run ended, because it was resumed with fewer trainer.steps; --resume with more trains them"
             )
         else:
-            lines.append("ok: every admitted group was trained exactly once")
+            lines.append(f"ok: every admitted group was trained exactly once{given_up}")
         return "\n".join(lines)
 
 
