@@ -8,6 +8,7 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Coroutine
 from typing import Any
 
@@ -22,7 +23,27 @@ log = logging.getLogger("rl_async.agent_loop")
 
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before a lease, while samples only fail
 OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
+
+
+class Pauses:
+    """How long to wait before the next lease, so that a loop which always fails does not use up tasks at full speed:
+    twice as long after each lease since which samples only failed, until one succeeds."""
+
+    def __init__(self) -> None:
+        self._put = self._failed = 0
+        self._pause_s = 0.0
+
+    def after(self, put: int, failed: int) -> float:
+        """Return the pause when so many samples were put, and failed, until now."""
+        if put > self._put:
+            self._pause_s = 0.0
+        elif failed > self._failed:
+            self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
+        pause_s = self._pause_s if failed > self._failed and put == self._put else 0.0
+        self._put, self._failed = put, failed
+        return pause_s
 
 
 class AgentWorker:
@@ -42,6 +63,8 @@ class AgentWorker:
         self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pauses = Pauses()
+        self._shown: set[str] = set()  # errors whose traceback is in the log
         self.put = self.failed = self.refused = 0
 
     @property
@@ -65,13 +88,16 @@ class AgentWorker:
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         """Start the samples of leased groups.
 
-        Consumes leases; produces one task per sample. Waits for a free slot, then for work; unblocked by the end of a
-        conversation and by the queue's reply, at most LEASE_WAIT_S later. Ends when the run is over.
+        Consumes leases; produces one task per sample. Waits for a free slot, for the clock while samples only fail,
+        then for work; unblocked by the end of a conversation, at most LONGEST_PAUSE_S later, and by the queue's reply,
+        at most LEASE_WAIT_S later. Ends when the run is over.
         """
         while True:
             while len(self._held) >= self._agent.concurrency:
                 self._less_work.clear()
                 await self._less_work.wait()
+            if pause_s := self._pauses.after(self.put, self.failed):
+                await asyncio.sleep(pause_s)
             groups = max(1, (self._agent.concurrency - len(self._held)) // self._group_size)
             leased = await self._queue.lease(groups, LEASE_WAIT_S)
             if leased.finished:
@@ -129,8 +155,19 @@ class AgentWorker:
         except Exception as error:
             if self._replays:
                 raise
-            log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
+            self._log_failure(group, sample, error)
             return f"{type(error).__name__}: {error}"
+
+    def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
+        """Log an error of the user's code, with its traceback if it is the first of its class from its line."""
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        known = f"{type(error).__name__} in {frame.f_code.co_filename}:{line}"
+        if known in self._shown:
+            name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
+            log.error("%s: %r (%s, as before)", name, error, known)
+        else:
+            self._shown.add(known)
+            log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
 
     async def _episode(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.recorded import AsRecorded
-from rl_async.agent_loop.worker import AgentWorker
+from rl_async.agent_loop.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost
@@ -216,6 +216,49 @@ async def test_errors_of_users_loops_fail_the_sample(renderer: ChatRenderer, tmp
     queue = FakeQueue([leased(samples=1)])
     await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/bad.py:bad")
     assert "AttributeError" in queue.failures[0][2]
+
+
+FAILS = """
+async def fails(episode):
+    if episode.task.ground_truth == "6":
+        raise ValueError("six")
+    raise RuntimeError("loop broke")
+"""
+
+
+async def test_the_log_has_one_traceback_of_errors_that_are_alike(
+    renderer: ChatRenderer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    queue = FakeQueue([leased(samples=3), leased(samples=2, ground_truth="6")])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/fails.py:fails")
+    assert len(queue.failures) == 5
+    told = [entry for entry in caplog.records if entry.levelname == "ERROR"]
+    whole = [entry.exc_info[0] for entry in told if entry.exc_info]
+    assert len(told) == 5 and sorted(map(str, whole)) == sorted(map(str, (RuntimeError, ValueError)))
+    assert all("loop broke" in text or "six" in text for text in (e.getMessage() for e in told if not e.exc_info))
+
+
+def test_leases_wait_longer_and_longer_while_samples_only_fail() -> None:
+    pauses = Pauses()
+    assert pauses.after(0, 0) == 0.0
+    assert [pauses.after(0, failed) for failed in (1, 9, 10)] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses.after(0, 10) == 0.0, "nothing has ended since"
+    assert pauses.after(0, 11) == 8 * FIRST_PAUSE_S
+    assert max(pauses.after(0, failed) for failed in range(12, 30)) == pauses.after(0, 30) == LONGEST_PAUSE_S
+    assert pauses.after(1, 40) == pauses.after(2, 40) == 0.0, "one succeeded"
+    assert pauses.after(2, 41) == FIRST_PAUSE_S
+
+
+async def test_before_a_lease_the_worker_waits_as_its_failures_demand(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    counted: list[tuple[int, int]] = []
+    monkeypatch.setattr(Pauses, "after", lambda self, put, failed: counted.append((put, failed)) or 0.0)
+    groups = [leased(samples=2) for _ in range(3)]
+    await run(FakeQueue(groups), renderer, Engine(renderer), concurrency=2, loop=f"{tmp_path}/fails.py:fails")
+    assert counted[0] == (0, 0) and counted[-1][0] == 0 and counted[-1][1] > 0
 
 
 @pytest.mark.parametrize(
