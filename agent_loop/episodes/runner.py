@@ -68,8 +68,8 @@ class EpisodeRunner:
         of several roles, the rows of one after the other.
 
         They are not scored, but have what the environment says of the episode. Raises EngineError, EnvironmentFailed,
-        whatever a user's loop raises, and ConfigError or DataError if the task names what does not exist or code that
-        the config does not list.
+        whatever a user's loop raises, ConfigError if it returns no reason, and ConfigError or DataError if the task
+        names what does not exist or code that the config does not list.
         """
         task = group.task
         require_listed(self._config, task)
@@ -136,7 +136,14 @@ class EpisodeRunner:
                 prompt=prompt,
                 role=role,
             )
-            return episode, await get_loop(place.group.task.agent or self._config.agent.loop)(episode)
+            name = place.group.task.agent or self._config.agent.loop
+            reason: object = await get_loop(name)(episode)
+            if not isinstance(reason, str):  # a user's loop may forget it
+                raise ConfigError(
+                    f"agent.loop: {name} returned {reason!r:.80}; it must return why the episode ended, a string such "
+                    "as 'stop': often what `await episode.generate()` returned"
+                )
+            return episode, reason
 
     def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
         """Return the rows of a conversation, with what the environment says of it."""

@@ -218,6 +218,16 @@ async def test_errors_of_users_loops_fail_the_sample(renderer: ChatRenderer, tmp
     assert "AttributeError" in queue.failures[0][2]
 
 
+async def test_a_loop_that_returns_no_reason_fails_its_sample_and_is_named(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    (tmp_path / "forgets.py").write_text("async def forgets(episode):\n    await episode.generate()\n")
+    queue = FakeQueue([leased(samples=2)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/forgets.py:forgets")
+    assert len(queue.failures) == 2 and queue.rows == []
+    assert re.match(r"ConfigError: agent\.loop: .*forgets\.py:forgets returned None", queue.failures[0][2])
+
+
 FAILS = """
 async def fails(episode):
     if episode.task.ground_truth == "6":
