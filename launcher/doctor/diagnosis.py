@@ -237,7 +237,7 @@ def _all_given_up(seen: Observation) -> list[str]:
     status = seen.queue.report.status
     if status.ready or status.reserved or status.committed or not (failed := given_up_text(status, None)):
         return []
-    return [f"no group has been completed so far: {failed}; tracebacks are in {seen.run}/logs/worker-*.log"]
+    return [f"no group has been completed, and {failed}; tracebacks are in {seen.run}/logs/worker-*.log"]
 
 
 def _starved(seen: Observation) -> list[str]:

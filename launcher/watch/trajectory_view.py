@@ -85,7 +85,8 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     row = max(chosen, key=_corrected)
     place = f"group {row.group_id}, sample {row.sample}" + (f", segment {row.segment}" if row.segment else "")
     place += f", role {printable(row.role)}" * bool(row.role)
-    console.print(f"\n{place}, reward {row.reward:g}", highlight=False)
+    scored = "" if row.scored else ", not scored"
+    console.print(f"\n{place}, reward {row.reward:g}{scored}", highlight=False)
     for line in [*reward_parts(row), *turn_rewards(row)]:
         console.print(line, highlight=False, markup=False)
     console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)

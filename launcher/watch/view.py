@@ -195,7 +195,7 @@ class View:
             table.add_row("step", f"none of {self._config.trainer.steps} done, the first batch is being sampled")
         else:
             self._add_step(table, record)
-        if failed := given_up_text(report, record):
+        if failed := given_up_text(self._report, record):
             table.add_row("failed", failed)
         states = self._states()
         table.add_row("queue", _queue_text(report, states))

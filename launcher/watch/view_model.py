@@ -174,10 +174,10 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
     count = max(reported, int(record.get(GIVEN_UP, 0.0)) if record else 0)
     if not count:
         return ""
-    groups = "1 group was given up: its" if count == 1 else f"{count} groups were given up: their"
+    groups = "1 group was given up, as its" if count == 1 else f"{count} groups were given up, as their"
     last = report.last_failure if report else ""
-    why = printable(f"the last: {last}") if last else "logs/worker-*.log have the errors"
-    return f"{groups} episodes failed; {why}"
+    why = f", the last with: {printable(last)}" if last else " (logs/worker-*.log)"
+    return f"{groups} episodes failed{why}"
 
 
 def unscored_text(share: float) -> str:

@@ -82,10 +82,12 @@ def test_the_most_frequent_errors_of_a_step_are_shown_with_their_counts(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = ["bad answer \x1b[2J", *["reward mine.py:f: ValueError: 7"] * 2, "", "c", "d"]
-    rows = [msgspec.structs.replace(row(sample), error=error) for sample, error in enumerate(errors)]
+    rows = [msgspec.structs.replace(row(n), error=error, scored=not error) for n, error in enumerate(errors)]
     write(run / "trajectories", "step-000009-lineage0-rank0.jsonl.gz", *rows)
     assert main(["show", str(run), "--step", "9"]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if "6 rows" in line]
+    out = capsys.readouterr().out
+    shown = [line for line in out.splitlines() if "6 rows" in line]
+    assert ", not scored" in out
     assert "2 of" in shown[0] and "mine.py:f: ValueError: 7" in shown[0] and "\\x1b[2J" in shown[1]
     assert len(shown) == ERRORS
 
