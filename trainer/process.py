@@ -37,7 +37,7 @@ from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.memory import MemoryWatch
 from rl_async.trainer.monitoring.profiling import StepProfiler
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
-from rl_async.trainer.monitoring.ranks import ranks_joined
+from rl_async.trainer.monitoring.ranks import as_rank_0, ranks_joined
 from rl_async.trainer.monitoring.records import next_lineage, require_newest
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
@@ -249,7 +249,7 @@ def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source:
         run.config.mode,
         publisher,
         lends=run.config.trainer.lend_devices,
-        agree=_as_rank_0,
+        agree=as_rank_0,
         barrier=dist.barrier,
         onload=run.models.wake,
         offload=offload,
@@ -276,13 +276,6 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
     answer_s = RANKS_SHARE * min(sync.timeout_s, sync.sync_timeout_s)
     with meeting.led(outlet, token, store, dist.get_world_size(), answer_s, timeout_s) as shards:
         yield ShardedByRank(outlet, shards)
-
-
-def _as_rank_0(decision: bool) -> bool:
-    """Return rank 0's decision on every rank. A collective."""
-    decided = torch.tensor([decision])
-    dist.broadcast(decided, 0)
-    return bool(decided.item())
 
 
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:

@@ -130,7 +130,11 @@ class TrainerConfig(Config, frozen=True):
     ] = True
     profile: ProfileConfig = ProfileConfig()
     batch_timeout_s: Annotated[
-        Seconds, doc("Deadline for a batch; beyond it the run ends and names what is missing.")
+        Seconds,
+        doc(
+            "Deadline for a batch; beyond it the run ends and names what is missing. An evaluation ends so once no "
+            "further task of it was finished for this long."
+        ),
     ] = 300.0
     collective_timeout_s: Annotated[
         Seconds, doc("A rank that waits longer for the others exits, and the run restarts from the last checkpoint.")

@@ -63,11 +63,13 @@ class Leased(Reply):
 class NotReady(Reply):
     """Nothing yet; ask again. ``why`` names what is being waited for and for how long.
 
-    ``unattended_s``: as in StatusReport.
+    ``unattended_s``: as in StatusReport. Of an evaluation, ``finished`` of ``groups`` are.
     """
 
     why: str
     unattended_s: float = 0.0
+    finished: int = 0
+    groups: int = 0
 
 
 class Reserved(Reply):

@@ -245,11 +245,15 @@ class Evaluate(Request[Done]):
 
 
 class AwaitEvaluation(LongPoll[Reserved | NotReady], tag="EvalResult"):
-    """Read the trajectories of an evaluation once all are finished. Trainer, ``rl-async eval`` -> queue."""
+    """Read the trajectories of an evaluation once all are finished, or at once those that are ``so_far``.
+
+    Trainer, ``rl-async eval`` -> queue.
+    """
 
     eval_id: int
     wait_s: float
     lineage: int | None = None
+    so_far: bool = False
 
 
 class RegisterEngine(Request[Done]):

@@ -64,7 +64,7 @@ def requests(rng: random.Random, row: m.Trajectory, key: str) -> list[m.Request]
         m.Retire(step=step, lineage=lineage),
         m.Tighten(max_staleness=rng.choice([0, 1, -1]), lineage=lineage),
         m.Evaluate(eval_id=step, lineage=optional),
-        m.AwaitEvaluation(eval_id=step, wait_s=0.0, lineage=optional),
+        m.AwaitEvaluation(eval_id=step, wait_s=0.0, lineage=optional, so_far=rng.random() < 0.5),
         m.RegisterEngine(engine_id="e", url="http://x", kind="vllm"),
         m.RemoveEngine(engine_id="e", reason="r", lineage=optional),
         m.ListEngines(lineage=optional),

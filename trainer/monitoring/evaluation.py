@@ -60,6 +60,7 @@ class Evaluator:
         self._running: int | None = None
         self._newest = -1  # requested last
         self._unattended_s = 0.0  # as the queue said last
+        self._finished = 0  # groups of the running evaluation, as far as the queue said
 
     def begin(self, published: int) -> None:
         """Start an evaluation of the published weights; ``after_step`` or ``finish`` returns its result."""
@@ -76,33 +77,41 @@ class Evaluator:
             self._start(published)
         return result
 
-    def finish(self, published: int, timeout_s: float) -> list[FinishedEvaluation]:
-        """Wait for a running evaluation, then evaluate the final weights. Raises RlAsyncError after ``timeout_s``.
+    def finish(
+        self, published: int, timeout_s: float, waiting: Callable[[], object] = lambda: None
+    ) -> list[FinishedEvaluation]:
+        """Wait for a running evaluation, then evaluate the final weights.
 
+        Raises RlAsyncError once no further group was finished for ``timeout_s``. ``waiting`` is called all the while.
         Returns the results that ``after_step`` has not returned, oldest first. What agent programs have not played by
         then, since none is there, is skipped with a warning: the run is trained all the same.
         """
-        pending, final = self._wait(timeout_s), None
+        pending, final = self._wait(timeout_s, waiting), None
         if self._running is None:  # else it was skipped, and nobody would play another one
             if self._newest != published:
                 self._start(published)
-            final = self._wait(timeout_s)
+            final = self._wait(timeout_s, waiting)
         return [result for result in (pending, final) if result is not None]
 
     def _start(self, published: int) -> None:
         self._queue.evaluate(published)
         self._running = self._newest = published
+        self._finished = 0
 
-    def _wait(self, timeout_s: float) -> FinishedEvaluation | None:
-        """Wait for the running evaluation: ``timeout_s`` in all while it is played, and as long while nobody plays.
+    def _wait(self, timeout_s: float, waiting: Callable[[], object]) -> FinishedEvaluation | None:
+        """Wait for the running evaluation. Until a further group is finished, ``timeout_s`` in all while it is played,
+        and as long while nobody plays.
 
         A program that comes back late still has time, and one that comes and goes does not keep the run waiting.
         """
         result, before = None, self._clock()
-        waited = {"played": 0.0, "alone": 0.0}
+        waited, finished = {"played": 0.0, "alone": 0.0}, self._finished
         while self._running is not None:
+            waiting()
             result = self._collect(1.0)
             state, now = "alone" if self._unattended_s else "played", self._clock()
+            if self._finished > finished:
+                waited, finished, before = dict.fromkeys(waited, 0.0), self._finished, now
             waited[state], before = waited[state] + now - before, now
             if self._running is not None and waited[state] > timeout_s:
                 if state == "alone":
@@ -114,7 +123,8 @@ class Evaluator:
                     )
                     return None
                 raise RlAsyncError(
-                    f"evaluation of version {self._running} did not finish within trainer.batch_timeout_s"
+                    f"evaluation of version {self._running}: no further task was finished within "
+                    f"trainer.batch_timeout_s={timeout_s:g}"
                 )
         return result
 
@@ -124,6 +134,7 @@ class Evaluator:
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
             self._unattended_s = reply.unattended_s
+            self._finished = max(self._finished, reply.finished)
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])

@@ -79,6 +79,13 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     return f"{device}:{local}", store
 
 
+def as_rank_0(decision: bool) -> bool:
+    """Return rank 0's decision on every rank. A collective."""
+    decided = torch.tensor([decision])
+    dist.broadcast(decided, 0)
+    return bool(decided.item())
+
+
 def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.Store:
     """Meet the other ranks at RL_ASYNC_RENDEZVOUS, a file of the launcher for ranks on its machine; without one, at
     MASTER_ADDR and MASTER_PORT, where rank 0 opens a store. Return the store.

@@ -21,6 +21,7 @@ from rl_async.trainer.monitoring.guard import Guard
 from rl_async.trainer.monitoring.memory import MemoryWatch
 from rl_async.trainer.monitoring.profiling import StepProfiler
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
+from rl_async.trainer.monitoring.ranks import as_rank_0
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.publisher import Publisher
@@ -125,9 +126,13 @@ class Run:
         self.retire()
         self.stop.wait_for_step(False)
         if self.evaluations and self.tracking:
-            for result in self.evaluations.finish(published.step, self.config.trainer.batch_timeout_s):
+            timeout_s = self.config.trainer.batch_timeout_s
+            for result in self.evaluations.finish(published.step, timeout_s, lambda: as_rank_0(True)):
                 # Trackers want steps that never decrease, and one value of a metric per step.
                 self.tracking.log_evaluation(max(result.step, published.step - 1), result.metrics())
+        # As long as rank 0 evaluates, the others meet it again and again: it may take longer than a collective.
+        while as_rank_0(False):
+            pass
         self._close()
 
     def _close(self) -> None:

@@ -123,7 +123,7 @@ def _attended(store: Store, reply: m.Reply, now: float) -> m.Reply:
     if not isinstance(reply, m.NotReady) or not unattended_s:
         return reply
     why = f"{reply.why}; no agent program has asked a gateway for an episode for {unattended_s:.0f} s"
-    return m.NotReady(why=why, unattended_s=unattended_s)
+    return msgspec.structs.replace(reply, why=why, unattended_s=unattended_s)
 
 
 def _equal_shares(queue: Serving, parked: Sequence[Incoming[m.Lease]]) -> Iterable[Incoming[m.Lease]]:
@@ -237,7 +237,7 @@ _VERBS = (
     _poll(
         m.AwaitEvaluation,
         TRAINS,
-        lambda s, r, now: _attended(s, s.evals.result(r.eval_id), now),
+        lambda s, r, now: _attended(s, s.evals.result(r.eval_id, r.so_far), now),
         *(t.GroupReady, t.EvalClosed),
     ),
     _verb(m.Finish, TRAINS, lambda s, r, _: s.finish()),

@@ -47,20 +47,22 @@ class EvalRounds:
         self._change(EvalOpened(eval_id=eval_id, groups=groups))
         return Done()
 
-    def result(self, eval_id: int) -> Reserved | NotReady | Refused:
-        """What there is of it, once nothing more is to come; samples that failed for good are missing."""
+    def result(self, eval_id: int, so_far: bool = False) -> Reserved | NotReady | Refused:
+        """What there is of it ``so_far``, or once nothing more is to come; samples that failed for good are missing."""
         evaluation = self._evals.get(eval_id)
         if evaluation is None:
             return Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
         groups = [self._book.groups[group_id] for group_id in evaluation.groups]
         unfinished = [group for group in groups if group.state is not State.READY]
-        if unfinished:
+        if unfinished and not so_far:
             first = unfinished[0]
             return NotReady(
                 why=f"{len(unfinished)} of {len(groups)} groups of evaluation {eval_id} are unfinished, "
-                f"the first is {first.group_id} ({first.state})"
+                f"the first is {first.group_id} ({first.state})",
+                finished=len(groups) - len(unfinished),
+                groups=len(groups),
             )
-        if not evaluation.answered:
+        if not unfinished and not evaluation.answered:
             self._change(EvalAnswered(eval_id=eval_id))
         return Reserved(
             step=eval_id,

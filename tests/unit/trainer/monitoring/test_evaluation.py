@@ -205,6 +205,25 @@ def test_a_program_that_comes_back_late_has_time_to_play() -> None:
     assert result.step == 7
 
 
+class Slow(Queue):
+    """One of ten groups is finished with each reply, the tenth with the last."""
+
+    def __init__(self) -> None:
+        super().__init__(done=False)
+        self.finished = 0
+
+    def not_ready(self) -> NotReady:
+        self.finished += 1
+        self.done = self.finished == 9
+        return NotReady(why="some are missing", finished=self.finished, groups=10)
+
+
+def test_the_deadline_is_for_the_next_group_not_for_all() -> None:
+    clock, waits = map(float, range(0, 100_000, 60)).__next__, list[int]()
+    (result,) = Evaluator(Slow(), 0, Recorder(), clock).finish(7, 65.0, lambda: waits.append(1))
+    assert result.step == 7 and len(waits) == 10, "other ranks hear of each question"
+
+
 class Pausing(Queue):
     """Somebody plays for five replies, and nobody for the next five, again and again."""
 

@@ -380,7 +380,7 @@ def test_the_trainer_is_told_that_all_agent_programs_are_away(served: Served) ->
     assert answer.response.reply.unattended_s == 280.0
     served.ask("t", m.Evaluate(eval_id=0))
     (answer,) = served.ask("t", m.AwaitEvaluation(eval_id=0, wait_s=0.0))
-    assert answer.response.reply.unattended_s == 280.0
+    assert answer.response.reply.unattended_s == 280.0 and answer.response.reply.groups > 0
     served.ask("b", m.Renew(worker="b"))
     (answer,) = served.ask("t", status)
     assert answer.response.reply.unattended_s == 0.0, "an agent worker plays"

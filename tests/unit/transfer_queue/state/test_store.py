@@ -259,6 +259,22 @@ def test_evaluation_runs_outside_the_slots(make_rig):
     assert rig.store.evals.result(6).code == "unknown_eval"
 
 
+def test_what_there_is_of_an_evaluation_so_far_can_be_read_and_does_not_end_it(make_rig):
+    rig = make_rig(max_staleness=0, eval_samples=1)
+    rig.publish(0)
+    rig.store.evals.open(5)
+    groups = [group for group in rig.lease() if group.partition == "eval"]
+    rig.put_all(groups[:1])
+    waiting = rig.store.evals.result(5)
+    assert (waiting.finished, waiting.groups) == (1, 2)
+    result = rig.store.evals.result(5, so_far=True)
+    assert [header.group_id for header in result.headers] == [EVAL_GROUPS]
+    assert list(result.tasks) == [EVAL_GROUPS, EVAL_GROUPS + 1]
+    rig.store.evals.open(6)  # forgets evaluations that were answered
+    rig.put_all(groups[1:])
+    assert len(rig.store.evals.result(5).headers) == 2
+
+
 def test_evaluation_ends_without_samples_that_failed_for_good(make_rig):
     rig = make_rig(max_staleness=0)
     rig.publish(0)

@@ -1,0 +1,13 @@
+"""The final evaluation, which rank 0 alone waits for, may take longer than a collective."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked import run_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_ranks_wait_for_a_final_evaluation_longer_than_a_collective_takes(tmp_path: Path) -> None:
+    run_ranks("tests.contracts.trainer.workers.final_evaluation", str(tmp_path), ranks=2, timeout_s=120)
