@@ -1,6 +1,7 @@
 """``rl-async eval``: one pass over the held-out tasks with the processes of a run but its trainer."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,16 +31,19 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 
 EVAL_ID = 0
 POLL_S = 5.0
+PROGRESS_S = 30.0  # between two lines that say how far it is
+KEEP_S = 20.0  # to fetch and write what was finished, when it ends early
 
 
 class EvaluationTimeout(RlAsyncError):
-    """The held-out tasks did not finish within trainer.batch_timeout_s; names what is missing."""
+    """No further held-out task was finished within trainer.batch_timeout_s; names what is missing."""
 
 
 def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | None) -> int:
     """Evaluate ``model.path`` on ``data.eval_path``, print what came of it per data source, and return the exit code.
 
-    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write the episodes.
+    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write the episodes. If it ends early, by
+    a signal or an error, the episodes that were complete are written and reported.
     """
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
@@ -55,15 +59,17 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
             keys, trains = client_keys(config, folder, "operator"), client_keys(config, folder, "trainer")
             with Supervisor(planned, executor, folder, keys) as supervisor:
                 await prepare(config, planned, supervisor, console)
+                say(console, f"run folder: {folder}")
                 announce(config, folder, executor, console)
                 async with QueueClient(supervisor.address, role="trainer", name="evaluation", keys=trains) as queue:
-                    evaluation = EvaluationRun(queue, config, folder)
-                    await supervisor.run(evaluation.run, evaluation.on_engine)
+                    evaluation = EvaluationRun(queue, config, folder, console)
+                    try:
+                        await supervisor.run(evaluation.run, evaluation.on_engine)
+                    finally:
+                        write_and_tell(evaluation, solved, jsonl, console)
         except Interrupted as interruption:
+            print("interrupted; every process has ended", file=sys.stderr)
             return EXIT_SIGNAL + interruption.number
-        print_report(evaluation.result, solved, console)
-        if jsonl is not None:
-            write_lines(jsonl, evaluation.rows)
         say(console, f"run folder: {folder}")
         return 0
 
@@ -87,14 +93,28 @@ def without_training(config: RunConfig) -> RunConfig:
 
 
 class EvaluationRun:
-    """One evaluation, which the supervisor runs in place of the trainer."""
+    """One evaluation, which the supervisor runs in place of the trainer.
 
-    def __init__(self, queue: QueueClient, config: RunConfig, folder: Path) -> None:
-        self._queue, self._timeout_s = queue, config.trainer.batch_timeout_s
-        self._token = run_token(folder, "engines")
-        self._trajectories = recorded_in(folder)
+    ``rows`` are those of the episodes of ``result``, which is of all only if it ``ended``.
+    """
+
+    def __init__(self, queue: QueueClient, config: RunConfig, folder: Path, console: Console) -> None:
+        self._queue, self._timeout_s, self._samples = queue, config.trainer.batch_timeout_s, config.eval.samples
+        self._token, self._console = run_token(folder, "engines"), console
+        self.trajectories = recorded_in(folder)
         self.result = Reserved(step=EVAL_ID, headers=[])
         self.rows: Sequence[Trajectory] = []
+        self.ended = False
+
+    @property
+    def done(self) -> int:
+        """How many episodes are complete."""
+        return len({(header.group_id, header.sample) for header in self.result.headers})
+
+    @property
+    def count(self) -> int:
+        """How many episodes there were to be."""
+        return len(self.result.tasks) * self._samples
 
     async def on_engine(self, record: EngineRecord) -> None:
         """Send an update without buckets: the engine keeps the weights of ``model.path``, as version 0."""
@@ -112,23 +132,70 @@ class EvaluationRun:
     async def run(self) -> None:
         """Request the evaluation, wait for its last trajectory, and write all of them into the run folder.
 
-        Raises EvaluationTimeout; the time for which no agent program plays does not count.
+        If it is cancelled or fails, what was finished is kept. Raises EvaluationTimeout once no further task was
+        finished within the deadline; the time for which no agent program plays does not count.
         """
         await self._queue.evaluate(EVAL_ID)
-        deadline = time.monotonic() + self._timeout_s
+        try:
+            await self._keep(await self._wait())
+            self.ended = True
+        except (asyncio.CancelledError, RlAsyncError):
+            await self._keep_finished()
+            raise
+
+    async def _wait(self) -> Reserved:
+        deadline, finished, told = 0.0, -1, time.monotonic()
         while not isinstance(reply := await self._queue.eval_result(EVAL_ID, POLL_S), Reserved):
-            if reply.unattended_s:  # nobody plays yet
-                deadline = time.monotonic() + self._timeout_s
-            if time.monotonic() > deadline:
-                raise EvaluationTimeout(f"no result within trainer.batch_timeout_s={self._timeout_s:g}: {reply.why}")
-        self.result = reply
-        self.rows = await self._queue.fetch([header.key for header in reply.headers])
-        await asyncio.to_thread(write_trajectories, self._trajectories, self.rows)
+            now = time.monotonic()
+            if reply.unattended_s or reply.finished > finished:
+                deadline, finished = now + self._timeout_s, max(finished, reply.finished)
+            if now > deadline:
+                limit = f"trainer.batch_timeout_s={self._timeout_s:g}"
+                raise EvaluationTimeout(f"no further task was finished within {limit}: {reply.why}")
+            if now - told >= PROGRESS_S:
+                told = now
+                say(self._console, f"{reply.finished} of {reply.groups} tasks")
+        return reply
+
+    async def _keep(self, result: Reserved) -> None:
+        rows = await self._queue.fetch([header.key for header in result.headers])
+        await asyncio.to_thread(write_trajectories, self.trajectories, rows)
+        self.result, self.rows = result, rows
+
+    async def _keep_finished(self) -> None:
+        """Keep the episodes that are complete; if the queue no longer answers, that is told."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                reply = await self._queue.eval_result(EVAL_ID, 0.0, so_far=True)
+                if isinstance(reply, Reserved) and reply.headers:
+                    await self._keep(reply)
+        except (RlAsyncError, TimeoutError) as error:
+            why = str(error) or f"no answer within {KEEP_S:g} s"
+            say(self._console, f"the episodes that were complete could not be fetched: {why}")
 
 
 def recorded_in(folder: Path) -> Path:
     """Return the file of the evaluation's trajectories in its run folder."""
     return folder / "trajectories" / f"eval-{EVAL_ID:06d}.jsonl.gz"
+
+
+def write_and_tell(evaluation: EvaluationRun, solved: float, jsonl: Path | None, console: Console) -> None:
+    """Write the rows to ``jsonl``, and print what came of them, and of how many if the evaluation ended early."""
+    if evaluation.rows or evaluation.ended:
+        if jsonl is not None:
+            write_lines(jsonl, evaluation.rows)
+        print_report(evaluation.result, solved, console)
+    if not evaluation.ended:
+        tell_early_end(evaluation.done, evaluation.count, [evaluation.trajectories, jsonl], console)
+
+
+def tell_early_end(done: int, count: int, places: Sequence[Path | None], console: Console) -> None:
+    """Say how many of ``count`` episodes are complete, and in which files."""
+    if done:
+        files = " and ".join(str(place) for place in places if place is not None)
+        say(console, f"ended after {done} of {count} episodes; only these are counted, and kept in {files}")
+    else:
+        say(console, "ended before an episode was complete")
 
 
 def print_report(result: Reserved, solved: float, console: Console) -> None:

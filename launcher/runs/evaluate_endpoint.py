@@ -26,7 +26,7 @@ from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.folder.run_folder import create, hold, next_folder
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
-from rl_async.launcher.runs.evaluate import EVAL_ID, print_report, recorded_in
+from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, print_report, recorded_in, tell_early_end
 from rl_async.launcher.runs.launch import log_into
 from rl_async.launcher.runs.prepare import prepare_data
 from rl_async.launcher.watch.terminal import say
@@ -36,7 +36,6 @@ from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.data.task_stream import held_out_tasks
 
 UNBOUNDED = 1 << 30  # bytes of a conversation: how many tokens there may be is the endpoint's business
-PROGRESS_S = 30.0
 
 
 def evaluate_endpoint(
@@ -66,7 +65,7 @@ def evaluate_endpoint(
         headers = [row.header() for row in rows]
         print_report(Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks), solved, console)
     if samples.done < samples.count:
-        say(console, f"interrupted after {samples.done} of {samples.count} episodes; only these are counted and kept")
+        tell_early_end(samples.done, samples.count, [recorded_in(folder), jsonl], console)
     say(console, f"run folder: {folder}")
     if code == 0 and not any(row.scored for row in rows):
         raise RlAsyncError(f"no episode could be scored; the error of the last one: {rows[-1].error}")
