@@ -7,7 +7,7 @@ deadline would need a wait function and two hooks, which are longer than the loo
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -21,23 +21,29 @@ CONNECT_S = 5.0
 LONGEST_BACKOFF_S = 30.0
 TOO_MANY = 429
 SHOWN = 300  # characters of an answer that go into an error
+REFUSED = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)  # nobody was reached
 RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)  # the connection was refused, lost or cut off
 
 log = logging.getLogger("rl_async.reward_loop")
 
 
 class _Retryable(Exception):
-    """A failed attempt that is worth a retry. ``pause_s``: the server's Retry-After."""
+    """A failed attempt that is worth a retry.
 
-    def __init__(self, reason: str, pause_s: float = 0.0) -> None:
+    ``pause_s``: the server's Retry-After. ``refused``: nobody was reached.
+    """
+
+    def __init__(self, reason: str, pause_s: float = 0.0, *, refused: bool = False) -> None:
         super().__init__(reason)
-        self.pause_s = pause_s
+        self.pause_s, self.refused = pause_s, refused
 
 
 class Poster:
     """Posts to one ``url``. ``section`` is the config section whose keys its errors name.
 
-    ``api_key`` is sent as a bearer token and struck out of every error, which may end up in the run folder.
+    ``api_key`` is sent as a bearer token and struck out of every error, which may end up in the run folder. A server
+    that never answered and refuses connections gets ``attempts_to_reach`` attempts, if that is fewer. ``tell`` is
+    called with the first failure that is retried.
     """
 
     def __init__(
@@ -51,8 +57,12 @@ class Poster:
         max_concurrent: int,
         per_minute: int = 0,
         api_key: str = "",
+        attempts_to_reach: int | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.url = url
+        self._attempts_to_reach, self._tell = attempts_to_reach or attempts, tell
+        self._answered = False
         self._section, self._timeout_s, self._attempts, self._backoff_s = section, timeout_s, attempts, backoff_s
         self._slots = asyncio.Semaphore(max_concurrent)
         self._rate = RateLimit(per_minute, MINUTE_S)
@@ -80,20 +90,27 @@ class Poster:
 
     async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str]) -> bytes:
         """Attempt until one succeeds; ``failures`` holds the last failure."""
-        for attempt in range(1, self._attempts + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return await self._attempt(data, headers)
             except _Retryable as failure:
                 failures[0] = str(failure)
-                if attempt == self._attempts:
-                    break
+                attempts = self._attempts
+                if failure.refused and not self._answered:
+                    attempts = min(attempts, self._attempts_to_reach)
+                if attempt >= attempts:
+                    raise ScorerFailed(f"{failure} (attempt {attempt} of {attempts})") from None
+                if self._tell is not None:
+                    self._tell(f"{failure}; asking again")
+                    self._tell = None
                 pause_s = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
                 # Many conversations fail together; without jitter they would retry together.
                 pause_s = max(failure.pause_s, pause_s * random.uniform(0.75, 1.25))
-                log.info("%s; attempt %d of %d in %.1f s", failure, attempt + 1, self._attempts, pause_s)
+                log.info("%s; attempt %d of %d in %.1f s", failure, attempt + 1, attempts, pause_s)
                 await asyncio.sleep(pause_s)
                 await self._rate.wait()
-        raise ScorerFailed(f"{failures[0]} (attempt {self._attempts} of {self._attempts})")
 
     async def _attempt(self, data: bytes, more: Mapping[str, str]) -> bytes:
         if self._session is None:
@@ -107,9 +124,11 @@ class Poster:
         try:
             # A redirect is not followed: it would carry conversations to a server that nobody configured.
             async with self._session.post(self.url, data=data, headers=headers, allow_redirects=False) as response:
+                self._answered = True
                 raw = await response.read()
         except RETRIED as error:
-            raise _Retryable(self._without_key(f"{self.url}: {type(error).__name__}: {error}")) from error
+            text = self._without_key(f"{self.url}: {type(error).__name__}: {error}")
+            raise _Retryable(text, refused=isinstance(error, REFUSED)) from error
         except aiohttp.ClientError as error:
             raise ScorerFailed(self._without_key(f"{self.url}: {type(error).__name__}: {error}")) from error
         if response.status == 200:
@@ -130,7 +149,15 @@ class Poster:
             self._session = None
 
 
-def poster_of(config: ServedModelConfig, url: str, section: str, api_key: str) -> Poster:
+def poster_of(
+    config: ServedModelConfig,
+    url: str,
+    section: str,
+    api_key: str,
+    *,
+    attempts_to_reach: int | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Poster:
     """Return the poster of chat requests to the model behind the base URL ``url``."""
     return Poster(
         f"{url.rstrip('/')}/chat/completions",
@@ -140,6 +167,8 @@ def poster_of(config: ServedModelConfig, url: str, section: str, api_key: str) -
         backoff_s=config.backoff_s,
         max_concurrent=config.max_concurrent,
         api_key=api_key,
+        attempts_to_reach=attempts_to_reach,
+        tell=tell,
     )
 
 

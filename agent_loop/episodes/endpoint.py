@@ -1,5 +1,6 @@
 """A model behind an OpenAI-compatible URL in place of the engines, to be evaluated like the policy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from rl_async.reward_loop.post import poster_of
 from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult
 
 SECTION = "eval.endpoint"
+ATTEMPTS_TO_REACH = 4  # with pauses of 7 s in all, before it ever answered: more likely its address is wrong
 SHOWN = 300  # characters of an answer that go into an error
 
 
@@ -38,13 +40,13 @@ class Endpoint:
     """A `Generator` of conversations in the format of `MessageLines`.
 
     Its "tokens" have no log-probabilities, and say nothing about how many the endpoint sampled. Raises ConfigError if
-    the environment lacks the API key.
+    the environment lacks the API key. ``tell`` is called with the first failure of a request that is retried.
     """
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, tell: Callable[[str], None] | None = None) -> None:
         self._config = config
         key = read_api_key(config.api_key_env, f"{SECTION}.api_key_env")
-        self._poster = poster_of(config, config.url, SECTION, key)
+        self._poster = poster_of(config, config.url, SECTION, key, attempts_to_reach=ATTEMPTS_TO_REACH, tell=tell)
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         """Ask for the next message of the conversation that ``request`` says.

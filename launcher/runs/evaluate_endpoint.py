@@ -5,8 +5,9 @@ An agent worker plays them in this process. No engine, trainer or transfer queue
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -83,13 +84,20 @@ def _require_playable(config: RunConfig) -> None:
     check_api_keys(config)
 
 
-async def play(config: RunConfig, endpoint: EndpointConfig, samples: "HeldOutSamples", folder: Path) -> None:
+async def play(
+    config: RunConfig,
+    endpoint: EndpointConfig,
+    samples: "HeldOutSamples",
+    folder: Path,
+    tell: Callable[[str], None] | None = None,
+) -> None:
     """Play and score all samples; the run folder is made once the endpoint has answered.
 
+    ``tell`` is called with the first failure of a request that is retried.
     Raises ConfigError if the endpoint does not answer a first request, or for what is wrong in the config.
     """
     async with AsyncExitStack() as stack:
-        subject = Endpoint(endpoint)
+        subject = Endpoint(endpoint, tell)
         stack.push_async_callback(subject.close)
         await _try(subject, config, endpoint, samples.tasks[0])
         create(config, folder)
@@ -128,7 +136,7 @@ async def _play_and_tell(
 ) -> int:
     """Play all samples, or until SIGINT or SIGTERM; print from time to time how many are done. Return the exit code."""
     received = cancel_on_signals()
-    playing = asyncio.create_task(play(config, endpoint, samples, folder))
+    playing = asyncio.create_task(play(config, endpoint, samples, folder, partial(say, console)))
     try:
         while not (await asyncio.wait([playing], timeout=PROGRESS_S))[0]:
             say(console, f"{samples.done} of {samples.count} episodes")

@@ -10,15 +10,19 @@ import pytest
 
 from rl_async.agent_loop.chat_formats.format import TooLong
 from rl_async.agent_loop.chat_formats.message_lines import MessageLines
+from rl_async.agent_loop.episodes.endpoint import ATTEMPTS_TO_REACH, Endpoint
+from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_SIGNAL, ConfigError
+from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineLost
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.evaluation.lines import read_lines
 from rl_async.launcher.runs.evaluate import recorded_in
 from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
 from rl_async.messages import Task, Trajectory
 from rl_async.recording import read_trajectories
+from rl_async.rollout_server.api import GenerateRequest
+from tests.support.ports import free_port
 from tests.unit.reward_loop.outside import Answer, Outside, says
 
 TASK = Task(task_id="t:0", data_source="sums", prompt=[{"role": "user", "content": "what is 2+3?"}], ground_truth="5")
@@ -135,6 +139,35 @@ async def test_an_evaluation_without_any_score_fails_and_keeps_its_errors(tmp_pa
             assert await command.wait() == 1
     lines = read_lines(tmp_path / "out.jsonl")
     assert len(lines) == 2 and all(line.error and not line.scored for line in lines)
+
+
+async def test_a_url_where_nobody_listens_is_told_at_once_and_tried_a_few_times(tmp_path: Path) -> None:
+    endpoint = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "m", "backoff_s": 0.001, "attempts": 50}
+    given = load_config("calculator", [f"eval.endpoint={json.dumps(endpoint)}"])
+    assert given.eval.endpoint is not None
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=rf"attempt {ATTEMPTS_TO_REACH} of {ATTEMPTS_TO_REACH}"):
+        await play(given, given.eval.endpoint, HeldOutSamples([TASK], given), tmp_path / "run", told.append)
+    assert len(told) == 1 and endpoint["url"] in told[0] and "\n" not in told[0]
+
+
+async def test_an_endpoint_that_answered_once_is_tried_as_often_as_configured(tmp_path: Path) -> None:
+    endpoint = {"model": "m", "backoff_s": 0.001, "attempts": ATTEMPTS_TO_REACH + 2}
+    async with Outside(READY) as it:
+        given = load_config("calculator", [f"eval.endpoint={json.dumps({'url': f'{it.url}/v1', **endpoint})}"])
+        assert given.eval.endpoint is not None
+        subject = Endpoint(given.eval.endpoint)
+        request = GenerateRequest(
+            request_id="r",
+            token_ids=MessageLines().prompt(TASK.prompt),
+            sampling=policy_sampling(given, "eval"),
+            max_tokens=9,
+            stop_token_ids=[],
+        )
+        await subject.generate(request, session="s")
+    with pytest.raises(EngineLost, match=f"of {ATTEMPTS_TO_REACH + 2}"):
+        await subject.generate(request, session="s")
+    await subject.close()
 
 
 async def test_a_silent_endpoint_has_a_deadline(tmp_path: Path) -> None:
