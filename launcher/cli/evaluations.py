@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rl_async.errors import UserError
@@ -32,6 +33,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
     check_user_code(config)
+    _warn_of_greedy(config.eval.samples, config.eval.temperature)
     solved = config.eval.solved if arguments.solved is None else arguments.solved
     told = arguments.config, solved, arguments.jsonl
     if config.eval.endpoint is not None:
@@ -41,6 +43,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs.evaluate import evaluate
 
     return evaluate(fetch_sources(config), *told)
+
+
+def _warn_of_greedy(samples: int, temperature: float) -> None:
+    """Say in one line that several samples are of no use where all are alike."""
+    if samples > 1 and temperature == 0:
+        print(
+            f"eval.samples={samples}: at eval.temperature=0 all answers to a task are alike, so pass@k is pass@1; "
+            "set e.g. eval.temperature=1.0",
+            file=sys.stderr,
+        )
 
 
 def _endpoint(arguments: argparse.Namespace) -> list[str]:

@@ -147,6 +147,16 @@ def test_a_dry_run_of_a_model_that_is_to_be_fine_tuned_first(capsys: pytest.Capt
         assert f"made first: {text}" in shown
 
 
+@pytest.mark.parametrize(("temperature", "lines"), [("0", 1), ("1.0", 0)])
+def test_several_greedy_samples_of_an_evaluation_are_warned_of(
+    temperature: str, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["eval.samples=4", f"eval.temperature={temperature}", f"model.path={tmp_path / 'none'}", "eval.tasks=1"]
+    assert main(["eval", "--config", "calculator", *given]) == 2, "there is no such model"
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if "eval.temperature" in line and "eval.samples=4" in line]) == lines
+
+
 def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "agent.workers=2", "--config", "calculator", "rollout.engines=2", "--dry-run", "trainer.ranks=2"]
     assert main(words) == 0
