@@ -95,7 +95,12 @@ def evaluates_only(roles: Collection[str]) -> bool:
 
 def is_evaluated(run: Path, roles: Collection[str]) -> bool:
     """Whether such a run has recorded its evaluation, which it does at its end."""
-    return evaluates_only(roles) and any((run / "trajectories").glob("eval-*"))
+    return evaluates_only(roles) and is_recorded(run)
+
+
+def is_recorded(run: Path) -> bool:
+    """Whether episodes of an evaluation are in the run folder."""
+    return any((run / "trajectories").glob("eval-*"))
 
 
 def launcher_of(run: Path) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from rl_async.errors import RequestRefused, UserError
-from rl_async.launcher.doctor.observe import evaluates_only, is_evaluated, launcher_of
+from rl_async.launcher.doctor.observe import evaluates_only, is_recorded, launcher_of
 from rl_async.launcher.folder.run_folder import leaves
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
@@ -76,16 +76,19 @@ class ViewedRun:
         config, steps = self.config(), self.metrics.steps
         evaluations = self.evaluations.records()
         wanted, done = config.get("trainer.steps", 0), steps[-1] + 1 if steps else 0
-        evaluates = evaluates_only(roles := [record.role for record in _roster(self.folder)])
+        roles = [record.role for record in _roster(self.folder)]
+        # One of a served model has no processes.
+        evaluates = evaluates_only(roles) or "eval.endpoint.url" in config
         return {
             "name": self.name,
             "folder": str(self.folder),
             "mode": config.get("mode", ""),
             "model": config.get("model.path", ""),
+            "evaluates": evaluates,
             "steps": 0 if evaluates else wanted,
             "steps_done": done,
             "running": launcher_of(self.folder) is not None,
-            "finished": is_evaluated(self.folder, roles) if evaluates else bool(wanted) and done >= wanted,
+            "finished": is_recorded(self.folder) if evaluates else bool(wanted) and done >= wanted,
             "began": _changed(self),
             "reward": self.metrics.last("reward/mean"),
             "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,

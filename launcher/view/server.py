@@ -120,7 +120,8 @@ class ViewServer:
 
     async def _list(self, request: Request) -> Response:
         def summaries() -> list[dict[str, Any]]:
-            return [_refreshed(run, run.summary) for run in self._runs.all()]
+            found = [_refreshed(run, run.summary) for run in self._runs.all()]
+            return sorted(found, key=lambda run: run["evaluates"])  # the page opens the first one
 
         return _json(await asyncio.to_thread(summaries))
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,17 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = ViewedRuns([tmp_path / "x", tmp_path / "y" / "run"])
     assert sorted(run.name for run in runs.all()) == ["run", "run~2"]
     assert runs.named("run~2").folder == tmp_path / "y" / "run"
+
+
+def test_trainings_are_listed_before_evaluations_and_each_from_the_newest(page: Page, runs: Path) -> None:
+    for at, name in enumerate(["b", "a", "eval-a", "eval-b"]):
+        folder = runs / name if name in "ab" else make_run(runs / name, steps=0)
+        os.utime(folder / "config.yaml", (at + 1, at + 1))
+    record = ProcessRecord(name="engine-0", role="engine", pid=1, started=0, state="ended")
+    (runs / "eval-a" / "processes.json").write_bytes(msgspec.json.encode([record]))
+    (runs / "eval-b" / "config.yaml").write_text("eval: {endpoint: {url: http://x, model: m}}")
+    os.utime(runs / "eval-b" / "config.yaml", (4, 4))
+    assert [run["name"] for run in page.get("runs")] == ["a", "b", "eval-b", "eval-a"]
 
 
 def test_an_evaluation_has_no_steps_and_is_finished_once_it_is_recorded(page: Page, runs: Path) -> None:
