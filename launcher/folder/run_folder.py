@@ -17,6 +17,7 @@ from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import make_durable_folder, replace_file
+from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
 from rl_async.transfer_queue.reports.ledger import tells_end, tells_samples
 
@@ -197,21 +198,6 @@ def hold(folder: Path) -> Iterator[None]:
             if new:
                 with suppress(OSError):  # not empty: there are runs in it
                     folder.parent.rmdir()
-
-
-def checkpoints(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, oldest first. ``state.json`` is the last file of each."""
-    found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def checkpoints_beside(path: Path) -> str:
-    """Name the checkpoints of the run in whose folder ``path`` is missing, for messages; empty for other paths."""
-    root = next((folder for folder in path.parents if folder.name == "checkpoints"), None)
-    if root is None:
-        return ""
-    names = ", ".join(f"step-{step:06d}" for step in checkpoints(root.parent))
-    return f"; {root} has {names or 'no checkpoint'}"
 
 
 def saved(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
-from rl_async.launcher.folder.run_folder import checkpoints_beside
 from rl_async.launcher.plan.planning import serves_reward_model
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
@@ -136,6 +136,21 @@ def check_model_folder(path: Path, key: str) -> None:
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{key}: {path} has no tokenizer (tokenizer.json); save the model's tokenizer into it")
     _check_weights(path, key)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, oldest first. ``state.json`` is the last file of each."""
+    found = (re.fullmatch(r"step-(\d+)", file.parent.name) for file in folder.glob("checkpoints/step-*/state.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def checkpoints_beside(path: Path) -> str:
+    """Name the checkpoints of the run in whose folder ``path`` is missing, for messages; empty for other paths."""
+    root = next((folder for folder in path.parents if folder.name == "checkpoints"), None)
+    if root is None:
+        return ""
+    names = ", ".join(f"step-{step:06d}" for step in checkpoints(root.parent))
+    return f"; {root} has {names or 'no checkpoint'}"
 
 
 def _check_critic_folder(path: Path) -> None:

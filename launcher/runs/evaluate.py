@@ -15,7 +15,8 @@ from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
 from rl_async.evaluation.summary import answers_of, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
-from rl_async.launcher.folder.run_folder import checkpoints_beside, hold, next_folder
+from rl_async.launcher.folder.run_folder import hold, next_folder
+from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine

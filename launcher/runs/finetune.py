@@ -26,8 +26,8 @@ from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
-from rl_async.launcher.folder.run_folder import checkpoints, create, hold, saved
-from rl_async.launcher.plan.artifacts import check_model_folder
+from rl_async.launcher.folder.run_folder import create, hold, saved
+from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
 from rl_async.launcher.plan.machine import check_trainer
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks

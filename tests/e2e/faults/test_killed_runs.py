@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_async.launcher.folder.run_folder import checkpoints
+from rl_async.launcher.plan.artifacts import checkpoints
 from tests.e2e.command import succeed
 from tests.e2e.small_runs import STEPS, Run, assert_complete, finish, kill, log_of, pids, wait_for_steps
 
