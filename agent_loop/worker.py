@@ -8,7 +8,6 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Coroutine
 from typing import Any
 
@@ -18,6 +17,7 @@ from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
 from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory, by_role
+from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -160,8 +160,7 @@ class AgentWorker:
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
         """Log an error of the user's code, with its traceback if it is the first of its class from its line."""
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        known = f"{type(error).__name__} in {frame.f_code.co_filename}:{line}"
+        known = f"{type(error).__name__} in {raised_at(error)}"
         if known in self._shown:
             name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
             log.error("%s: %r (%s, as before)", name, error, known)
