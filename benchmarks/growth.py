@@ -141,7 +141,7 @@ def measure(folder: Path, steps: int, file: Path | None) -> dict[str, Any]:
     found["start_s"] = first_start
     before, began = run.done, time.monotonic()
     for number in range(1, MARKS + 1):
-        run.wait(steps * number // MARKS - (number == MARKS) * 2)  # the last before its processes end
+        run.wait(steps * number // MARKS - (number == MARKS) * max(2, steps // 500))  # the last while its processes run
         done = run.done
         seconds = (time.monotonic() - began) / max(done - before, 1)
         load = psutil.getloadavg()[0]
