@@ -163,6 +163,10 @@ class HostedEnvironments:
             else:
                 self._prepares.set_exception(error)
             return
+        except asyncio.CancelledError:  # by _close, which may have found no process yet
+            link.kill("was closed")
+            await link.close()
+            raise
         self._plan.host_started(host, prepares=welcome.prepares)
         if not self._prepares.done():
             self._prepares.set_result(welcome.prepares)

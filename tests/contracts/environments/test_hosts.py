@@ -1,6 +1,7 @@
 """Environments in the worker's process and in hosts of their own: the same, but for what a host's end does."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -223,6 +224,24 @@ async def test_no_more_start_at_once_than_allowed(tmp_path: Path) -> None:
         (tmp_path / "gate").touch()
         names = await asyncio.gather(*episodes)
     assert len(set(names)) == 5
+
+
+async def test_a_host_that_is_starting_when_all_are_closed_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, closing = asyncio.create_subprocess_exec, asyncio.Event()
+    calls, started = itertools.count(), []
+
+    async def the_second_late(*command: Any, **settings: Any) -> asyncio.subprocess.Process:
+        if next(calls):
+            await closing.wait()
+        started.append(await start(*command, **settings))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", the_second_late)
+    async with hosted("Slow", tmp_path, {"processes": 2}):
+        asyncio.get_running_loop().call_soon(closing.set)  # then closing finds no second process yet
+    assert len(started) == 2 and None not in {process.returncode for process in started}
 
 
 async def test_a_preparation_that_fails_or_hangs_fails_an_episode_and_the_next_is_well(tmp_path: Path) -> None:
