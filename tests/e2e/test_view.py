@@ -211,7 +211,7 @@ def test_two_runs_are_compared(tab: Tab) -> None:
     table.get_by_text("trainer.steps").wait_for()
     keys = table.locator("th[scope=row]").all_inner_texts()
     assert keys == ["model.path", "name", "trainer.steps"], "what both have alike is left out"
-    assert page.locator("figure", has_text="reward").first.locator(".value").count() == 2
+    page.locator("figure", has_text="reward").first.locator(".value").nth(1).wait_for()  # of the other run
     page.get_by_label("search metrics").fill("lineage")
     page.locator("figure", has_text="lineage").wait_for()
 

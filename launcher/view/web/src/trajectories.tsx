@@ -35,9 +35,13 @@ export function TrajectoriesPage({ name, place, change }: { name: string; place:
     setAt(0);
     go({ ...place, given: { ...given, offset: "", ...changes } }, true);
   };
-  useEffect(() => setText(given.text ?? ""), [given.text]);
+  // What the address says is taken over unless it came from this field, where more may have been typed meanwhile.
+  const sent = useRef(text);
   useEffect(() => {
-    const timer = setTimeout(() => text !== (given.text ?? "") && set({ text }), 250);
+    if ((given.text ?? "") !== sent.current) setText((sent.current = given.text ?? ""));
+  }, [given.text]);
+  useEffect(() => {
+    const timer = setTimeout(() => text !== (given.text ?? "") && set({ text: (sent.current = text) }), 250);
     return () => clearTimeout(timer);
   }, [text, address(place)]);
   const rows = page?.rows ?? [];
