@@ -44,8 +44,8 @@ def main() -> None:
         if found is not None:
             result[key] = found
             print(f"{key:30}{found:.3g}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        if arguments.json:  # after each, so that what is measured is kept if the next one fails
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def measures(trl: Path | None) -> dict[str, Callable[[], float | None]]:
         if trl is None:
             return None
         with busy_process():
-            return whole_steps.ratios(trl, ["colocated"], 1, BUSY_STEPS)["colocated"]
+            return whole_steps.ratios(trl, ["colocated"], 1, BUSY_STEPS).get("colocated")
 
     return {
         "packed_vs_padded": packed_vs_padded,
@@ -225,7 +225,7 @@ def main() -> None:
     for name, measure in measures(arguments.trl).items():
         results[name] = measure() if arguments.only is None or name in arguments.only else None
         print(f"{name}: {'not measured' if results[name] is None else format(results[name], '.4g')}", flush=True)
-    save(results, arguments.json)
+        save(results, arguments.json)  # after each, so that what is measured is kept if the next one fails
 
 
 if __name__ == "__main__":

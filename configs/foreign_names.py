@@ -1,4 +1,6 @@
-"""Names that users of other projects type for values that are called otherwise here."""
+"""Names that users of other projects type for keys and values that are called otherwise here."""
+
+from rl_async.configs.load.fields import field_at
 
 LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}  # of verl's policy_loss.loss_mode; its other names are ours
 ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # of verl's adv_estimator
@@ -22,7 +24,8 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 
 _STEPS = "trainer.steps, as a number of steps"
-KEYS = {  # by the last part of the name
+KEYS = {  # by the whole name, or its last part
+    "eval.n": "eval.samples",
     "lr": "trainer.learning_rate",
     "n": "rollout.group_size",
     "num_generations": "rollout.group_size",
@@ -43,11 +46,21 @@ _VERL_SECTIONS = ("actor_rollout_ref", "custom_reward_function")
 
 
 def key_hint(key: str) -> str | None:
-    """Return the end of an error message that says what another project's dotted ``key`` is called here."""
+    """Return the end of an error message that says what another project's dotted ``key`` is called here.
+
+    A key of the section that was named comes before that of the table: ``critic.lr`` is ``critic.learning_rate``.
+    """
     if key.partition(".")[0] in _VERL_SECTIONS:
         return "; it is verl's: `rl-async config from-verl` translates its configs"
-    ours = KEYS.get(key.rpartition(".")[2])
-    return None if ours is None else f"; here it is {ours}"
+    *sections, last = key.split(".")
+    ours = KEYS.get(key) or KEYS.get(last)
+    if ours is None:
+        return None
+    for depth in range(len(sections), 0, -1):
+        near = ".".join([*sections[:depth], ours.rpartition(".")[2]])
+        if field_at(near) is not None:
+            return f"; here it is {near}"
+    return f"; here it is {ours}"
 
 
 def hint(key: str, name: str) -> str | None:

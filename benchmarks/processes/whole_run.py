@@ -205,7 +205,10 @@ class TrlRun:
 
 
 def run_trl(python: str | Path, model: Path, prompts: Path, threads: int, deadline_s: float, **flags: object) -> TrlRun:
-    """Train by TRL's GRPO in a Python that has TRL. ``flags`` are those of ``trl_step.py``."""
+    """Train by TRL's GRPO in a Python that has TRL. ``flags`` are those of ``trl_step.py``.
+
+    Raises TimeoutExpired after ``deadline_s``, and ends this process if TRL fails.
+    """
     command = [str(python), str(HERE / "trl_step.py"), str(model), str(prompts), f"--threads={threads}"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -231,11 +231,14 @@ def _ranks_apart(seen: Observation) -> list[str]:
 
 
 def _all_given_up(seen: Observation) -> list[str]:
-    """Find that groups are given up and none has been completed so far."""
-    if seen.queue is None or seen.steps_done:
+    """Find that no group has been completed, and that as many were given up as may be on their way at once."""
+    if seen.queue is None or seen.steps_done or not seen.of_role("trainer"):
         return []
     status = seen.queue.report.status
-    if status.ready or status.reserved or status.committed or not (failed := given_up_text(status, None)):
+    failed = given_up_text(status, None)
+    if not failed or status.counters["dead_letters"] < status.slots:
+        return []
+    if status.ready or status.reserved or status.committed:
         return []
     return [f"no group has been completed, and {failed}; tracebacks are in {seen.run}/logs/worker-*.log"]
 

@@ -150,6 +150,8 @@ def checkpoints_beside(path: Path) -> str:
     if root is None:
         return ""
     names = ", ".join(f"step-{step:06d}" for step in checkpoints(root.parent))
+    if not names and root.is_dir() and not (root.parent / "config.yaml").is_file():
+        return ""  # a folder of other models
     return f"; {root} has {names or 'no checkpoint'}"
 
 

@@ -27,10 +27,10 @@ from rl_async.trainer.model.families import why_not_shared
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
-    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, Liger, FlashAttention,
-    a required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed or are not there,
-    experts that no update reaches, a model that an engine's ranks cannot divide, GPUs that an engine cannot take
-    weights from, and devices whose memory does not suffice.
+    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, trackers, Liger,
+    FlashAttention, a required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed
+    or are not there, experts that no update reaches, a model that an engine's ranks cannot divide, GPUs that an engine
+    cannot take weights from, and devices whose memory does not suffice.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -136,7 +136,7 @@ def has_megatron() -> bool:
 
 
 def check_trainer(config: RunConfig, gpus: int) -> None:
-    """Raise UserError if ``config.trainer`` needs a package or a device that is missing here."""
+    """Raise UserError if ``config.trainer`` or a tracker needs a package or a device that is missing here."""
     if config.trainer.backend == "megatron":
         check_megatron()
     if config.trainer.lora is not None:

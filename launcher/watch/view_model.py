@@ -153,7 +153,7 @@ def step_line(record: Record, steps: int) -> str:
     if no_tool_works(record):
         parts.append("every tool call failed")
     if unscored := record.get(UNSCORED):
-        parts.append(f"{unscored:.0%} of episodes not scored")
+        parts.append(f"{unscored:.1%} of episodes not scored")
     if failed := record.get(GIVEN_UP):
         parts.append(f"{failed:.0f} groups given up so far")
     return "  ".join(parts)
@@ -182,7 +182,7 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
 
 def unscored_text(share: float) -> str:
     """Say which share of episodes has no reward, and where the errors are."""
-    return f"{share:.0%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"
+    return f"{share:.1%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"
 
 
 def summary_lines(

@@ -20,6 +20,7 @@ from itertools import cycle
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER
+from rl_async.transfer_queue.reports.audit import OR_GIVEN_UP, TRAINED_ONCE
 from tests.chaos.history import problems
 from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.isolation import NEEDED, install, is_isolated, run_isolated, why_not_isolated
@@ -68,7 +69,7 @@ def check(run: WholeRun) -> None:
     found = problems(run.folder, run.expected)
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", str(run.folder)]
     audited = subprocess.run(audit, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    verdicts = [f"ok: every admitted group was trained exactly once{end}\n" for end in ("", " or given up")]
+    verdicts = [f"{TRAINED_ONCE}{end}\n" for end in ("", OR_GIVEN_UP)]
     if run.exit() != 0:  # its launcher was killed in the last moment, perhaps before the queue heard of the end
         verdicts.append(", and 0 groups are in flight")
     if audited.returncode != 0 or not any(verdict in audited.stdout for verdict in verdicts):

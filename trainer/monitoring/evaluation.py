@@ -111,7 +111,8 @@ class Evaluator:
             result = self._collect(1.0)
             state, now = "alone" if self._unattended_s else "played", self._clock()
             if self._finished > finished:
-                waited, finished, before = dict.fromkeys(waited, 0.0), self._finished, now
+                waited, before = dict.fromkeys(waited, 0.0), now
+            finished = self._finished
             waited[state], before = waited[state] + now - before, now
             if self._running is not None and waited[state] > timeout_s:
                 if state == "alone":
@@ -134,7 +135,7 @@ class Evaluator:
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
             self._unattended_s = reply.unattended_s
-            self._finished = max(self._finished, reply.finished)
+            self._finished = reply.finished  # less than before, if rows were lost that are played again
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])

@@ -19,6 +19,7 @@ import msgspec
 from rl_async.errors import DataError, UserError
 
 SHOWN = 20  # violations printed
+TRAINED_ONCE, OR_GIVEN_UP = "ok: every admitted group was trained exactly once", " or given up"
 T = TypeVar("T")
 
 
@@ -105,7 +106,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"violation: {violation}" for violation in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
             lines.append(f"... and {len(self.violations) - SHOWN} more violations")
-        given_up = " or given up" if self.given_up else ""
+        once = TRAINED_ONCE + (OR_GIVEN_UP if self.given_up else "")
         if self.violations:
             lines.append("FAILED")
         elif self.in_flight is not None:
@@ -115,11 +116,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             )
         elif self.left:
             lines.append(
-                f"ok: every admitted group was trained exactly once{given_up}, but {self.left} that were left over "
+                f"{once}, but {self.left} that were left over "
                 "when the run ended, because it was resumed with fewer trainer.steps; --resume with more trains them"
             )
         else:
-            lines.append(f"ok: every admitted group was trained exactly once{given_up}")
+            lines.append(once)
         return "\n".join(lines)
 
 

@@ -141,7 +141,9 @@ class Batches:
             f"{book.count(State.LEASED)} leased, {book.count(State.WAITING)} waiting"
         )
         if failed := book.counters["dead_letters"]:
-            why += f"; {failed} groups were given up, as their episodes failed, the last with: {book.last_failure}"
+            groups = "1 group was given up, as its" if failed == 1 else f"{failed} groups were given up, as their"
+            why += f"; {groups} episodes failed"
+            why += f", the last with: {book.last_failure}" if book.last_failure else ""
         if book.published is None:
             why += "; no version is published"
         if book.draining:

@@ -163,10 +163,6 @@ class HostedEnvironments:
             else:
                 self._prepares.set_exception(error)
             return
-        except asyncio.CancelledError:  # by _close, which may have found no process yet
-            link.kill("was closed")
-            await link.close()
-            raise
         self._plan.host_started(host, prepares=welcome.prepares)
         if not self._prepares.done():
             self._prepares.set_result(welcome.prepares)
@@ -201,10 +197,14 @@ class HostedEnvironments:
             self._timer.cancel()
         for future in self._waiting.values():
             future.cancel()
-        await asyncio.gather(*(link.close() for link in list(self._links.values())))
+        links = list(self._links.values())
+        await asyncio.gather(*(link.close() for link in links))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in links:  # those that had no process yet
+            link.kill("was closed")
+        await asyncio.gather(*(link.close() for link in links))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name="environment hosts")

@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER
+from rl_async.transfer_queue.reports.audit import OR_GIVEN_UP, TRAINED_ONCE
 from tests.chaos.agents.kinds import KINDS, PROGRAM, ROOT, TASKS, Kind, victims
 from tests.chaos.agents.leftovers import Seen, kill, left_behind, own_temporary_folders, processes
 from tests.chaos.agents.loop import write_tasks
@@ -30,7 +31,7 @@ STORM = 8  # kills at most between two steps, so that most strike a run that wor
 MOST = 40  # kills at most in one run
 AT_ONCE = 4  # agent programs
 NEEDED = {"bwrap": "bubblewrap"}
-OK = tuple(f"ok: every admitted group was trained exactly once{end}\n" for end in ("", " or given up"))
+OK = tuple(f"{TRAINED_ONCE}{end}\n" for end in ("", OR_GIVEN_UP))
 HOME = "CHAOS_AGENTS_HOME"
 CLI = [sys.executable, "-m", "rl_async.launcher.cli"]
 SMALL = [

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.environments.hosts.link import MARK
+from rl_async.agent_loop.environments.hosts import wire
+from rl_async.agent_loop.environments.hosts.link import MARK, HostLink
 from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.environments.local import LocalEnvironments
 from rl_async.agent_loop.environments.services import Services
@@ -226,22 +227,40 @@ async def test_no_more_start_at_once_than_allowed(tmp_path: Path) -> None:
     assert len(set(names)) == 5
 
 
+@pytest.mark.parametrize("welcomed", [False, True])
 async def test_a_host_that_is_starting_when_all_are_closed_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, welcomed: bool
 ) -> None:
-    start, closing = asyncio.create_subprocess_exec, asyncio.Event()
-    calls, started = itertools.count(), []
+    """Closing finds no process of the second host yet, which welcomes the pool before the first has ended, or later."""
+    make, start, close = asyncio.create_subprocess_exec, HostLink.start, HostLink.close
+    makes, welcomes, closes = itertools.count(), itertools.count(), itertools.count()
+    closing, both_welcome = asyncio.Event(), asyncio.Event()
+    made = []
 
-    async def the_second_late(*command: Any, **settings: Any) -> asyncio.subprocess.Process:
-        if next(calls):
+    async def make_the_second_late(*command: Any, **settings: Any) -> asyncio.subprocess.Process:
+        if next(makes):
             await closing.wait()
-        started.append(await start(*command, **settings))
-        return started[-1]
+        made.append(await make(*command, **settings))
+        return made[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", the_second_late)
+    async def start_counted(link: HostLink, config: RunConfig) -> wire.Welcome:
+        welcome = await start(link, config)
+        if next(welcomes):
+            both_welcome.set()
+        return welcome
+
+    async def close_the_first_late(link: HostLink) -> None:
+        if not next(closes) and welcomed:
+            await both_welcome.wait()
+        await close(link)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", make_the_second_late)
+    monkeypatch.setattr(HostLink, "start", start_counted)
+    monkeypatch.setattr(HostLink, "close", close_the_first_late)
     async with hosted("Slow", tmp_path, {"processes": 2}):
-        asyncio.get_running_loop().call_soon(closing.set)  # then closing finds no second process yet
-    assert len(started) == 2 and None not in {process.returncode for process in started}
+        asyncio.get_running_loop().call_soon(closing.set)
+    assert both_welcome.is_set() == welcomed
+    assert len(made) == 2 and None not in {process.returncode for process in made}
 
 
 async def test_a_preparation_that_fails_or_hangs_fails_an_episode_and_the_next_is_well(tmp_path: Path) -> None:

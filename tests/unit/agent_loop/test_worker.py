@@ -264,11 +264,18 @@ async def test_before_a_lease_the_worker_waits_as_its_failures_demand(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(Pauses, "after", lambda self, put, failed: counted.append((put, failed)) or 0.0)
+    counted, slept, sleep = list[tuple[int, int]](), list[float](), asyncio.sleep
+    monkeypatch.setattr(Pauses, "after", lambda self, put, failed: counted.append((put, failed)) or 1234.5)
+
+    async def sleep_no_time(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0.0 if seconds == 1234.5 else seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_no_time)
     groups = [leased(samples=2) for _ in range(3)]
     await run(FakeQueue(groups), renderer, Engine(renderer), concurrency=2, loop=f"{tmp_path}/fails.py:fails")
     assert counted[0] == (0, 0) and counted[-1][0] == 0 and counted[-1][1] > 0
+    assert slept.count(1234.5) == len(counted)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def test_a_missing_checkpoint_is_answered_with_those_that_exist(
     error = only_error(capsys, "eval", "--config", "calculator", wanted)
     assert "step-000099" in error and "step-000010" in error and "step-000020" not in error
     assert "no checkpoint" in only_error(capsys, "eval", "--config", "calculator", wanted.replace("mine", "my"))
+    (tmp_path / "models" / "checkpoints" / "llama").mkdir(parents=True)
+    error = only_error(capsys, "eval", "--config", "calculator", "model.path=models/checkpoints/lama")
+    assert "lama" in error and "no checkpoint" not in error
 
 
 def test_an_error_spells_out_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,8 @@ def inspection(lease: LeaseRecord | None = None, **changes: Any) -> Inspection:
         **(counts | {key: changes.pop(key) for key in list(changes) if key in counts}),
     )
     if failure := changes.pop("failure", ""):
-        status = replace(status, counters={"dead_letters": 44}, last_failure=failure)
+        counters = {"dead_letters": changes.pop("given_up", 44)}
+        status = replace(status, counters=counters, last_failure=failure)
     whole = {"group_size": 4, "draining": False, "submitted": 0, "ages_s": {}, "rates": {}, "dead_letters": []}
     return Inspection(status=status, oldest_lease=lease, **(whole | changes))
 
@@ -267,7 +268,10 @@ def test_groups_given_up_before_any_was_completed_are_a_failure_and_later_ones_a
     later = diagnose(waiting(for_s, failing))
     assert later.health == ("slow" if for_s > 30 else "fine") and named(later.findings[1], "44 groups", "loop broke")
     one_done = inspection(failure="RuntimeError: loop broke", ready=1)
-    assert diagnose(waiting(for_s, one_done, steps_done=0)).health == later.health
+    few = inspection(failure="RuntimeError: loop broke", given_up=7, ready=0, leased=4)  # of eight slots
+    for others in (one_done, few):
+        verdict = diagnose(waiting(for_s, others, steps_done=0))
+        assert verdict.health == later.health and named(verdict.findings[1], "loop broke")
 
 
 def test_a_run_that_ended_well_and_one_that_did_not() -> None:

@@ -195,14 +195,14 @@ FAILING = msgspec.structs.replace(STATUS, counters={"dead_letters": 16}, last_fa
 
 def test_unscored_episodes_and_groups_given_up_are_told_by_each_step_and_at_the_end(tmp_path: Path) -> None:
     failures = {"reward/unscored_fraction": 0.664, "queue/dead_letters": 16.0}
-    assert "66% of episodes not scored  16 groups given up" in step_line(record(0, 1.0, **failures), 4)
+    assert "66.4% of episodes not scored  16 groups given up" in step_line(record(0, 1.0, **failures), 4)
     good = step_line(record(0, 1.0, **dict.fromkeys(failures, 0.0)), 4)
     assert "scored" not in good and "given up" not in good
     history = History()
     for step, more in enumerate((failures, {"reward/unscored_fraction": 0.0, "queue/dead_letters": 16.0})):
         history.add(line(step, 1.0, **more))
     told = "\n".join(summary_lines(history, tmp_path, 1.0, bound=1))
-    assert "33% of episodes" in told and "16 groups" in told and "worker-" in told
+    assert "33.2% of episodes" in told and "16 groups" in told and "worker-" in told
     told = "\n".join(summary_lines(history, tmp_path, 1.0, 1, FAILING))
     assert "16 groups" in told and "loop \\x1bbroke" in told
     assert "16 groups" in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, FAILING)), "no step was trained"
@@ -294,7 +294,7 @@ async def test_an_absence_of_all_agent_programs_is_shown(tmp_path: Path, termina
 async def test_failing_episodes_and_scorers_are_shown_while_they_fail(tmp_path: Path, terminal: bool) -> None:
     failing = {"reward/unscored_fraction": 0.25}
     text = await show(tmp_path, terminal=terminal, report=FAILING, **failing)
-    for part in ("16 groups were given up", "loop \\x1bbroke", "25% of episodes could not be scored"):
+    for part in ("16 groups were given up", "loop \\x1bbroke", "25.0% of episodes could not be scored"):
         assert text.count(part) >= 1
         assert terminal or text.count(part) == 1
 

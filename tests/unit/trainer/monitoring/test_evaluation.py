@@ -224,6 +224,25 @@ def test_the_deadline_is_for_the_next_group_not_for_all() -> None:
     assert result.step == 7 and len(waits) == 10, "other ranks hear of each question"
 
 
+class Losing(Slow):
+    """After the sixth reply the rows of all groups are lost; they are played again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = iter([1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+    def not_ready(self) -> NotReady:
+        finished = next(self.counts)
+        self.done = finished == 9
+        return NotReady(why="some are missing", finished=finished, groups=10)
+
+
+def test_groups_that_are_played_again_are_progress() -> None:
+    clock = map(float, range(0, 100_000, 60)).__next__
+    (result,) = Evaluator(Losing(), 0, Recorder(), clock).finish(7, 125.0)
+    assert result.step == 7
+
+
 class Pausing(Queue):
     """Somebody plays for five replies, and nobody for the next five, again and again."""
 

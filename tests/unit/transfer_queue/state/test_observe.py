@@ -1,6 +1,6 @@
 """What a person sees of the queue: who holds what, for how long, what failed, how fast it goes."""
 
-from rl_async.messages import GroupList, LeaseRecord, NotReady, Peeked, Refused
+from rl_async.messages import Done, GroupList, LeaseRecord, NotReady, Peeked, Refused
 from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT, ERROR_SHOWN
 from rl_async.transfer_queue.state.observe import Rates
@@ -88,6 +88,10 @@ def test_status_and_a_missing_batch_tell_why_groups_were_given_up(make_rig):
     assert "bang" in told and "\n" not in told and len(told) <= ERROR_SHOWN
     answer = rig.store.batches.reserve(0, 0.0)
     assert isinstance(answer, NotReady) and "2 groups were given up" in answer.why and told in answer.why
+    for letter in list(rig.store.book.dead_letters):
+        assert rig.store.tasks.requeue(letter) == Done()
+    answer = rig.store.batches.reserve(0, 0.0)
+    assert isinstance(answer, NotReady) and "2 groups were given up" in answer.why and "last with" not in answer.why
 
 
 def test_only_the_newest_dead_letters_are_kept(make_rig):
