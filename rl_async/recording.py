@@ -19,6 +19,7 @@ from rl_async.files import make_durable_folder, written_whole
 from rl_async.messages import Explanation, Task, Trajectory
 
 KEY = "rollout.replay"
+PARTIAL = "partial"  # in the name of an evaluation's file that lacks episodes
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -80,8 +81,18 @@ def files_of_step(folder: Path, step: int) -> list[Path]:
     return sorted(path for path in paths if _lineage(path) == newest)
 
 
+def evaluation_file(run: Path, step: int, *, whole: bool = True) -> Path:
+    """Return where the evaluation of a version is written; one that ended before it was ``whole`` has another name."""
+    return run / "trajectories" / f"eval-{step:06d}{'' if whole else f'-{PARTIAL}'}.jsonl.gz"
+
+
+def is_whole(file: Path) -> bool:
+    """Whether the file of an evaluation has all episodes."""
+    return not file.name.endswith(f"-{PARTIAL}.jsonl.gz")
+
+
 def evaluations(folder: Path) -> dict[int, Path]:
-    """Return the files of evaluations by the step of the version that was evaluated, in order."""
+    """Return the files of evaluations, partial ones too, by the step of the version that was evaluated, in order."""
     files = {int(path.name.split("-")[1].partition(".")[0]): path for path in folder.glob("eval-*.jsonl.gz")}
     return dict(sorted(files.items()))
 

@@ -385,9 +385,12 @@ def _over(seen: Observation) -> Diagnosis:
         return Diagnosis(health="over", findings=(f"the run ended well: all {seen.steps} steps are trained",))
     if seen.evaluated:
         return Diagnosis(health="over", findings=("the evaluation ended well",))
+    why = "it was interrupted, or its launcher was killed"
     done = f"{seen.steps_done} of {seen.steps} steps were trained"
+    if seen.evaluated_in_part:
+        why, done = "the evaluation ended early", "trajectories/ has the episodes that were complete"
     failed = [process for process in seen.processes if process.record.state == "failed"]
     findings = [f"the run failed with {process.title}: {process.log_line or 'it wrote nothing'}" for process in failed]
-    findings = [*_disk(seen), *findings] or ["the run is not running; it was interrupted, or its launcher was killed"]
+    findings = [*_disk(seen), *findings] or [f"the run is not running; {why}"]
     first = f"{findings[0]} ({done})"
     return Diagnosis(health="failed", findings=(first, *findings[1:]))

@@ -85,6 +85,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0  # of the whole run
     steps_done: int = 0
     evaluated: bool = False  # it was to evaluate only (`rl-async eval`), and did
+    evaluated_in_part: bool = False  # it was to, and ended before all episodes were complete
     usual_step_s: float | None = None  # median of the last steps
     disk_free: int = 1 << 40  # bytes, of the run's folder
     shm_free: int = 1 << 40  # bytes, of /dev/shm

@@ -36,6 +36,7 @@ from rl_async.process.heartbeat import read_beats
 from rl_async.process.http_auth import run_token
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.process.stacks import ASK, Frame, main_thread, py_spy
+from rl_async.recording import is_whole
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -59,7 +60,7 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
     config = load_resolved(run / "config.yaml")
     if config.finetune is not None:
         raise UserError(f"{run} is the folder of a fine-tuning, which has no queue to diagnose; see its logs")
-    launcher = launcher_of(run)
+    launcher, roles = launcher_of(run), [record.role for record in records]
     trouble: list[str] = []
     queue, engines = (None, ()) if launcher is None else _observe_queue(run, config, trouble)
     metrics = _metrics(run)
@@ -80,7 +81,8 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         max_restarts=config.launcher.max_restarts,
         steps=config.trainer.steps,
         steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
-        evaluated=is_evaluated(run, [record.role for record in records]),
+        evaluated=is_evaluated(run, roles),
+        evaluated_in_part=is_evaluated_in_part(run, roles),
         usual_step_s=_usual_step_s(metrics),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
@@ -94,13 +96,23 @@ def evaluates_only(roles: Collection[str]) -> bool:
 
 
 def is_evaluated(run: Path, roles: Collection[str]) -> bool:
-    """Whether such a run has recorded its evaluation, which it does at its end."""
+    """Whether such a run has recorded its whole evaluation, which it does at its end."""
     return evaluates_only(roles) and is_recorded(run)
 
 
+def is_evaluated_in_part(run: Path, roles: Collection[str]) -> bool:
+    """Whether such a run has recorded only the episodes that were complete when it ended early."""
+    return evaluates_only(roles) and bool(_wholeness(run)) and not is_recorded(run)
+
+
 def is_recorded(run: Path) -> bool:
-    """Whether episodes of an evaluation are in the run folder."""
-    return any((run / "trajectories").glob("eval-*"))
+    """Whether a whole evaluation is in the run folder."""
+    return any(_wholeness(run))
+
+
+def _wholeness(run: Path) -> list[bool]:
+    """Return for each recorded evaluation whether it is whole."""
+    return [is_whole(file) for file in (run / "trajectories").glob("eval-*.jsonl.gz")]
 
 
 def launcher_of(run: Path) -> int | None:

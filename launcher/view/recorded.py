@@ -11,6 +11,7 @@ import msgspec
 
 from rl_async.launcher.evaluation.lines import number_of, prompt_of
 from rl_async.messages import Activity, Explanation, Sampling, Turn, VersionRun
+from rl_async.recording import PARTIAL
 
 MOST_LINE = 1 << 27  # bytes of a row, several times what the longest have
 
@@ -107,7 +108,7 @@ class RecordedFile(NamedTuple):
         if not name.endswith(".jsonl.gz"):
             return None
         kind, *parts = name.removesuffix(".jsonl.gz").split("-")
-        if kind == "eval" and len(parts) == 1 and parts[0].isdigit():
+        if kind == "eval" and parts and parts[0].isdigit() and parts[1:] in ([], [PARTIAL]):
             return cls(name, "eval", int(parts[0]), 0)
         if kind == "step" and len(parts) == 3 and parts[0].isdigit() and parts[1].removeprefix("lineage").isdigit():
             return cls(name, "train", int(parts[0]), int(parts[1].removeprefix("lineage")))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_async import tracing
 from rl_async.messages import RowKey, Trajectory
-from rl_async.recording import forget_trained, trained_file, write_trajectories
+from rl_async.recording import evaluation_file, forget_trained, trained_file, write_trajectories
 from rl_async.tracing import EPISODE
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
@@ -78,7 +78,7 @@ class Recorder:
         """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""
 
         def write() -> None:
-            write_trajectories(self._folder / "trajectories" / f"eval-{result.step:06d}.jsonl.gz", rows)
+            write_trajectories(evaluation_file(self._folder, result.step), rows)
             append_evaluation(self._folder / "evaluations.jsonl", self._lineage, result.metrics())
 
         self._submit(write)

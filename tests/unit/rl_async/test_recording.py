@@ -10,7 +10,16 @@ import pytest
 
 from rl_async.errors import ConfigError, ProtocolError
 from rl_async.messages import Media
-from rl_async.recording import Recording, place_of, read_trajectories, task_of, write_trajectories
+from rl_async.recording import (
+    Recording,
+    evaluation_file,
+    evaluations,
+    is_whole,
+    place_of,
+    read_trajectories,
+    task_of,
+    write_trajectories,
+)
 from rl_async.trainer.monitoring.records import append_trained
 from tests.conftest import make_rows
 
@@ -69,6 +78,14 @@ def test_a_resumed_lineage_voids_what_an_older_one_trained_from_there_on(tmp_pat
     groups = Recording(tmp_path).groups
     assert sorted({(group.lineage, group.step) for group in groups}) == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert [group.step for group in groups] == sorted(group.step for group in groups)
+
+
+def test_an_evaluation_that_lacks_episodes_is_listed_and_told_by_its_name(tmp_path: Path) -> None:
+    files = [evaluation_file(tmp_path, step, whole=step != 1) for step in range(3)]
+    for file in files:
+        write_trajectories(file, [])
+    assert evaluations(tmp_path / "trajectories") == dict(enumerate(files))
+    assert [is_whole(file) for file in files] == [True, False, True]
 
 
 def test_only_the_files_of_the_lineage_that_counts_are_read(tmp_path: Path) -> None:

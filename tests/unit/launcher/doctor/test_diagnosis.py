@@ -282,6 +282,8 @@ def test_a_run_that_ended_well_and_one_that_did_not() -> None:
     assert named(verdict.text, "worker-0 (pid 30)", "ValueError: broken", "3 of 40 steps")
     assert diagnose(run(launcher=None)).health == "failed"
     assert diagnose(run(launcher=None, evaluated=True)).health == "over"
+    in_part = diagnose(run(launcher=None, evaluated_in_part=True))
+    assert in_part.health == "failed" and "steps" not in in_part.text
 
 
 def test_the_report_ends_with_the_verdict() -> None:

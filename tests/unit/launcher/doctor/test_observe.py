@@ -5,9 +5,10 @@ import pytest
 
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.observe import is_evaluated, launcher_of, observe, oldest_groups
+from rl_async.launcher.doctor.observe import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups
 from rl_async.launcher.folder.run_folder import hold
 from rl_async.messages import GroupRecord
+from rl_async.recording import evaluation_file, write_trajectories
 
 
 def test_the_launcher_is_who_holds_the_lock(tmp_path: Path) -> None:
@@ -51,10 +52,14 @@ def test_a_fine_tuning_is_not_diagnosed_as_a_run(tmp_path: Path) -> None:
         observe(tmp_path)
 
 
-def test_an_evaluation_is_over_once_it_is_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_evaluation_is_over_once_all_of_it_is_recorded(tmp_path: Path, whole: bool) -> None:
     roles = ["queue", "engine", "worker"]
-    (tmp_path / "trajectories").mkdir()
-    assert not is_evaluated(tmp_path, roles)
-    (tmp_path / "trajectories" / "eval-000000.jsonl.gz").touch()
-    assert is_evaluated(tmp_path, roles)
-    assert not is_evaluated(tmp_path, [*roles, "trainer"]) and not is_evaluated(tmp_path, [])
+
+    def seen(roles: list[str]) -> tuple[bool, bool]:
+        return is_evaluated(tmp_path, roles), is_evaluated_in_part(tmp_path, roles)
+
+    assert seen(roles) == (False, False)
+    write_trajectories(evaluation_file(tmp_path, 0, whole=whole), [])
+    assert seen(roles) == (whole, not whole)
+    assert seen([*roles, "trainer"]) == seen([]) == (False, False)

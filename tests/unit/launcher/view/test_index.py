@@ -17,7 +17,7 @@ from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
 from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group
 from rl_async.launcher.view.words import words
 from rl_async.messages import Activity, Turn
-from rl_async.recording import write_trajectories
+from rl_async.recording import evaluation_file, write_trajectories
 from tests.conftest import make_rows
 from tests.support.recordings import conversation, explained, make_run, write_evaluation, write_step
 
@@ -170,6 +170,14 @@ def test_new_and_replaced_files_are_read_and_others_are_not(
     index.update(threading.Event())
     assert count(index, step=2) == 0
     assert TrajectoryIndex(run).path == index.path and count(TrajectoryIndex(run)) == 33, "it is kept"
+
+
+def test_an_evaluation_that_ended_early_is_read_like_others(run: Path) -> None:
+    write_evaluation(run, 3, [[1.0]], ["math"])
+    evaluation_file(run, 3).rename(evaluation_file(run, 3, whole=False))
+    index = TrajectoryIndex(run)
+    index.update(threading.Event())
+    assert count(index, partition="eval", step=3) == 1 and not index.damaged
 
 
 def test_a_damaged_file_is_named_and_others_are_read(run: Path) -> None:

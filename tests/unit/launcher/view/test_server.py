@@ -18,6 +18,7 @@ from rl_async.launcher.view.runs import ViewedRuns
 from rl_async.launcher.view.server import ViewServer
 from rl_async.process.heartbeat import beat
 from rl_async.process.http_server import server_of
+from rl_async.recording import evaluation_file
 from tests.conftest import make_rows
 from tests.fuzz.http_served import Served
 from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
@@ -275,15 +276,23 @@ def test_trainings_are_listed_before_evaluations_and_each_from_the_newest(page: 
     assert [run["name"] for run in page.get("runs")] == ["a", "b", "eval-b", "eval-a"]
 
 
-def test_an_evaluation_has_no_steps_and_is_finished_once_it_is_recorded(page: Page, runs: Path) -> None:
+def test_an_evaluation_has_no_steps_and_is_finished_once_all_of_it_is_recorded(page: Page, runs: Path) -> None:
     folder = make_run(runs / "eval-a", steps=0)
     record = ProcessRecord(name="engine-0", role="engine", pid=1, started=0, state="ended")
     (folder / "processes.json").write_bytes(msgspec.json.encode([record]))
+    served = make_run(runs / "eval-b", steps=0)
+    (served / "config.yaml").write_text("eval: {endpoint: {url: http://x, model: m}}")
 
-    def state() -> tuple[int, bool]:
-        (listed,) = (run for run in page.get("runs") if run["name"] == "eval-a")
-        return listed["steps"], listed["finished"]
+    def states() -> set[tuple[int, bool]]:
+        listed = [run for run in page.get("runs") if run["name"] in ("eval-a", "eval-b")]
+        assert len(listed) == 2
+        return {(run["steps"], run["finished"]) for run in listed}
 
-    assert state() == (0, False)
-    write_evaluation(folder, 0, [[1.0]], ["sums"])
-    assert state() == (0, True)
+    assert states() == {(0, False)}
+    for run in (folder, served):
+        write_evaluation(run, 0, [[1.0]], ["sums"])
+        evaluation_file(run, 0).rename(evaluation_file(run, 0, whole=False))
+    assert states() == {(0, False)}, "ended early"
+    for run in (folder, served):
+        write_evaluation(run, 0, [[1.0]], ["sums"])
+    assert states() == {(0, True)}
