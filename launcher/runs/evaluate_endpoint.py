@@ -107,7 +107,8 @@ async def play(
             agent=msgspec.structs.replace(
                 config.agent, max_tokens=UNBOUNDED, past_reasoning="keep", check_rendering=0.0
             ),
-            rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED),
+            # The worker leases a group for each ``group_size`` free slots, and one that is played again has one sample.
+            rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED, group_size=1),
         )
         playing = played_and_scored(config, MessageLines(), subject, folder, logs=folder / "logs", owner="evaluation")
         runner, rewards = await stack.enter_async_context(playing)

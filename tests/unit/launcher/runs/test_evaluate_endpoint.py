@@ -19,7 +19,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.evaluation.lines import read_lines
 from rl_async.launcher.runs.evaluate import recorded_in
 from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
-from rl_async.messages import Task, Trajectory
+from rl_async.messages import Leased, Task, Trajectory
 from rl_async.recording import read_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from tests.support.ports import free_port
@@ -196,6 +196,21 @@ async def test_what_was_played_before_an_interruption_is_kept(tmp_path: Path, nu
     (run,) = (tmp_path / "runs").iterdir()
     (row,) = read_trajectories(recorded_in(run))
     assert row.turns[-1].text == "5"
+
+
+async def test_a_lease_is_for_as_many_tasks_as_can_be_played_at_once(tmp_path: Path) -> None:
+    asked = []
+
+    class Counting(HeldOutSamples):
+        async def lease(self, max_groups: int, wait_s: float) -> Leased:
+            asked.append(max_groups)
+            return await super().lease(max_groups, wait_s)
+
+    async with Outside(READY, says("5")) as it:
+        given = config(it, "agent.concurrency=4", "rollout.group_size=4")
+        assert given.eval.endpoint is not None
+        await play(given, given.eval.endpoint, Counting([TASK] * 4, given), tmp_path / "run")
+    assert asked[0] == 4
 
 
 def test_options_that_need_another_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
