@@ -31,6 +31,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources.fetch import fetch_held_out, fetch_sources
 
+    _check_place(arguments.jsonl)
     config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
     check_user_code(config)
     _warn_of_greedy(config.eval.samples, config.eval.temperature)
@@ -43,6 +44,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs.evaluate import evaluate
 
     return evaluate(fetch_sources(config), *told)
+
+
+def _check_place(jsonl: Path | None) -> None:
+    """Raise UserError if no file can be written there; the evaluation, at whose end it is, may take hours."""
+    if jsonl is not None and not jsonl.parent.is_dir():
+        raise UserError(f"--jsonl: there is no folder {jsonl.parent}; make it, or choose another")
+    if jsonl is not None and jsonl.is_dir():
+        raise UserError(f"--jsonl: {jsonl} is a folder; name a file")
 
 
 def _warn_of_greedy(samples: int, temperature: float) -> None:

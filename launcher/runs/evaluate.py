@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from rl_async.launcher.watch.terminal import say
 from rl_async.messages import EngineRecord, Reserved, Trajectory, Version
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
-from rl_async.recording import write_trajectories
+from rl_async.recording import evaluation_file, write_trajectories
 from rl_async.rollout_server.connect import connect
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.async_client import QueueClient
@@ -33,7 +33,7 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 EVAL_ID = 0
 POLL_S = 5.0
 PROGRESS_S = 30.0  # between two lines that say how far it is
-KEEP_S = 20.0  # to fetch and write what was finished, when it ends early
+FETCH_S = 20.0  # for what was finished, when it ends early
 
 
 class EvaluationTimeout(RlAsyncError):
@@ -67,12 +67,12 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
                     try:
                         await supervisor.run(evaluation.run, evaluation.on_engine)
                     finally:
-                        write_and_tell(evaluation, solved, jsonl, console)
+                        evaluation.outcome.tell(solved, jsonl)
         except Interrupted as interruption:
             print("interrupted; every process has ended", file=sys.stderr)
             return EXIT_SIGNAL + interruption.number
         say(console, f"run folder: {folder}")
-        return 0
+        return evaluation.outcome.exit_code
 
     with hold(folder), hold_private_folder(folder):
         planned, ports = make_ready(config, folder)
@@ -93,19 +93,21 @@ def without_training(config: RunConfig) -> RunConfig:
     )
 
 
-class EvaluationRun:
-    """One evaluation, which the supervisor runs in place of the trainer.
+class Outcome:
+    """What there is of an evaluation of ``samples`` episodes a task, kept in files and told.
 
-    ``rows`` are those of the episodes of ``result``, which is of all only if it ``ended``.
+    ``rows`` are those of the episodes of ``result``, which lacks some unless it is ``whole``. ``unread`` says why what
+    was complete at an early end is not known.
     """
 
-    def __init__(self, queue: QueueClient, config: RunConfig, folder: Path, console: Console) -> None:
-        self._queue, self._timeout_s, self._samples = queue, config.trainer.batch_timeout_s, config.eval.samples
-        self._token, self._console = run_token(folder, "engines"), console
-        self.trajectories = recorded_in(folder)
+    def __init__(self, samples: int, console: Console) -> None:
+        self._samples, self._console = samples, console
         self.result = Reserved(step=EVAL_ID, headers=[])
         self.rows: Sequence[Trajectory] = []
-        self.ended = False
+        self.whole = False
+        self.unread = ""
+        self.kept: list[Path] = []
+        self.exit_code = 0  # 1 once a file could not be written
 
     @property
     def done(self) -> int:
@@ -116,6 +118,44 @@ class EvaluationRun:
     def count(self) -> int:
         """How many episodes there were to be."""
         return len(self.result.tasks) * self._samples
+
+    def record(self, folder: Path) -> None:
+        """Write the rows into the run folder."""
+        self._keep(evaluation_file(folder, EVAL_ID, whole=self.whole), write_trajectories)
+
+    def tell(self, solved: float, jsonl: Path | None) -> None:
+        """Print what came of the rows, write them to ``jsonl``, and say after how many of how many it ended early."""
+        if self.rows or self.whole:
+            print_report(self.result, solved, self._console)
+        if jsonl is not None:
+            self._keep(jsonl, write_lines)
+        if self.unread:
+            say(self._console, f"ended early; the episodes that were complete could not be fetched: {self.unread}")
+        elif not self.done and not self.whole:
+            say(self._console, "ended before an episode was complete")
+        elif not self.whole:
+            places = f", and kept in {' and '.join(map(str, self.kept))}" if self.kept else ""
+            say(self._console, f"ended after {self.done} of {self.count} episodes; only these are counted{places}")
+
+    def _keep(self, path: Path, write: Callable[[Path, Sequence[Trajectory]], None]) -> None:
+        """Write a file of what there is. A failure is told, and hides neither the results nor why it ended early."""
+        if not self.rows and not self.whole:
+            return
+        try:
+            write(path, self.rows)
+            self.kept.append(path)
+        except OSError as error:
+            self.exit_code = 1
+            say(self._console, f"{path} could not be written: {error.strerror or error}")
+
+
+class EvaluationRun:
+    """One evaluation, which the supervisor runs in place of the trainer."""
+
+    def __init__(self, queue: QueueClient, config: RunConfig, folder: Path, console: Console) -> None:
+        self._queue, self._timeout_s, self._folder = queue, config.trainer.batch_timeout_s, folder
+        self._token, self._console = run_token(folder, "engines"), console
+        self.outcome = Outcome(config.eval.samples, console)
 
     async def on_engine(self, record: EngineRecord) -> None:
         """Send an update without buckets: the engine keeps the weights of ``model.path``, as version 0."""
@@ -138,11 +178,13 @@ class EvaluationRun:
         """
         await self._queue.evaluate(EVAL_ID)
         try:
-            await self._keep(await self._wait())
-            self.ended = True
+            await self._fetch(await self._wait())
+            self.outcome.whole = True
         except (asyncio.CancelledError, RlAsyncError):
-            await self._keep_finished()
+            await self._fetch_finished()
             raise
+        finally:
+            self.outcome.record(self._folder)  # not in a thread, which would go on beside what follows a signal
 
     async def _wait(self) -> Reserved:
         deadline, finished, told = 0.0, -1, time.monotonic()
@@ -158,45 +200,22 @@ class EvaluationRun:
                 say(self._console, f"{reply.finished} of {reply.groups} tasks")
         return reply
 
-    async def _keep(self, result: Reserved) -> None:
-        rows = await self._queue.fetch([header.key for header in result.headers])
-        await asyncio.to_thread(write_trajectories, self.trajectories, rows)
-        self.result, self.rows = result, rows
+    async def _fetch(self, result: Reserved) -> None:
+        self.outcome.rows = await self._queue.fetch([header.key for header in result.headers])
+        self.outcome.result = result
 
-    async def _keep_finished(self) -> None:
-        """Keep the episodes that are complete; if the queue no longer answers, that is told."""
+    async def _fetch_finished(self) -> None:
+        """Fetch the episodes that are complete; if the queue no longer answers, the outcome says so."""
+        self.outcome.unread = "interrupted"
         try:
-            async with asyncio.timeout(KEEP_S):
+            async with asyncio.timeout(FETCH_S):
                 reply = await self._queue.eval_result(EVAL_ID, 0.0, so_far=True)
                 if isinstance(reply, Reserved) and reply.headers:
-                    await self._keep(reply)
+                    await self._fetch(reply)
+                    self.outcome.whole = self.outcome.done == self.outcome.count
+            self.outcome.unread = ""
         except (RlAsyncError, TimeoutError) as error:
-            why = str(error) or f"no answer within {KEEP_S:g} s"
-            say(self._console, f"the episodes that were complete could not be fetched: {why}")
-
-
-def recorded_in(folder: Path) -> Path:
-    """Return the file of the evaluation's trajectories in its run folder."""
-    return folder / "trajectories" / f"eval-{EVAL_ID:06d}.jsonl.gz"
-
-
-def write_and_tell(evaluation: EvaluationRun, solved: float, jsonl: Path | None, console: Console) -> None:
-    """Write the rows to ``jsonl``, and print what came of them, and of how many if the evaluation ended early."""
-    if evaluation.rows or evaluation.ended:
-        if jsonl is not None:
-            write_lines(jsonl, evaluation.rows)
-        print_report(evaluation.result, solved, console)
-    if not evaluation.ended:
-        tell_early_end(evaluation.done, evaluation.count, [evaluation.trajectories, jsonl], console)
-
-
-def tell_early_end(done: int, count: int, places: Sequence[Path | None], console: Console) -> None:
-    """Say how many of ``count`` episodes are complete, and in which files."""
-    if done:
-        files = " and ".join(str(place) for place in places if place is not None)
-        say(console, f"ended after {done} of {count} episodes; only these are counted, and kept in {files}")
-    else:
-        say(console, "ended before an episode was complete")
+            self.outcome.unread = str(error) or f"no answer within {FETCH_S:g} s"
 
 
 def print_report(result: Reserved, solved: float, console: Console) -> None:

@@ -23,16 +23,14 @@ from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
-from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.folder.run_folder import create, hold, next_folder
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
-from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, print_report, recorded_in, tell_early_end
+from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, Outcome
 from rl_async.launcher.runs.launch import log_into
 from rl_async.launcher.runs.prepare import prepare_data
 from rl_async.launcher.watch.terminal import say
 from rl_async.messages import Done, Leased, LeasedGroup, Reserved, SampleKey, Task, Trajectory, Turn, Version
-from rl_async.recording import write_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.data.task_stream import held_out_tasks
 
@@ -44,8 +42,9 @@ def evaluate_endpoint(
 ) -> int:
     """Evaluate a served model on ``data.eval_path`` as ``evaluate`` does a folder's; return the exit code.
 
-    Episodes that were played before SIGINT, SIGTERM or an error are written. Raises ConfigError, before any episode,
-    if the endpoint does not answer a first request, and RlAsyncError, once all is written, if no episode was scored.
+    Episodes that were played before SIGINT, SIGTERM or an error are written and reported. Raises ConfigError, before
+    any episode, if the endpoint does not answer a first request, and RlAsyncError, once all is written, if no episode
+    was scored.
     """
     _require_playable(config)
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
@@ -58,19 +57,17 @@ def evaluate_endpoint(
         try:
             code = asyncio.run(_play_and_tell(config, endpoint, samples, folder, console))
         finally:
-            if rows := samples.rows:
-                write_trajectories(recorded_in(folder), rows)
-                if jsonl is not None:
-                    write_lines(jsonl, rows)
-    if rows:
-        headers = [row.header() for row in rows]
-        print_report(Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks), solved, console)
-    if samples.done < samples.count:
-        tell_early_end(samples.done, samples.count, [recorded_in(folder), jsonl], console)
-    say(console, f"run folder: {folder}")
-    if code == 0 and not any(row.scored for row in rows):
-        raise RlAsyncError(f"no episode could be scored; the error of the last one: {rows[-1].error}")
-    return code
+            outcome = Outcome(config.eval.samples, console)
+            outcome.rows, outcome.whole = samples.rows, samples.done == samples.count
+            headers = [row.header() for row in outcome.rows]
+            outcome.result = Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks)
+            if folder.is_dir():  # the endpoint has answered
+                outcome.record(folder)
+                outcome.tell(solved, jsonl)
+                say(console, f"run folder: {folder}")
+    if code == 0 and not any(row.scored for row in outcome.rows):
+        raise RlAsyncError(f"no episode could be scored; the error of the last one: {outcome.rows[-1].error}")
+    return code or outcome.exit_code
 
 
 def _require_playable(config: RunConfig) -> None:

@@ -1,7 +1,9 @@
 import asyncio
 import io
 import json
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,17 @@ from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import QueueLost
 from rl_async.launcher.evaluation.lines import read_lines, write_lines
+from rl_async.launcher.runs import evaluate as module
 from rl_async.launcher.runs.evaluate import (
+    EVAL_ID,
     EvaluationRun,
     EvaluationTimeout,
     print_report,
-    recorded_in,
     without_training,
-    write_and_tell,
 )
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Task, Trajectory, TrajectoryHeader, Turn
 from rl_async.process.http_auth import make_tokens
-from rl_async.recording import read_trajectories
+from rl_async.recording import evaluation_file, read_trajectories, write_trajectories
 from tests.conftest import make_rows
 
 
@@ -156,57 +158,133 @@ class Queue:
         return [row for row in self.rows if row.header().key in keys]
 
 
-def evaluation_of(queue: Any, folder: Path) -> EvaluationRun:
-    make_tokens(folder / "keys")
-    config = load_config("calculator", ["eval.samples=1", "trainer.batch_timeout_s=0.001"])
-    return EvaluationRun(queue, config, folder, Console(file=io.StringIO()))
+class Held:
+    """An evaluation by ``queue``, and what is printed and kept of it. ``whole`` files have another name than others."""
+
+    def __init__(self, queue: Any, folder: Path, jsonl: str = "out.jsonl") -> None:
+        make_tokens(folder / "keys")
+        config = load_config("calculator", ["eval.samples=1", "trainer.batch_timeout_s=0.001"])
+        self._console = Console(width=300, record=True, file=io.StringIO())
+        self.run = EvaluationRun(queue, config, folder, self._console)
+        self.lines, self.folder = folder / jsonl, folder
+
+    @property
+    def outcome(self) -> Any:
+        return self.run.outcome
+
+    def tell(self) -> list[str]:
+        self.outcome.tell(1.0, self.lines)
+        return self._console.export_text().splitlines()
+
+    def kept(self) -> tuple[int, int, int]:
+        """How many episodes are in the file of lines, in the run folder's whole file, and in its partial one."""
+        whole, part = (evaluation_file(self.folder, EVAL_ID, whole=whole) for whole in (True, False))
+        files = {self.lines: read_lines, whole: read_trajectories, part: read_trajectories}
+        lines, of_all, of_some = (len(read(file)) if file.exists() else 0 for file, read in files.items())
+        return lines, of_all, of_some
 
 
-def kept(evaluation: EvaluationRun, folder: Path) -> tuple[str, int, int]:
-    """What is printed, and how many episodes are in the file of lines and in the run folder."""
-    console = Console(width=300, record=True, file=io.StringIO())
-    write_and_tell(evaluation, 1.0, folder / "out.jsonl", console)
-    files = folder / "out.jsonl", recorded_in(folder)
-    lines, rows = (len(read(file)) if file.exists() else 0 for read, file in zip(READERS, files, strict=True))
-    return console.export_text(), lines, rows
-
-
-READERS: Sequence[Any] = (read_lines, lambda file: list(read_trajectories(file)))
+def has_table(said: list[str]) -> bool:
+    return any("avg@k" in line for line in said)
 
 
 async def test_an_evaluation_may_take_longer_than_its_deadline_as_long_as_tasks_are_finished(tmp_path: Path) -> None:
-    evaluation = evaluation_of(Queue(), tmp_path)
-    await evaluation.run()
-    text, *counts = kept(evaluation, tmp_path)
-    assert counts == [10, 10] and "avg@k" in text and "10 of 10" not in text
+    held = Held(Queue(), tmp_path)
+    await held.run.run()
+    said = held.tell()
+    assert held.kept() == (10, 10, 0) and has_table(said) and "10 of 10" not in said[-1]
+    assert held.outcome.whole and held.outcome.exit_code == 0
 
 
 async def test_what_was_finished_is_kept_when_no_further_task_is(tmp_path: Path) -> None:
-    evaluation = evaluation_of(Queue(stuck=3), tmp_path)
+    held = Held(Queue(stuck=3), tmp_path)
     with pytest.raises(EvaluationTimeout, match=r"trainer\.batch_timeout_s"):
-        await evaluation.run()
-    text, *counts = kept(evaluation, tmp_path)
-    assert counts == [3, 3] and "3 of 10" in text and "out.jsonl" in text and "avg@k" in text
+        await held.run.run()
+    said = held.tell()
+    assert held.kept() == (3, 0, 3) and has_table(said)
+    assert all(words in said[-1] for words in ("3 of 10", str(held.lines), "-partial"))
 
 
 async def test_what_was_finished_is_kept_when_a_signal_ends_it(tmp_path: Path) -> None:
     queue = Queue(stuck=4, hangs=True)
-    evaluation = evaluation_of(queue, tmp_path)
-    running = asyncio.create_task(evaluation.run())
+    held = Held(queue, tmp_path)
+    running = asyncio.create_task(held.run.run())
     await queue.hung.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    text, *counts = kept(evaluation, tmp_path)
-    assert counts == [4, 4] and "4 of 10" in text
+    said = held.tell()
+    assert held.kept() == (4, 0, 4) and "4 of 10" in said[-1]
 
 
-@pytest.mark.parametrize("queue", [{"stuck": 0}, {"stuck": 2, "lost": True}])
-async def test_nothing_is_written_where_nothing_is_complete_or_the_queue_is_gone(
-    tmp_path: Path, queue: dict[str, Any]
+async def test_a_signal_while_the_episodes_are_written_leaves_them_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation = evaluation_of(Queue(**queue), tmp_path)
+    loop, written = asyncio.get_running_loop(), []
+
+    def write(path: Path, rows: Sequence[Trajectory]) -> None:
+        loop.call_soon_threadsafe(running.cancel)
+        time.sleep(0.05)  # so that a loop that is not kept waiting comes to it
+        write_trajectories(path, rows)
+        written.append(path)
+
+    monkeypatch.setattr(module, "write_trajectories", write)
+    held = Held(Queue(), tmp_path)
+    running = asyncio.create_task(held.run.run())
+    await asyncio.wait([running])
+    held.tell()
+    assert written == [evaluation_file(tmp_path, EVAL_ID)] and held.kept() == (10, 10, 0)
+
+
+@pytest.mark.parametrize("stuck", [10, 3])
+async def test_a_file_that_cannot_be_written_hides_neither_the_results_nor_why_it_ended(
+    tmp_path: Path, stuck: int
+) -> None:
+    (tmp_path / "trajectories").touch()
+    held = Held(Queue(stuck=stuck), tmp_path)
+    with pytest.raises(EvaluationTimeout) if stuck < 10 else nullcontext():
+        await held.run.run()
+    said = held.tell()
+    assert has_table(said) and len(read_lines(held.lines)) == stuck
+    assert held.outcome.kept == [held.lines] and held.outcome.exit_code == 1
+    assert any(str(tmp_path / "trajectories") in line for line in said)
+
+
+async def test_lines_that_cannot_be_written_come_after_the_results(tmp_path: Path) -> None:
+    held = Held(Queue(), tmp_path, "missing/out.jsonl")
+    await held.run.run()
+    said = held.tell()
+    assert has_table(said) and str(held.lines) in said[-1]
+    assert held.kept() == (0, 10, 0) and held.outcome.exit_code == 1
+
+
+@pytest.mark.parametrize(("queue", "unread"), [({"stuck": 0}, False), ({"stuck": 2, "lost": True}, True)])
+async def test_nothing_is_written_where_nothing_is_complete_or_the_queue_is_gone(
+    tmp_path: Path, queue: dict[str, Any], unread: bool
+) -> None:
+    held = Held(Queue(**queue), tmp_path)
     with pytest.raises(EvaluationTimeout):
-        await evaluation.run()
-    text, *counts = kept(evaluation, tmp_path)
-    assert counts == [0, 0] and "avg@k" not in text
+        await held.run.run()
+    assert len(held.tell()) == 1, "either that nothing was complete, or that it is not known"
+    assert held.kept() == (0, 0, 0) and bool(held.outcome.unread) == unread
+
+
+async def test_an_evaluation_of_which_all_was_complete_when_a_signal_came_is_whole(tmp_path: Path) -> None:
+    queue = Queue()
+    fetching, real = asyncio.Event(), queue.fetch
+
+    async def fetch(keys: Sequence[RowKey]) -> list[Trajectory]:
+        if not fetching.is_set():
+            fetching.set()
+            await asyncio.Event().wait()
+        return await real(keys)
+
+    queue.fetch = fetch  # type: ignore[method-assign]
+    held = Held(queue, tmp_path)
+    running = asyncio.create_task(held.run.run())
+    await fetching.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    held.tell()
+    assert held.kept() == (10, 10, 0)

@@ -14,13 +14,15 @@ from rl_async.agent_loop.episodes.endpoint import ATTEMPTS_TO_REACH, Endpoint
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineLost
+from rl_async.errors import EXIT_SIGNAL, EXIT_USER, ConfigError, EngineLost, QueueLost
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.evaluation.lines import read_lines
-from rl_async.launcher.runs.evaluate import recorded_in
-from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
+from rl_async.launcher.folder.run_folder import create
+from rl_async.launcher.runs import evaluate_endpoint as module
+from rl_async.launcher.runs.evaluate import EVAL_ID
+from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, evaluate_endpoint, play
 from rl_async.messages import Leased, Task, Trajectory
-from rl_async.recording import read_trajectories
+from rl_async.recording import evaluation_file, read_trajectories
 from rl_async.rollout_server.api import GenerateRequest
 from tests.support.ports import free_port
 from tests.unit.reward_loop.outside import Answer, Outside, says
@@ -194,8 +196,33 @@ async def test_what_was_played_before_an_interruption_is_kept(tmp_path: Path, nu
     (line,) = read_lines(tmp_path / "out.jsonl")
     assert (line.answer, line.scored) == ("5", True)
     (run,) = (tmp_path / "runs").iterdir()
-    (row,) = read_trajectories(recorded_in(run))
+    (row,) = read_trajectories(evaluation_file(run, EVAL_ID, whole=False))
     assert row.turns[-1].text == "5"
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_what_was_played_before_an_error_is_kept_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], done: int
+) -> None:
+    async def broken(config: RunConfig, _endpoint: Any, samples: HeldOutSamples, folder: Path, _tell: Any) -> None:
+        create(config, folder)
+        for group in range(done):
+            await samples.fail(group, 0, 0, "no answer")
+        raise QueueLost("broken")
+
+    monkeypatch.setattr(module, "play", broken)
+    monkeypatch.setattr(module, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(module, "held_out_tasks", lambda _: [TASK, TASK])
+    place = [f"launcher.run_dir={tmp_path}", "queue.max_attempts=1", "eval.endpoint={url: http://x/v1, model: m}"]
+    given = load_config("calculator", place)
+    assert given.eval.endpoint is not None
+    with pytest.raises(QueueLost):
+        evaluate_endpoint(given, given.eval.endpoint, "calculator", 1.0, tmp_path / "out.jsonl")
+    said = capsys.readouterr().out
+    assert "avg@k" in said and ("1 of 2" in said) == (done == 1)
+    (run,) = tmp_path.glob("eval-*")
+    assert len(read_trajectories(evaluation_file(run, EVAL_ID, whole=done == 2))) == done
+    assert len(read_lines(tmp_path / "out.jsonl")) == done
 
 
 async def test_a_lease_is_for_as_many_tasks_as_can_be_played_at_once(tmp_path: Path) -> None:
@@ -219,6 +246,17 @@ def test_options_that_need_another_are_refused(capsys: pytest.CaptureFixture[str
             main(["eval", "--config", "calculator", *options])
         assert ended.value.code == 2
     assert "--model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["missing/out.jsonl", "."])
+def test_a_place_where_no_lines_can_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for subject in (["model.path=none"], ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m"]):
+        assert main(["eval", "--config", "calculator", *subject, "--jsonl", place]) == EXIT_USER
+        assert "--jsonl" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_training_run_takes_no_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
