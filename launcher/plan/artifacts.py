@@ -50,6 +50,14 @@ def needs_data(config: RunConfig) -> bool:
     return missing
 
 
+def check_data(config: RunConfig) -> None:
+    """Raise DataError for data that is there and that the queue would refuse; of each file it reads the first rows."""
+    if any(_data_files(config)) and not needs_data(config):
+        from rl_async.transfer_queue.data.task_stream import check_first_rows  # imports PyArrow
+
+        check_first_rows(config)
+
+
 def needs_model(config: RunConfig) -> bool:
     """Whether the warm start must still be done. Raises UserError if the model at ``model.path`` cannot be used."""
     path, makes = Path(config.model.path), warm_start_of(config)

@@ -15,7 +15,7 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
-from rl_async.launcher.plan.artifacts import needs_preparation
+from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.engines import engine_place
 from rl_async.launcher.plan.memory import model_size, tiny_shape
 from rl_async.launcher.plan.planning import Plan, assign_devices, engines, plan
@@ -28,9 +28,9 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
     Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, trackers, Liger,
-    FlashAttention, a required GPU, the judge's key; for rows that ranks cannot share, routers that cannot be replayed
-    or are not there, experts that no update reaches, a model that an engine's ranks cannot divide, GPUs that an engine
-    cannot take weights from, and devices whose memory does not suffice.
+    FlashAttention, a required GPU, the judge's key; for data whose first rows are no tasks, rows that ranks cannot
+    share, routers that cannot be replayed or are not there, experts that no update reaches, a model that an engine's
+    ranks cannot divide, GPUs that an engine cannot take weights from, and devices whose memory does not suffice.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -43,6 +43,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if config.rollout.replay:
         needed_groups(config)
     else:
+        check_data(config)
         check_api_keys(config)
     if not elsewhere and not config.rollout.replay:
         check_engines(config, on_gpus=False)

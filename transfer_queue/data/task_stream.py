@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.derived.code import ListedCode, code_problem, listed_code
-from rl_async.configs.derived.data import eval_parts, label_of, labels, parts, points_of, shares_at
+from rl_async.configs.derived.data import GENERATED_PREFIX, eval_parts, label_of, labels, parts, points_of, shares_at
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Task
-from rl_async.transfer_queue.data.dataset import Rows, open_rows, to_task
+from rl_async.transfer_queue.data.dataset import Rows, open_first_rows, open_rows, to_task
 from rl_async.transfer_queue.data.templates import templated
 
 PromptLength = Callable[[Task], int]
+FIRST_ROWS = 8  # of each file, that are read before a run starts
 
 
 class _Cursor(msgspec.Struct, array_like=True):
@@ -135,6 +136,25 @@ def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
     for source in (*held_out_sources, *sources):
         source.check(length, data.max_prompt_tokens)
     return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
+
+
+def check_first_rows(config: RunConfig) -> None:
+    """Raise DataError, naming the key, for a file that ``make_sources`` would refuse because of its first rows.
+
+    Reads no others, so that it is quick, and leaves out generated data sets.
+    """
+    listed = listed_code(config)
+    for key, found in (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data))):
+        for part in found:
+            if part.path.startswith(GENERATED_PREFIX):
+                continue
+            try:
+                for rows in open_first_rows(part.path, FIRST_ROWS):
+                    source = _Source(rows, part, "", None, listed)
+                    for number in range(len(rows)):
+                        source.at(number)
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from error
 
 
 def held_out_tasks(config: RunConfig) -> list[Task]:

@@ -7,7 +7,7 @@ import pytest
 from rl_async.accelerators import count_gpus
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_config
-from rl_async.errors import ConfigError, UserError
+from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.machine import (
     check_engine_ranks,
@@ -40,6 +40,21 @@ def test_visible_gpus_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     planned = plan_here(load_config("calculator"), tmp_path / "run")
     assert (planned.trainers[0].device, planned.engines[0].device) == ("gpu:0", "gpu:1")
+
+
+def test_data_must_be_readable_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = ["data.path=mine.jsonl", "data.eval_path=null", "data.make=null", "warm_start.demos_path=demos.parquet"]
+    config = load_config("calculator", mine)
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    (tmp_path / "demos.parquet").touch()
+    with pytest.raises(DataError, match=r"data\.path: mine\.jsonl, row 0"):
+        plan_here(config, tmp_path / "run", gpus=1)  # under Ray, too: the queue is on this machine
+    made = load_config("calculator", [])
+    path = tmp_path / str(made.data.path)
+    path.parent.mkdir(parents=True)
+    path.write_text("half a file")
+    plan_here(made, tmp_path / "run")  # its other files are missing, and all are made
 
 
 def test_the_judges_key_must_be_there_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
-from rl_async.transfer_queue.data.task_stream import inspect, make_sources
+from rl_async.transfer_queue.data.dataset import open_first_rows
+from rl_async.transfer_queue.data.task_stream import FIRST_ROWS, check_first_rows, inspect, make_sources
 
 
 def row(text: str = "hi", **changes: Any) -> dict[str, Any]:
@@ -175,6 +176,42 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n[1]')
     with pytest.raises(DataError, match=r"broken\.jsonl, row 0, column reward_model"):
         make_sources(run_config(str(tmp_path / "broken.jsonl")))
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.eval_path"])
+def test_first_rows_alone_show_what_the_queue_would_refuse(tmp_path: Path, key: str) -> None:
+    good = jsonl(tmp_path / "good.jsonl", [row()])
+
+    def check(path: str) -> None:
+        train, held_out = (path, good) if key == "data.path" else (good, path)
+        check_first_rows(run_config(train, eval_path=held_out))
+
+    (tmp_path / "text.parquet").write_text("no parquet")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "list.jsonl").write_text("\n[1]\n")
+    (tmp_path / "data.csv").write_text("a,b")
+    late = [row() for _ in range(FIRST_ROWS)] + [row(prompt=None)]
+    jsonl(tmp_path / "early.jsonl", late[1:])
+    pq.write_table(pa.Table.from_pylist(late[1:]), tmp_path / "early.parquet")
+    named = {"early.jsonl": f"early.jsonl, row {FIRST_ROWS - 1}, column prompt", "list.jsonl": "list.jsonl, row 0"}
+    for name in ("text.parquet", "empty.jsonl", "list.jsonl", "data.csv", "early.jsonl", "early.parquet"):
+        with pytest.raises(DataError, match=rf"^{key}: .*{named.get(name, name)}"):
+            check(str(tmp_path / name))
+    check(jsonl(tmp_path / "late.jsonl", late))
+    check(good)
+    check("reasoning_gym:chain_sum")
+
+
+def test_of_each_file_the_first_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+    rows = [row(f"task {number}", extra_info={"n": number}) for number in range(30)]
+    table = pa.Table.from_pylist(rows)
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as file:
+        file.write_table(table.slice(0, 0), row_group_size=7)
+        file.write_table(table, row_group_size=7)
+    pq.write_table(table.slice(0, 0), tmp_path / "b.parquet")
+    assert [list(found) for found in open_first_rows(str(tmp_path), 3)] == [rows[:3], []]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    assert [list(found) for found in open_first_rows(path, 3)] == [rows[:3]]
 
 
 def test_long_prompts_are_named(tmp_path: Path) -> None:
