@@ -2,6 +2,7 @@
 
 from rl_async.configs.checks.reward import chain_problem
 from rl_async.configs.derived.data import GENERATED_PREFIX, eval_parts, labels, parts, points_of, weight_at
+from rl_async.configs.schema.data import DataConfig
 from rl_async.configs.schema.run import RunConfig
 
 
@@ -37,6 +38,20 @@ def templates(c: RunConfig) -> str | None:
     if any(source.schedule for source in eval_parts(c.data)):
         return "data.eval_path: a schedule has no effect on held-out tasks; give a weight"
     return None
+
+
+def no_room(c: RunConfig) -> str | None:
+    """Say that prompts pass ``data.max_prompt_tokens`` whose samples will fail; None at its default, and if none do.
+
+    Only what to expect, and no rule: there need not be such prompts.
+    """
+    longest, limit = c.data.max_prompt_tokens, c.agent.max_tokens
+    if longest < limit or longest == DataConfig(path="").max_prompt_tokens:
+        return None
+    return (
+        f"data.max_prompt_tokens={longest}: a prompt of {limit} tokens or more leaves no room to answer within "
+        f"agent.max_tokens={limit}, and its samples fail; lower the former, or raise the latter"
+    )
 
 
 DATA_RULES = (curriculum, make, templates)

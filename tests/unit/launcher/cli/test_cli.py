@@ -150,6 +150,16 @@ def test_a_dry_run_of_a_model_that_is_to_be_fine_tuned_first(capsys: pytest.Capt
         assert f"made first: {text}" in shown
 
 
+@pytest.mark.parametrize(("longest", "lines"), [(127, 0), (128, 1), (1024, 0)])
+def test_prompts_that_leave_no_room_to_answer_are_warned_of(
+    longest: int, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"data.max_prompt_tokens={longest}", "agent.max_tokens=128"]
+    assert main(["launch", "--config", "calculator", "--dry-run", *given]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if given[0] in line and given[1] in line]) == lines
+
+
 @pytest.mark.parametrize(("temperature", "lines"), [("0", 1), ("1.0", 0)])
 def test_several_greedy_samples_of_an_evaluation_are_warned_of(
     temperature: str, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
