@@ -6,6 +6,23 @@ import regex
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.extraction import REGEX, RULES, Extraction, compiled
+from rl_async.userload import is_user_reference
+
+
+def rewarded(c: RunConfig) -> str | None:
+    """Require something that can give rewards: scorers, agent programs, a record, or what rewards single turns.
+
+    Loops, tools and estimators that are the user's own, and environments, may do that, or need no reward.
+    """
+    elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
+    named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
+    if c.reward.functions or elsewhere or any(map(is_user_reference, named)):
+        return None
+    return (
+        "reward.functions=[] and nothing else gives rewards, so every episode would be worth 0 and teach nothing; name "
+        "a scorer, such as exact_answer, or what rewards turns or episodes itself: agent.environment, agent.gateway, "
+        "or an agent.loop or agent.tools of your own"
+    )
 
 
 def servers(c: RunConfig) -> str | None:
@@ -82,4 +99,4 @@ def _rule_problem(rule: str) -> str | None:
     return None if rule in RULES else f"no rule {rule!r}; write one of {known}"
 
 
-REWARD_RULES = (servers, judge, extraction)
+REWARD_RULES = (rewarded, servers, judge, extraction)

@@ -202,6 +202,7 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
+        (["reward.functions=[]"], ["reward.functions=[]", "agent.environment", "agent.gateway", "agent.loop"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
         (["agent.opponents={a: {}}"], ["agent.opponents", "agent.environment"]),
         ([GAME, "agent.opponents={a: {url: http://x/v1}}"], ["agent.opponents.a.url", "agent.opponents.a.model"]),
@@ -321,6 +322,17 @@ def test_a_critic_needs_no_group_to_compare_with() -> None:
 @pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
 def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
     assert load_config("calculator", [f"algorithm.advantage={name}", "rollout.group_size=1"]).rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(GAME, GATEWAY, "rollout.replay=runs/before", "data.trust_code=true"),
+        *("agent.loop=x.py:loop", "agent.tools=[x.py:tool]", "algorithm.advantage=x.py:own", "algorithm.loss=x.py:own"),
+    ],
+)
+def test_what_may_give_rewards_needs_no_reward_functions(source: str) -> None:
+    assert load_config("calculator", ["reward.functions=[]", source]).reward.functions == ()
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:
