@@ -8,6 +8,7 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -24,6 +25,7 @@ log = logging.getLogger("rl_async.agent_loop")
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before a lease, while samples only fail
+FIRST_LINES = 3  # in the log, of failures that are alike
 OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
 
 
@@ -46,6 +48,19 @@ class Pauses:
         return pause_s
 
 
+class Repetitions:
+    """Which of many failures that are alike are worth a line in the log: the first few, then each power of two."""
+
+    def __init__(self) -> None:
+        self._times = Counter[str]()
+
+    def another(self, kind: str) -> int:
+        """Return how many of its kind there were with this one, if it is worth a line; else 0."""
+        self._times[kind] += 1
+        times = self._times[kind]
+        return times if times <= FIRST_LINES or times.bit_count() == 1 else 0
+
+
 class AgentWorker:
     """Plays up to ``agent.concurrency`` conversations at once, on one event loop."""
 
@@ -64,7 +79,7 @@ class AgentWorker:
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses = Pauses()
-        self._shown: set[str] = set()  # errors whose traceback is in the log
+        self._failures = Repetitions()
         self.put = self.failed = self.refused = 0
 
     @property
@@ -148,7 +163,7 @@ class AgentWorker:
         except RlAsyncError as error:
             if self._replays:
                 raise
-            log.warning("sample %d.%d of task %s: %s", group.group_id, sample, group.task.task_id, error)
+            self._log_failure(group, sample, error)
             return f"{type(error).__name__}: {error}"
         # Loops and environments are the user's code and may raise anything. The queue counts failures and dead-letters
         # a group that keeps failing, with this text.
@@ -159,14 +174,19 @@ class AgentWorker:
             return f"{type(error).__name__}: {error}"
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
-        """Log an error of the user's code, with its traceback if it is the first of its class from its line."""
-        known = f"{type(error).__name__} in {raised_at(error)}"
-        if known in self._shown:
-            name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
-            log.error("%s: %r (%s, as before)", name, error, known)
-        else:
-            self._shown.add(known)
-            log.exception("sample %d.%d of task %s", group.group_id, sample, group.task.task_id)
+        """Log why a sample failed, unless enough were alike: errors of one class from one line.
+
+        The first of a kind has its traceback if it is not an error of this project.
+        """
+        kind = f"{type(error).__name__} in {raised_at(error)}"
+        name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
+        times, known = self._failures.another(kind), isinstance(error, RlAsyncError)
+        if times == 1 and not known:
+            log.exception(name)
+        elif times == 1:
+            log.warning("%s: %s", name, error)
+        elif times:
+            log.log(logging.WARNING if known else logging.ERROR, "%s: %r (%s, %d times)", name, error, kind, times)
 
     async def _episode(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""
