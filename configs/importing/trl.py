@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl_async.configs.importing.files import overrides, read_settings
-from rl_async.configs.importing.translation import Key, Translation
+from rl_async.configs.importing.translation import Key, Translation, our_default
 
 KEYS = (
     Key("model_name_or_path", "model.path"),  # of ModelConfig, which TRL's scripts read from the same file
@@ -60,6 +60,7 @@ def write(file: Path, more: list[str]) -> str:
     """Our YAML for the fields in ``file`` and the ``name=value`` in ``more``."""
     t = Translation(read_settings(file) | overrides(more, "an argument", dotted=False))
     t.translate(KEYS)
+    _length(t)
     _loss(t)
     _batches(t)
     _correction(t)
@@ -80,6 +81,16 @@ def write(file: Path, more: list[str]) -> str:
     t.notes.append("GRPOTrainer is synchronous; with queue.max_staleness=1 generation overlaps with training")
     t.notes.append("reward functions are arguments of GRPOTrainer in TRL; here they are reward.functions")
     return t.text(f"From {file} (TRL, read by the fields of GRPOConfig 1.16).", NO_COUNTERPART)
+
+
+def _length(t: Translation) -> None:
+    """`num_train_epochs`, after which TRL ends if there is no ``max_steps``."""
+    if t.take("max_steps") in (None, -1):
+        epochs, key = t.take("num_train_epochs", 3.0), "trainer.steps"
+        t.notes.append(
+            f"num_train_epochs={epochs}: TRL ends after so many passes over the data, a run here after {key} "
+            f"({our_default(key)} if not set); as many passes take {epochs} * prompts / data.train_batch_groups steps"
+        )
 
 
 def _loss(t: Translation) -> None:

@@ -1,5 +1,6 @@
 """Configs of TRL, prime-rl and slime become ours; keys that the tables name exist, and so do names in hints."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,14 @@ def test_a_grpo_config_of_trls(tmp_path: Path) -> None:
     assert (config.data.train_batch_groups, config.trainer.minibatches, config.rollout.engine) == (4, 1, "vllm")
     for key in ("of_tomorrow", "trainer.schedule", "max_staleness"):
         assert key in text
+
+
+@pytest.mark.parametrize(("given", "epochs"), [("max_steps=-1", "3.0"), ("num_train_epochs=7", "7")])
+def test_passes_over_the_data_by_which_trl_ends_are_steps_here(tmp_path: Path, given: str, epochs: str) -> None:
+    text = translated(tmp_path, "trl", "c.yaml", TRL.replace("max_steps: 5", ""), given)[1]
+    (note,) = re.findall(r"num_train_epochs=\S+: [^\n]*", text)
+    assert note.startswith(f"num_train_epochs={epochs}: ") and "trainer.steps" in text
+    assert "num_train_epochs=" not in translated(tmp_path, "trl", "c.yaml", TRL)[1], "max_steps overrides it"
 
 
 def test_a_toml_of_prime_rls(tmp_path: Path) -> None:
