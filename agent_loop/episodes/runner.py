@@ -14,7 +14,7 @@ from rl_async.agent_loop.environments.session import Answering, Environments, Op
 from rl_async.agent_loop.environments.speakers import make_opponents
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.game import Seat, play_game
-from rl_async.agent_loop.episodes.loops import get_loop
+from rl_async.agent_loop.episodes.loops import Loop, get_loop
 from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
 from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, require_listed, task_tools
@@ -22,7 +22,7 @@ from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.messages import LeasedGroup, Task, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
@@ -47,6 +47,7 @@ class EpisodeRunner:
         self._config, self._chat, self._generator = config, chat, generator
         self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
         get_loop(config.agent.loop)
+        self._told: set[str] = set()  # loops that tasks name in place of the config's
         for name in config.agent.tools:
             get_tool(name)
         self._services, self._environments = Services(config, chat, generator), hosted
@@ -136,14 +137,24 @@ class EpisodeRunner:
                 prompt=prompt,
                 role=role,
             )
-            name = place.group.task.agent or self._config.agent.loop
-            reason: object = await get_loop(name)(episode)
+            name, loop = self._loop_of(place.group.task)
+            reason: object = await loop(episode)
             if not isinstance(reason, str):  # a user's loop may forget it
                 raise ConfigError(
                     f"agent.loop: {name} returned {reason!r:.80}; it must return why the episode ended, a string such "
                     "as 'stop': often what `await episode.generate()` returned"
                 )
             return episode, reason
+
+    def _loop_of(self, task: Task) -> tuple[str, Loop]:
+        """Return the loop that plays a task, and its name; log once of each that a task names it, not the config."""
+        configured = self._config.agent.loop
+        name = task.agent or configured
+        loop = get_loop(name)
+        if loop is not get_loop(configured) and name not in self._told:
+            self._told.add(name)
+            log.info("task %s: agent_name=%s overrides agent.loop=%s (logged once)", task.task_id, name, configured)
+        return name, loop
 
     def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
         """Return the rows of a conversation, with what the environment says of it."""
