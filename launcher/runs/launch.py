@@ -42,6 +42,7 @@ from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
+LOG = Path("logs", "launcher.log")  # in the run folder
 
 
 def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fetched | None = None) -> int:
@@ -49,7 +50,7 @@ def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fe
     with hold(folder), hold_private_folder(folder):
         planned, ports = make_ready(config, folder, resume=resume)
         note_sources(folder, fetched or {})
-        with log_into(folder):
+        with log_into(folder), naming_deletion(folder):
             return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
 
 
@@ -68,7 +69,7 @@ def launch_on_ray(
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
         note_sources(folder, fetched or {})
-        with log_into(folder):
+        with log_into(folder), naming_deletion(folder):
             return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
 
 
@@ -106,7 +107,7 @@ def check_reachable(address: str) -> None:
 def log_into(folder: Path) -> Iterator[None]:
     """Write the launcher's own log into a file; on the terminal it would disrupt the live view."""
     log = logging.getLogger("rl_async")
-    handler = logging.FileHandler(folder / "logs" / "launcher.log")
+    handler = logging.FileHandler(folder / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
@@ -119,6 +120,20 @@ def log_into(folder: Path) -> Iterator[None]:
         log.setLevel(level)
         log.propagate = propagate
         handler.close()
+
+
+@contextmanager
+def naming_deletion(folder: Path) -> Iterator[None]:
+    """Raise UserError, naming the folder, in place of an error of the block if the folder was deleted meanwhile.
+
+    The run's processes may have made the folder again, but nobody makes the launcher's log again.
+    """
+    try:
+        yield
+    except (RlAsyncError, OSError) as error:
+        if (folder / LOG).exists():
+            raise
+        raise UserError(f"the folder of the run was deleted while it ran: {folder}; start it anew") from error
 
 
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:

@@ -1,14 +1,16 @@
-"""What a run checks between its preparation and its processes."""
+"""What a run checks between its preparation and its processes, and how it ends without its folder."""
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rl_async.configs.load.loader import load_config
-from rl_async.errors import ConfigError
-from rl_async.launcher.runs.launch import check_chat
+from rl_async.errors import ConfigError, QueueLost, UserError
+from rl_async.launcher.runs.launch import check_chat, log_into, naming_deletion
 
 VLLM = ["rollout.engine=vllm"]  # whose start takes minutes
 
@@ -39,3 +41,19 @@ def test_the_launcher_of_embedded_engines_leaves_that_to_the_workers(tmp_path: P
 def test_a_record_that_is_not_whole_is_found_where_the_model_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.replay"):
         check_chat(load_config("calculator", [f"model.path={tmp_path}/elsewhere", f"rollout.replay={tmp_path}"]))
+
+
+def _lose(path: Path) -> None:
+    raise QueueLost(str(path))
+
+
+@pytest.mark.parametrize("fails", [Path.read_bytes, _lose])
+def test_a_run_whose_folder_was_deleted_ends_with_its_name(tmp_path: Path, fails: Callable[[Path], object]) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    with pytest.raises((OSError, QueueLost)), log_into(folder), naming_deletion(folder):
+        fails(folder / "missing")
+    with pytest.raises(UserError, match=str(folder)), log_into(folder), naming_deletion(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()  # as a process of the run may that goes on writing
+        fails(folder / "missing")
