@@ -8,6 +8,7 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
@@ -25,7 +26,7 @@ log = logging.getLogger("rl_async.agent_loop")
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before a lease, while samples only fail
-FIRST_LINES = 3  # in the log, of failures that are alike
+FIRST_LINES, KINDS = 3, 1000  # in the log, of failures that are alike; kinds that are counted
 OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
 
 
@@ -49,13 +50,18 @@ class Pauses:
 
 
 class Repetitions:
-    """Which of many failures that are alike are worth a line in the log: the first few, then each power of two."""
+    """Which of many failures that are alike are worth a line in the log: the first few, then each power of two.
+
+    Of more than KINDS kinds it begins to count again.
+    """
 
     def __init__(self) -> None:
         self._times = Counter[str]()
 
     def another(self, kind: str) -> int:
         """Return how many of its kind there were with this one, if it is worth a line; else 0."""
+        if len(self._times) > KINDS:
+            self._times.clear()
         self._times[kind] += 1
         times = self._times[kind]
         return times if times <= FIRST_LINES or times.bit_count() == 1 else 0
@@ -176,11 +182,13 @@ class AgentWorker:
     def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
         """Log why a sample failed, unless enough were alike: errors of one class from one line.
 
-        The first of a kind has its traceback if it is not an error of this project.
+        Those of this project must also begin alike, but for numbers, since one line raises many. The first of a kind
+        has its traceback if it is another's.
         """
-        kind = f"{type(error).__name__} in {raised_at(error)}"
+        kind, known = f"{type(error).__name__} in {raised_at(error)}", isinstance(error, RlAsyncError)
         name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
-        times, known = self._failures.another(kind), isinstance(error, RlAsyncError)
+        begins = re.sub(r"\d+", "", str(error))[:80] if known else ""
+        times = self._failures.another(kind + begins)
         if times == 1 and not known:
             log.exception(name)
         elif times == 1:

@@ -1,6 +1,6 @@
 """Names that users of other projects type for keys and values that are called otherwise here."""
 
-from rl_async.configs.load.fields import field_at
+from collections.abc import Callable
 
 LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}  # of verl's policy_loss.loss_mode; its other names are ours
 ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # of verl's adv_estimator
@@ -42,13 +42,15 @@ KEYS = {  # by the whole name, or its last part
     "total_training_steps": "trainer.steps",
     "max_steps": "trainer.steps",
 } | dict.fromkeys(("total_epochs", "num_train_epochs"), _STEPS)
+_IN_SECTIONS = ("trainer.learning_rate", "rollout.tensor_parallel")  # others have keys of the same name and meaning
 _VERL_SECTIONS = ("actor_rollout_ref", "custom_reward_function")
 
 
-def key_hint(key: str) -> str | None:
+def key_hint(key: str, exists: Callable[[str], object]) -> str | None:
     """Return the end of an error message that says what another project's dotted ``key`` is called here.
 
-    A key of the section that was named comes before that of the table: ``critic.lr`` is ``critic.learning_rate``.
+    Of what several sections have, it is that of the section that was named: ``critic.lr`` is ``critic.learning_rate``.
+    ``exists`` says whether a key is one of ours.
     """
     if key.partition(".")[0] in _VERL_SECTIONS:
         return "; it is verl's: `rl-async config from-verl` translates its configs"
@@ -56,9 +58,9 @@ def key_hint(key: str) -> str | None:
     ours = KEYS.get(key) or KEYS.get(last)
     if ours is None:
         return None
-    for depth in range(len(sections), 0, -1):
+    for depth in range(len(sections) if ours in _IN_SECTIONS else 0, 0, -1):
         near = ".".join([*sections[:depth], ours.rpartition(".")[2]])
-        if field_at(near) is not None:
+        if exists(near):
             return f"; here it is {near}"
     return f"; here it is {ours}"
 

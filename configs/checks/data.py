@@ -46,7 +46,7 @@ def no_room(c: RunConfig) -> str | None:
     Only what to expect, and no rule: there need not be such prompts.
     """
     longest, limit = c.data.max_prompt_tokens, c.agent.max_tokens
-    if longest < limit or longest == DataConfig(path="").max_prompt_tokens:
+    if c.rollout.replay or longest < limit or longest == DataConfig(path="").max_prompt_tokens:
         return None
     return (
         f"data.max_prompt_tokens={longest}: a prompt of {limit} tokens or more leaves no room to answer within "

@@ -9,14 +9,16 @@ from rl_async.extraction import REGEX, RULES, Extraction, compiled
 from rl_async.userload import is_user_reference
 
 
-def rewarded(c: RunConfig) -> str | None:
-    """Require something that can give rewards: scorers, agent programs, a record, or what rewards single turns.
+def unrewarded(c: RunConfig) -> str | None:
+    """Say that nothing can teach a new run: no scorers, agent programs or record, nor what rewards single turns.
 
-    Loops, tools and estimators that are the user's own, and environments, may do that, or need no reward.
+    Loops, tools and estimators that are the user's own, and environments, may do that, or need no reward; a reference
+    model and a penalty for length teach without one. An evaluation needs none either, so this is no rule.
     """
     elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
+    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong_max_tokens is not None
     named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
-    if c.reward.functions or elsewhere or any(map(is_user_reference, named)):
+    if c.reward.functions or elsewhere or shaped or any(map(is_user_reference, named)):
         return None
     return (
         "reward.functions=[] and nothing else gives rewards, so every episode would be worth 0 and teach nothing; name "
@@ -99,4 +101,4 @@ def _rule_problem(rule: str) -> str | None:
     return None if rule in RULES else f"no rule {rule!r}; write one of {known}"
 
 
-REWARD_RULES = (rewarded, servers, judge, extraction)
+REWARD_RULES = (servers, judge, extraction)

@@ -18,7 +18,7 @@ from yaml.reader import ReaderError
 from rl_async.configs.checks.rules import check
 from rl_async.configs.foreign_names import hint as foreign_hint
 from rl_async.configs.foreign_names import key_hint
-from rl_async.configs.load.fields import choices, field_names, struct_at
+from rl_async.configs.load.fields import choices, field_at, field_names, struct_at
 from rl_async.configs.load.renamed import replacement
 from rl_async.configs.load.yaml_mistakes import explain_mistake
 from rl_async.configs.nearest import nearest
@@ -225,13 +225,13 @@ def _refuse_unknown(key: str, place: str) -> None:
         raise ConfigError(f"{place}: unknown key {key!r}{moved}")
     parent, _, leaf = key.rpartition(".")
     if struct_at(parent) is None:
-        if foreign := key_hint(key):
+        if foreign := key_hint(key, field_at):
             raise ConfigError(f"{place}: unknown key {key!r}{foreign}")
         _refuse_unknown(parent, place)
         raise ConfigError(f"{place}: {parent} is a single value, not a section")
     names = field_names(parent)
     if leaf not in names:
-        hint = key_hint(key) or nearest(leaf, names, key.removesuffix(leaf))
+        hint = key_hint(key, field_at) or nearest(leaf, names, key.removesuffix(leaf))
         raise ConfigError(f"{place}: unknown key {key!r}{hint}")
 
 

@@ -47,7 +47,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _check_place(jsonl: Path | None) -> None:
-    """Raise UserError if no file can be written there; the evaluation, at whose end it is, may take hours."""
+    """Raise UserError if the folder is missing or the file is one: it is written at the end, after minutes or hours."""
     if jsonl is not None and not jsonl.parent.is_dir():
         raise UserError(f"--jsonl: there is no folder {jsonl.parent}; make it, or choose another")
     if jsonl is not None and jsonl.is_dir():

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from rl_async.errors import UserError
+from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli.options import add_config
 
 MODES = ("colocated", "disaggregated")
@@ -29,6 +29,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.checks.data import no_room
     from rl_async.configs.checks.gateway import without_effect
+    from rl_async.configs.checks.reward import unrewarded
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
     from rl_async.launcher.plan.user_code import check_user_code
@@ -44,6 +45,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     given, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
     if idle := without_effect(given):
         print(f"no effect with agent.gateway, whose programs play the episodes: {', '.join(idle)}", file=sys.stderr)
+    if not arguments.resume and (problem := unrewarded(given)):
+        raise ConfigError(problem)
     if told := no_room(given):
         print(told, file=sys.stderr)
     if arguments.launcher == "local":  # elsewhere, the nodes may have what this machine lacks

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError
+from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError, RowsLost
 from rl_async.evaluation.summary import answers_of, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
@@ -178,8 +178,12 @@ class EvaluationRun:
         """
         await self._queue.evaluate(EVAL_ID)
         try:
-            await self._fetch(await self._wait())
-            self.outcome.whole = True
+            while not self.outcome.whole:
+                try:
+                    await self._fetch(await self._wait())
+                    self.outcome.whole = True
+                except RowsLost as error:
+                    say(self._console, f"{error}; their episodes are played again")
         except (asyncio.CancelledError, RlAsyncError):
             await self._fetch_finished()
             raise
@@ -190,8 +194,8 @@ class EvaluationRun:
         deadline, finished, told = 0.0, -1, time.monotonic()
         while not isinstance(reply := await self._queue.eval_result(EVAL_ID, POLL_S), Reserved):
             now = time.monotonic()
-            if reply.unattended_s or reply.finished > finished:
-                deadline, finished = now + self._timeout_s, max(finished, reply.finished)
+            if reply.unattended_s or reply.finished != finished:  # less, if rows were lost that are played again
+                deadline, finished = now + self._timeout_s, reply.finished
             if now > deadline:
                 limit = f"trainer.batch_timeout_s={self._timeout_s:g}"
                 raise EvaluationTimeout(f"no further task was finished within {limit}: {reply.why}")

@@ -61,7 +61,7 @@ def evaluate_endpoint(
             outcome.rows, outcome.whole = samples.rows, samples.done == samples.count
             headers = [row.header() for row in outcome.rows]
             outcome.result = Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks)
-            if folder.is_dir():  # the endpoint has answered
+            if outcome.rows or folder.is_dir():  # the endpoint has answered
                 outcome.record(folder)
                 outcome.tell(solved, jsonl)
                 say(console, f"run folder: {folder}")

@@ -126,12 +126,12 @@ def log_into(folder: Path) -> Iterator[None]:
 def naming_deletion(folder: Path) -> Iterator[None]:
     """Raise UserError, naming the folder, in place of an error of the block if the folder was deleted meanwhile.
 
-    The run's processes may have made the folder again, but nobody makes the launcher's log again.
+    The run's processes may have made the folder again, but nobody makes the launcher's log and the config again.
     """
     try:
         yield
     except (RlAsyncError, OSError) as error:
-        if (folder / LOG).exists():
+        if (folder / LOG).exists() or (folder / "config.yaml").exists():
             raise
         raise UserError(f"the folder of the run was deleted while it ran: {folder}; start it anew") from error
 

@@ -16,6 +16,7 @@ from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
+from rl_async.transfer_queue.state import book as state_book
 
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"
@@ -155,7 +156,7 @@ def step_line(record: Record, steps: int) -> str:
     if unscored := record.get(UNSCORED):
         parts.append(f"{unscored:.1%} of episodes not scored")
     if failed := record.get(GIVEN_UP):
-        parts.append(f"{failed:.0f} groups given up so far")
+        parts.append(f"{failed:.0f} group{'' if failed == 1 else 's'} given up so far")
     return "  ".join(parts)
 
 
@@ -174,10 +175,8 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
     count = max(reported, int(record.get(GIVEN_UP, 0.0)) if record else 0)
     if not count:
         return ""
-    groups = "1 group was given up, as its" if count == 1 else f"{count} groups were given up, as their"
     last = report.last_failure if report else ""
-    why = f", the last with: {printable(last)}" if last else " (logs/worker-*.log)"
-    return f"{groups} episodes failed{why}"
+    return state_book.given_up_text(count, printable(last)) + ("" if last else " (logs/worker-*.log)")
 
 
 def unscored_text(share: float) -> str:

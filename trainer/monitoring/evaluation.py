@@ -110,9 +110,8 @@ class Evaluator:
             waiting()
             result = self._collect(1.0)
             state, now = "alone" if self._unattended_s else "played", self._clock()
-            if self._finished > finished:
-                waited, before = dict.fromkeys(waited, 0.0), now
-            finished = self._finished
+            if self._finished != finished:  # less, if rows were lost that are played again
+                waited, finished, before = dict.fromkeys(waited, 0.0), self._finished, now
             waited[state], before = waited[state] + now - before, now
             if self._running is not None and waited[state] > timeout_s:
                 if state == "alone":
@@ -135,7 +134,7 @@ class Evaluator:
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
             self._unattended_s = reply.unattended_s
-            self._finished = reply.finished  # less than before, if rows were lost that are played again
+            self._finished = reply.finished
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])

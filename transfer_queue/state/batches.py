@@ -10,7 +10,7 @@ from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Versio
 from rl_async.transfer_queue.policy.admission import choose, is_blocked, may_lease
 from rl_async.transfer_queue.policy.sampling import Candidate
 from rl_async.transfer_queue.state import transitions as t
-from rl_async.transfer_queue.state.book import Book
+from rl_async.transfer_queue.state.book import Book, given_up_text
 from rl_async.transfer_queue.state.delivery import Delivery
 from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot, decode_snapshot
@@ -141,9 +141,7 @@ class Batches:
             f"{book.count(State.LEASED)} leased, {book.count(State.WAITING)} waiting"
         )
         if failed := book.counters["dead_letters"]:
-            groups = "1 group was given up, as its" if failed == 1 else f"{failed} groups were given up, as their"
-            why += f"; {groups} episodes failed"
-            why += f", the last with: {book.last_failure}" if book.last_failure else ""
+            why += f"; {given_up_text(failed, book.last_failure)}"
         if book.published is None:
             why += "; no version is published"
         if book.draining:

@@ -376,3 +376,9 @@ class Book:
                 if sample.worker is not None:
                     self.leases.give(sample.worker, group.group_id, [index], self.now)
             self._queue(group)
+
+
+def given_up_text(count: int, last: str) -> str:
+    """Say that groups were given up because their episodes failed, and with which error the last one did, if known."""
+    groups = "1 group was given up, as its" if count == 1 else f"{count} groups were given up, as their"
+    return f"{groups} episodes failed" + (f", the last with: {last}" if last else "")

@@ -259,7 +259,7 @@ async def test_a_host_that_is_starting_when_all_are_closed_is_ended(
     monkeypatch.setattr(HostLink, "close", close_the_first_late)
     async with hosted("Slow", tmp_path, {"processes": 2}):
         asyncio.get_running_loop().call_soon(closing.set)
-    assert both_welcome.is_set() == welcomed
+    assert both_welcome.is_set() or not welcomed
     assert len(made) == 2 and None not in {process.returncode for process in made}
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from rl_async.configs.checks.gateway import gateway_problem, without_effect
+from rl_async.configs.checks.reward import unrewarded
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
 
@@ -202,7 +203,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["agent.max_tokens=100000"], ["agent.max_tokens", "rollout.max_model_len"]),
         (["mode=colocated", "weight_sync.transport=gloo"], ["weight_sync.transport", "colocated"]),
         (["data.path=[{path: a.parquet}]"], ["data.make", "data.path"]),
-        (["reward.functions=[]"], ["reward.functions=[]", "agent.environment", "agent.gateway", "agent.loop"]),
         (["reward.functions=[{name: reward_model}]"], ["reward.functions", "reward.model.path"]),
         (["agent.opponents={a: {}}"], ["agent.opponents", "agent.environment"]),
         ([GAME, "agent.opponents={a: {url: http://x/v1}}"], ["agent.opponents.a.url", "agent.opponents.a.model"]),
@@ -328,11 +328,13 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
     "source",
     [
         *(GAME, GATEWAY, "rollout.replay=runs/before", "data.trust_code=true"),
+        *("algorithm.kl.coef=0.1", "algorithm.shaping.overlong_max_tokens=64"),
         *("agent.loop=x.py:loop", "agent.tools=[x.py:tool]", "algorithm.advantage=x.py:own", "algorithm.loss=x.py:own"),
     ],
 )
 def test_what_may_give_rewards_needs_no_reward_functions(source: str) -> None:
-    assert load_config("calculator", ["reward.functions=[]", source]).reward.functions == ()
+    assert unrewarded(load_config("calculator", ["reward.functions=[]"])) is not None
+    assert unrewarded(load_config("calculator", ["reward.functions=[]", source])) is None
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

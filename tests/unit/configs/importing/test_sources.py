@@ -185,6 +185,7 @@ def test_names_of_others_lead_to_names_that_exist() -> None:
         ("trainer.optimizer.lr=1", "trainer.learning_rate"),
         ("rollout.n=8", "rollout.group_size"),
         ("eval.n=8", "eval.samples"),
+        ("agent.max_response_length=8", "rollout.max_tokens"),
         ("critic.lr=1", "critic.learning_rate"),
         ("critic.optim.lr=1", "critic.learning_rate"),
         ("warm_start.lr=1", "warm_start.learning_rate"),

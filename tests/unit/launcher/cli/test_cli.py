@@ -150,6 +150,10 @@ def test_a_dry_run_of_a_model_that_is_to_be_fine_tuned_first(capsys: pytest.Capt
         assert f"made first: {text}" in shown
 
 
+def test_a_new_run_that_nothing_can_teach_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "reward.functions" in only_error(capsys, "launch", "--config", "calculator", "reward.functions=[]")
+
+
 @pytest.mark.parametrize(("longest", "lines"), [(127, 0), (128, 1), (1024, 0)])
 def test_prompts_that_leave_no_room_to_answer_are_warned_of(
     longest: int, lines: int, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
-from rl_async.errors import QueueLost
+from rl_async.errors import QueueLost, RowsLost
 from rl_async.launcher.evaluation.lines import read_lines, write_lines
 from rl_async.launcher.runs import evaluate as module
 from rl_async.launcher.runs.evaluate import (
@@ -194,6 +194,34 @@ async def test_an_evaluation_may_take_longer_than_its_deadline_as_long_as_tasks_
     said = held.tell()
     assert held.kept() == (10, 10, 0) and has_table(said) and "10 of 10" not in said[-1]
     assert held.outcome.whole and held.outcome.exit_code == 0
+
+
+class Losing(Queue):
+    """Rows are lost when six tasks are finished and again when all are; their tasks are played again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = 0
+
+    async def eval_result(self, eval_id: int, wait_s: float, *, so_far: bool = False) -> Reserved | NotReady:
+        reply = await super().eval_result(eval_id, wait_s, so_far=so_far)
+        if self.finished == 6 and not self.losses:
+            self.losses, self.finished = 1, 0
+        return reply
+
+    async def fetch(self, keys: Sequence[RowKey]) -> list[Trajectory]:
+        if self.losses == 1:
+            self.losses, self.finished = 2, 4
+            raise RowsLost("a shard has ended")
+        return await super().fetch(keys)
+
+
+async def test_tasks_that_are_played_again_are_progress(tmp_path: Path) -> None:
+    queue = Losing()
+    held = Held(queue, tmp_path)
+    await held.run.run()
+    held.tell()
+    assert queue.losses == 2 and held.outcome.whole and held.kept() == (10, 10, 0)
 
 
 async def test_what_was_finished_is_kept_when_no_further_task_is(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def test_a_run_whose_folder_was_deleted_ends_with_its_name(tmp_path: Path, fails
     (folder / "logs").mkdir(parents=True)
     with pytest.raises((OSError, QueueLost)), log_into(folder), naming_deletion(folder):
         fails(folder / "missing")
+    (folder / "config.yaml").touch()
+    with pytest.raises((OSError, QueueLost)), log_into(folder), naming_deletion(folder):
+        shutil.rmtree(folder / "logs")  # alone, for room
+        fails(folder / "missing")
+    (folder / "logs").mkdir()
     with pytest.raises(UserError, match=str(folder)), log_into(folder), naming_deletion(folder):
         shutil.rmtree(folder)
         folder.mkdir()  # as a process of the run may that goes on writing
