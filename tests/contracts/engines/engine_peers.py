@@ -32,7 +32,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 START_S = {"embedded": 60.0, "vllm": 400.0}
 MAX_LENGTH = 2560
-ATTEMPTS = 5  # at catching requests in their middle
+ATTEMPTS = 50  # at catching requests in their middle, on busy cores
 EAGER = ("--enforce-eager",)
 ONE_RANK: Mapping[str, int] = {}
 
@@ -164,7 +164,9 @@ async def _stream(engine: VllmEngine, request: GenerateRequest, first: asyncio.E
     done = EMPTY
     async for part in engine.stream(request):
         done = join(done, part)
-        first.set()
+        if not first.is_set():
+            first.set()
+            await asyncio.sleep(0.001)  # so that who waits for it looks before the rest is read, which may be there
     return done
 
 
