@@ -95,13 +95,15 @@ def main() -> None:
     watch_lifeline()
     kind, folder = sys.argv[1], Path(sys.argv[2])
     port = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    with (folder / f"{kind}.pids").open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    what = behaviour(folder, kind, len((folder / f"{kind}.pids").read_text().splitlines()))
+    pids = folder / f"{kind}.pids"
+    starts = len(pids.read_text().splitlines()) if pids.exists() else 0
+    what = behaviour(folder, kind, starts + 1)
     # Not sys.exit(): Python drops what a handler raises in the callback of a weak reference, as in imports.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in what else lambda *_: os._exit(0))
     if "saves" in what:  # a trainer in a step that ends when FOLDER/go exists
         signal.signal(signal.SIGTERM, lambda *_: (folder / "trainer.asked").touch())
+    with pids.open("a") as file:  # whoever reads it may send signals from now on
+        file.write(f"{os.getpid()}\n")
     print(f"{kind} has started", flush=True)
     if "grandchild" in what:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -220,6 +220,7 @@ async def test_a_queue_whose_journal_outlives_it_is_started_again(rig: Any, make
             assert await registered(supervisor) == ["engine-0"], "the registry outlived the queue"
             if restarts < 3:
                 os.kill(rig.pids("queue")[-1], signal.SIGKILL)
+        await eventually(lambda: rig.pids("worker"))
         rig.go()
 
     supervisor = await supervise(rig, make_plan(rig.folder, queue_restarts=3), meddle)
@@ -237,6 +238,7 @@ async def test_engines_start_beside_the_queue_and_its_clients_once_it_answers(ri
         os.kill(rig.pids("queue")[0], signal.SIGKILL)
         await eventually(lambda: state(supervisor, "trainer-0") == state(supervisor, "engine-0") == ("running", 0))
         assert await registered(supervisor) == ["engine-0"]
+        await eventually(lambda: rig.pids("worker"))
         rig.go()
 
     await supervise(rig, make_plan(rig.folder, queue_restarts=1), meddle)
