@@ -11,6 +11,8 @@ mfu                      3 x the operations of a forward pass (trainer/batches/c
                          sheet's dense bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an
                          unknown device
 step_vs_matmul           the same over what one large matmul in bfloat16 reaches here
+sleep_s, wake_s          seconds of the trainer's second sleep and waking, with weights and optimizer
+first_sleep_s            of its first sleep, which also allocates the host memory
 sleep_gives_back         device memory that the trainer's sleep gives back, over what it holds awake
 engine_sleep_gives_back  the same of the embedded engine's sleep at level 2
 reshard_vs_device_copy   bytes per second of a reshard on one rank (all moves local, into bfloat16), over those of
@@ -92,16 +94,17 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
+def seconds_once(device: str, action: Callable[[], object]) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
 def seconds_of(device: str, action: Callable[[], object], repeats: int = STEPS) -> float:
     """The median, after one that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        action()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+    return statistics.median([seconds_once(device, action) for _ in range(repeats + 1)][1:])
 
 
 def allocated(device: str) -> int:
@@ -203,9 +206,10 @@ def main() -> None:
         results["mfu"] = flops / peak if peak else None
         results["step_vs_matmul"] = flops / 1e12 / results["matmul_tflops"]
         awake = allocated(device)
-        backend.sleep()
+        results["first_sleep_s"] = seconds_once(device, backend.sleep)
         results["sleep_gives_back"] = given_back(awake, allocated(device))
         backend.wake()
+        results["sleep_s"], results["wake_s"] = seconds_once(device, backend.sleep), seconds_once(device, backend.wake)
         del backend
         if kind == "gpu":
             torch.accelerator.empty_cache()

@@ -9,7 +9,6 @@ FSDP2_ONLY = (  # keys of trainer
     "replicas",
     "compile",
     "lora",
-    "attention",
     "kernels",
 )
 
@@ -38,16 +37,6 @@ def fsdp2(c: RunConfig) -> str | None:
 def kernels(c: RunConfig) -> str | None:
     """Refuse kernels that need a GPU where there is none, and combinations of kernels that do not work."""
     t = c.trainer
-    if t.attention == "flash" and (c.model.device == "cpu" or c.model.dtype != "bfloat16"):
-        return (
-            f"trainer.attention=flash needs bfloat16 on a GPU; model.device={c.model.device} and model.dtype="
-            f"{c.model.dtype}; use trainer.attention=auto"
-        )
-    if t.attention == "flash" and t.sequence_parallel > 1:
-        return (
-            f"trainer.attention=flash does not work with trainer.sequence_parallel={t.sequence_parallel}: ranks that "
-            "share rows use packed attention; use trainer.attention=packed or auto"
-        )
     if t.kernels == "liger" and c.model.device == "cpu":
         return "trainer.kernels=liger needs a GPU, and model.device=cpu; use trainer.kernels=torch"
     if t.kernels == "liger" and t.compile:

@@ -73,12 +73,6 @@ class TrainerConfig(Config, frozen=True):
         Positive,
         doc("Ranks that share each packed row, exchanging tokens for heads around attention (Ulysses)."),
     ] = 1
-    attention: Annotated[
-        Literal["auto", "packed", "flash"],
-        doc(
-            "fsdp2: packed: PyTorch's, per sequence; flash: FlashAttention 2 (GPU, bfloat16); auto: flash if installed."
-        ),
-    ] = "auto"
     kernels: Annotated[
         Literal["torch", "liger"],
         doc("fsdp2 on GPUs: liger replaces norms, rotary embedding and gated MLPs by Liger kernels."),

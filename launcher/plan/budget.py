@@ -8,8 +8,8 @@
 
 Where engines and trainer take turns, engines sleep while the trainer works (train, gather), and otherwise its models
 are off the device; what each rank sends stays there until engines have loaded it, and leaves before their caches wake.
-Everywhere else each process has at all times what it needs while it works, but for an embedded engine's cache at the
-start.
+Everywhere else each process has at all times what it needs while it works, since torch keeps what a step took of a
+device, but for an embedded engine's cache at the start.
 """
 
 import math
@@ -134,6 +134,8 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     starting = dict(gathering)
     del starting["optimizer"]  # AdamW's moments are made by a step
     if not in_turns:
+        if on_gpu:
+            between, gathering = step, max(step, gathering, key=lambda parts: sum(parts.values()))
         return {"start": starting, "rollout": between, "train": step, "gather": gathering, "load": between}
     away = _only(step, _KEPT_ASLEEP) | _left_asleep(config, size, step)
     loading = away | (published if sharded else {})

@@ -173,16 +173,14 @@ def check_trackers(config: RunConfig) -> None:
 
 def check_kernels(config: RunConfig, gpus: int) -> None:
     """Raise UserError unless the configured kernels are installed and there is a GPU for them."""
-    wanted = {
-        "trainer.attention=flash": ("flash_attn", config.trainer.attention == "flash"),
-        "trainer.kernels=liger": ("liger_kernel", config.trainer.kernels == "liger"),
-    }
-    for key, (module, is_wanted) in wanted.items():
-        if is_wanted and gpus == 0:
-            raise UserError(f"{key} needs a GPU, and none is visible; leave it out")
-        if is_wanted and find_spec(module) is None:
-            extra = "--no-build-isolation 'rl-async[flash-attn]'" if module == "flash_attn" else "'rl-async[liger]'"
-            raise UserError(f"{key}: {sys.executable} has no {module}; install it with `pip install {extra}`")
+    if config.trainer.kernels != "liger":
+        return
+    if gpus == 0:
+        raise UserError("trainer.kernels=liger needs a GPU, and none is visible; leave it out")
+    if find_spec("liger_kernel") is None:
+        raise UserError(
+            f"trainer.kernels=liger: {sys.executable} has no Liger; install it with `pip install 'rl-async[liger]'`"
+        )
 
 
 def check_sharing(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ The last slots are moved into freed ones, so that slots in use stay contiguous a
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()
-        self._owner = owner
+        self._owner: SlotCache = weakref.proxy(owner)  # a cycle would keep memory until Python collects garbage
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values in the dtype and on the device of the first ones to be written."""
@@ -82,7 +83,7 @@ class _SlotRoutes:
     """The experts that each slot's tokens went through, [slots, length, layers, k], beside their keys and values."""
 
     def __init__(self, owner: "SlotCache", shape: tuple[int, int], dtype: torch.dtype) -> None:
-        self._owner = owner
+        self._owner: SlotCache = weakref.proxy(owner)
         self.experts = torch.zeros((0, 0, *shape), dtype=dtype, device=owner.device)
 
     def resize(self, used: int, width: int) -> None:

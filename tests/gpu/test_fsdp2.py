@@ -74,6 +74,7 @@ def test_asleep_the_device_is_empty_and_awake_it_goes_on(model_folder: Path) -> 
     torch.cuda.synchronize()
     asleep = torch.cuda.memory_allocated() - before
     assert asleep < awake / 10
+    assert all(parameter.to_local().is_pinned() for parameter in backend.model.parameters())
     backend.sleep()  # twice is once
     exported = {name: tensor.cpu() for name, tensor in whole_weights(backend).items()}
     assert all(exported[name].equal(tensor) for name, tensor in learned.items())

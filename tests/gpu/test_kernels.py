@@ -1,4 +1,4 @@
-"""Liger's kernels, FlashAttention and shared rows compute on GPUs what PyTorch does there, up to rounding."""
+"""Liger's kernels, FlashAttention and shared rows compute on GPUs what plain operations do there, up to rounding."""
 
 import importlib.util
 import json
@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.processes.ranks import run_ranks
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.tensors import collate
+from rl_async.trainer.model.attention import packed_attention
 from tests.conftest import make_rows
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"
@@ -57,16 +57,35 @@ def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> 
     assert other == pytest.approx(norm, rel=1e-2)
 
 
-@pytest.mark.skipif(
-    not is_flash_attn_2_available(),
-    reason=NO_GPU
-    or "FlashAttention 2 is not here; install it with pip install --no-build-isolation 'rl-async[flash-attn]'",
-)
-def test_flash_attention_computes_the_same(model_folder: Path, one_rank: None) -> None:
-    expected, norm = logprobs(model_folder, "bfloat16", TrainerConfig(attention="packed"))
-    found, other = logprobs(model_folder, "bfloat16", TrainerConfig(attention="flash"))
-    assert (found - expected).abs().mean() < 2e-2
-    assert other == pytest.approx(norm, rel=0.1)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    groups, generator = ((40, 2), (7, 1), (1, 3)), torch.Generator("cuda").manual_seed(0)
+    lengths = [length for length, sequences in groups for _ in range(sequences)]
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+
+    def attend(dtype: torch.dtype) -> list[Tensor]:
+        parts = [part.to(dtype).requires_grad_() for part in given]
+        borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+        out, _ = packed_attention(
+            module,
+            *parts,
+            None,
+            packed_groups=groups,
+            packed_borders=borders,
+            sliding_window=window,
+            scaling=0.2,
+        )
+        return [out, *torch.autograd.grad(out, parts, seen.to(dtype))]
+
+    shapes = [(1, count, sum(lengths), 64) for count in (heads[0], heads[1], heads[1])]
+    given = [torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for shape in shapes]
+    seen = torch.randn(1, sum(lengths), heads[0], 64, device="cuda", generator=generator, dtype=torch.bfloat16)
+    for found, expected in zip(attend(torch.bfloat16), attend(torch.float32), strict=True):
+        assert (found.float() - expected).norm() < 2e-2 * expected.norm()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")

@@ -105,12 +105,13 @@ def test_deltas_are_the_same_bytes_as_on_the_host_and_patch_there() -> None:
 
 @contextmanager
 def engine() -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen([sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(10)
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def tell(process: "subprocess.Popen[str]", message: object) -> None:

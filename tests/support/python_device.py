@@ -6,7 +6,6 @@ tensors on it go through gloo. It has no streams, no kernels and no memory of it
 ``install`` changes torch for the rest of the process.
 """
 
-import gc
 from typing import Any
 
 import torch
@@ -76,6 +75,8 @@ class OnDevice(Tensor):
         where = torch.device(kwargs.get("device") or DEVICE)
         if "device" in kwargs:
             kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):  # for which torch needs a backend that is not made of Python
+            kwargs["pin_memory"] = False
         found = function(*tree_map(_in, args), **tree_map(_in, kwargs))
         own = {id(x.inner): x for x in given if isinstance(x, OnDevice)}
         if where.type == "cpu":
@@ -84,8 +85,8 @@ class OnDevice(Tensor):
 
 
 def held() -> int:
-    """Return how many bytes of tensors are on the device."""
-    gc.collect()
+    """Return how many bytes of tensors are on the device. What waits for Python to collect garbage counts: on a GPU it
+    is in the way of whoever shares the device."""
     for key in [key for key, memory in _memory.items() if memory.expired()]:
         del _memory[key]
     alive = (torch.UntypedStorage._new_with_weak_ptr(memory.cdata) for memory in _memory.values())

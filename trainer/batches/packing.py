@@ -28,7 +28,7 @@ class Packed:
     experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
 
     def backbone_inputs(self) -> dict[str, Any]:
-        """Arguments of a decoder of Transformers. Our attention reads ``packed_groups``, FlashAttention the rest."""
+        """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
         lengths = [length for length, sequences in self.groups for _ in range(sequences)]
         borders = torch.tensor([0, *lengths], device=self.tokens.device).cumsum(0, dtype=torch.int32)
         return {
@@ -36,10 +36,7 @@ class Packed:
             "position_ids": self.positions,
             "use_cache": False,
             "packed_groups": self.groups,
-            "cu_seq_lens_q": borders,
-            "cu_seq_lens_k": borders,
-            "max_length_q": lengths[0],
-            "max_length_k": lengths[0],
+            "packed_borders": borders,
         }
 
     def share(self, rank: int, ranks: int) -> "Packed":

@@ -1,15 +1,18 @@
 """Causal attention among packed sequences, for Transformers' models: no sequence can see another.
 
-Equally long sequences stand side by side (``packing.Packed``), so a group of them is a view [sequences, length] of the
-packed row, and one call of PyTorch's fused attention serves it: no padding, no copy, no mask over the whole row.
+On a GPU in half precision one call of PyTorch's FlashAttention serves the whole packed row. Elsewhere equally long
+sequences, which stand side by side (``packing.Packed``), are a view [sequences, length] of the row, and one call of
+fused attention serves each such group: no padding, no copy, no mask over the whole row.
 """
 
+import inspect
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -20,6 +23,10 @@ from rl_async.windowed_attention import windowed
 
 NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)
+KERNEL_HEAD_DIM = 256  # FlashAttention's largest
+_kernel: Any = varlen_attn
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # PyTorch 2.11 needs no leave for fewer key heads
+    _kernel = partial(varlen_attn, enable_gqa=True)
 UNKNOWN = ("s_aux", "position_bias")  # would change the result, and are not computed here
 
 
@@ -32,6 +39,7 @@ def packed_attention(
     *,
     packed_groups: Groups | None = None,
     packed_tree: TreeCalls | None = None,
+    packed_borders: Tensor | None = None,
     sharing_ranks: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -42,12 +50,13 @@ def packed_attention(
 
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
-    tokens of the row, and ``packed_groups`` are of all of it. With ``packed_tree`` sequences share what they begin with
-    (``tree_attention.py``). Raises ValueError when the model asks for anything else, so that none is computed wrongly.
+    tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree`` sequences
+    share what they begin with (``tree_attention.py``). Raises ValueError when the model asks for anything else, so that
+    none is computed wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if (
-        (packed_groups is None) == (packed_tree is None)
+        (packed_groups is None or packed_borders is None) == (packed_tree is None)
         or attention_mask is not None
         or not getattr(module, "is_causal", False)
         or asked
@@ -59,19 +68,50 @@ def packed_attention(
         )
     if packed_tree is not None:
         return _of_tree(query, key, value, packed_tree, scaling, sliding_window, softcap)[None], None
-    assert packed_groups is not None
+    assert packed_groups is not None and packed_borders is not None
     if sharing_ranks is not None:
         query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    sizes = [length * sequences for length, sequences in packed_groups]
+    if softcap is None and _has_kernel(query, value):
+        longest = max(length for length, _ in packed_groups)
+        back = -1 if sliding_window is None else sliding_window - 1
+        borders = (packed_borders, packed_borders, longest, longest)
+        attended = _kernel(query, key, value, *borders, scale=scaling, window_size=(back, 0))[None]
+    else:
+        attended = _by_groups(query, key, value, packed_groups, scaling, sliding_window, softcap)[None]
+    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention for rows of several sequences takes such heads, [N, heads, D]."""
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and size == value.shape[-1]
+        and size <= KERNEL_HEAD_DIM
+        and size % 8 == 0
+    )
+
+
+def _by_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Groups,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[N, heads, D] of a packed row, a call for each group of equally long sequences."""
+    sizes = [length * sequences for length, sequences in groups]
     outputs = []
     for (length, sequences), *parts in zip(
-        packed_groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+        groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         q, k, v = (part.unflatten(0, (sequences, length)).transpose(1, 2) for part in parts)
-        outputs.append(_attended(q, k, v, scaling, sliding_window, softcap).transpose(1, 2).flatten(0, 1))
-    attended = torch.cat(outputs)[None]
-    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
+        outputs.append(_attended(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def _of_tree(

@@ -152,8 +152,7 @@ def build_headed(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if sharing is not None and (reason := why_not_shared(config, sharing.size)):
             raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
-        how = attention(config, device, dtype, options)
-        lm = skeleton(kind, config, how)
+        lm = skeleton(kind, config, attention(config))
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
     pretrained = Pretrained(lm, StoredWeights(folder, key))
@@ -161,7 +160,7 @@ def build_headed(
         apply_liger(lm, device)
     if reason := why_padded(lm.config):
         log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
-    if apart := why_prefixes_apart(lm.config, how, device, options):
+    if apart := why_prefixes_apart(lm.config, device, options):
         log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
     model = Headed(lm, head, sharing, shares_prefixes=apart is None)
     weights = Path(path) / VALUE_HEAD_FILE

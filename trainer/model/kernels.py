@@ -2,47 +2,24 @@
 
 from typing import Any
 
-import torch
-from transformers.utils import is_flash_attn_2_available
-
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.model import attention as packed_attention
 from rl_async.trainer.model.families import why_padded
 
 
-def attention(config: Any, device: str, dtype: torch.dtype, options: TrainerConfig) -> str:
-    """The attention implementation of Transformers to load a model with, from its Hugging Face config.
-
-    Raises UserError when ``trainer.attention=flash`` cannot be honoured for this model and device.
-    """
-    padded = why_padded(config)
-    suits = device != "cpu" and dtype == torch.bfloat16
-    if options.attention == "flash":
-        if padded is not None:
-            raise UserError(f"trainer.attention=flash is for rows that can be packed, and {padded}; use auto")
-        if not suits:
-            raise UserError(f"trainer.attention=flash needs bfloat16 on a GPU, not {dtype} on {device}; use auto")
-        if not is_flash_attn_2_available():
-            raise UserError(
-                "trainer.attention=flash needs FlashAttention 2, which is not installed; install it with "
-                "`pip install --no-build-isolation 'rl-async[flash-attn]'`, or use auto"
-            )
-        return "flash_attention_2"
-    if padded is not None:
-        return "sdpa"
-    if options.attention == "auto" and options.sequence_parallel == 1 and suits and is_flash_attn_2_available():
-        return "flash_attention_2"
-    return packed_attention.NAME
+def attention(config: Any) -> str:
+    """The attention implementation of Transformers to load a model with, from its Hugging Face config."""
+    return packed_attention.NAME if why_padded(config) is None else "sdpa"
 
 
-def why_prefixes_apart(config: Any, implementation: str, device: str, options: TrainerConfig) -> str | None:
-    """Why a model with this Hugging Face config and attention computes what rows share once per row; None if once."""
+def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:
+    """Why a model with this Hugging Face config computes what rows share once per row; None if once."""
     if reason := why_padded(config):
         return f"its rows are not packed: {reason}"
     if options.sequence_parallel > 1:
         return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
-    if implementation != packed_attention.NAME or device != "cpu":
+    if device != "cpu":
         return "attention over shared prefixes is made for CPUs"
     if options.compile:
         return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"

@@ -1,7 +1,7 @@
 """Handles of device memory, by which processes on one machine read one another's tensors without a copy (CUDA IPC,
 or HIP's).
 
-torch counts who has opened a handle; memory that its owner drops is reused once nobody has it open. Never run yet.
+torch counts who has opened a handle; memory that its owner drops is reused once nobody has it open.
 """
 
 from typing import Any, cast

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
+from rl_async.torch_device import to_host
 from rl_async.trainer.backends.fsdp2.sharding import allocate, mesh_of, prepare, shard
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.schedule import learning_rate_factor
@@ -241,20 +242,25 @@ class Fsdp2Backend:
             self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
 
     def sleep(self) -> None:
-        self._move("cpu")
+        if not self._stays:
+            self._move(to_host)
 
     def wake(self) -> None:
-        self._move(self.device)
+        if not self._stays:
+            self._move(lambda tensor: tensor.to(self.device))
 
-    def _move(self, device: str) -> None:
+    @property
+    def _stays(self) -> bool:
+        """Whether weights and optimizer state are in host memory at all times."""
+        return self.device == "cpu" or self._offloads
+
+    def _move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Move weights and optimizer state. Saving and publishing work from either device, computing does not."""
-        if self.device == "cpu" or self._offloads:
-            return  # they already live in host memory
-        self.model.to(device)
+        self.model._apply(moved)
         for state in self.optimizer.state.values() if self.optimizer else ():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    state[key] = value.to(device)
+                    state[key] = moved(value)
 
 
 def _shard(parameter: Tensor) -> Tensor:

@@ -156,15 +156,6 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             [*MEGATRON, "trainer.ranks=2", "trainer.tensor_parallel=2", "trainer.sequence_parallel=2"],
             ["trainer.sequence_parallel=2", "trainer.tensor_parallel=2", "trainer.ranks=2"],
         ),
-        (["trainer.attention=flash"], ["trainer.attention=flash", "model.dtype=float32"]),
-        (
-            ["trainer.attention=flash", "model.dtype=bfloat16", "model.device=cpu"],
-            ["trainer.attention=flash", "model.device=cpu"],
-        ),
-        (
-            ["trainer.attention=flash", "model.dtype=bfloat16", "trainer.ranks=2", "trainer.sequence_parallel=2"],
-            ["trainer.attention=flash", "trainer.sequence_parallel=2"],
-        ),
         (["trainer.kernels=liger", "model.device=cpu"], ["trainer.kernels=liger", "model.device=cpu"]),
         (["trainer.kernels=liger", "trainer.compile=true"], ["trainer.kernels=liger", "trainer.compile"]),
         ([*MEGATRON, "trainer.kernels=liger"], ["trainer.kernels", "trainer.backend=fsdp2"]),

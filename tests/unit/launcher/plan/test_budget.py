@@ -84,7 +84,7 @@ def test_what_does_not_take_turns_is_always_there() -> None:
     found = planned(mode="disaggregated", gpus=2)
     (device, engine), (_, trainer) = the(found, "engine"), the(found, "trainer")
     assert all("KV cache" in engine.stages[stage] for stage in STAGES)
-    assert trainer.stages["rollout"].keys() == {"runtime", "weights", "reference", "optimizer"}
+    assert trainer.stages["rollout"] == trainer.stages["train"], "torch keeps what a step took"
     assert device.holders == (engine,), "each has a GPU of its own"
 
 

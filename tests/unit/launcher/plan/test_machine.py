@@ -165,10 +165,8 @@ def test_peft_must_be_installed_before_anything_starts(tmp_path: Path, monkeypat
     plan_here(load_config("calculator", []), tmp_path / "run")
 
 
-@pytest.mark.parametrize("key", ["trainer.attention=flash", "trainer.kernels=liger"])
-def test_kernels_must_be_installed_where_there_is_a_gpu(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_must_be_installed_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "trainer.kernels=liger"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     config = load_config("calculator", [key, "model.dtype=bfloat16"])

@@ -1,6 +1,8 @@
 """Continuous batching: whatever joins, leaves or is preempted, log-probabilities are those of a plain forward pass."""
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -79,6 +81,22 @@ def test_logprobs_agree_with_a_plain_forward_pass(model: Qwen3ForCausalLM) -> No
         assert s.finish_reason == ("stop" if s.tokens[-1] == 5 else "length")
         assert len(s.logprobs) == len(s.sampled) <= s.max_tokens
         assert len(s.tokens) <= 64
+
+
+def test_a_freed_cache_is_gone_at_once(model: Qwen3ForCausalLM) -> None:
+    """On a GPU a trainer is about to need its memory, and Python may collect garbage much later."""
+    core = EngineCore(model, max_batch=12, max_length=64)
+    for sequence in sequences(9, seed=1):
+        core.add(sequence)
+    core.step()
+    held = [weakref.ref(tensor) for layer in core._cache._slot_layers for tensor in (layer.keys, layer.values)]
+    gc.collect()
+    gc.disable()
+    try:
+        core.free_cache()
+        assert not any(tensor() is not None for tensor in held)
+    finally:
+        gc.enable()
 
 
 def test_a_shared_prompt_is_prefilled_once(model: Qwen3ForCausalLM) -> None:

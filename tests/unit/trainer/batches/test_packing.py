@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rl_async.trainer.batches.packing import pack
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors
+from rl_async.trainer.model import attention
 from rl_async.trainer.model.attention import packed_attention
 
 
@@ -47,17 +49,54 @@ def test_what_is_computed_per_token_comes_back_where_the_token_is(lengths: list[
         assert not back[~there].any()
 
 
-def test_flash_attention_is_told_where_sequences_end() -> None:
+def by_borders(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    borders: Tensor,
+    same: Tensor,
+    longest: int,
+    longest_too: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """What PyTorch documents of ``varlen_attn``, which has no kernel for CPUs: a token sees so many before and behind
+    it in its sequence, -1: all."""
+    assert same is borders and borders.dtype == torch.int32
+    assert longest == longest_too == borders.diff().max()
+    sequence = torch.bucketize(torch.arange(len(q)), borders, right=True)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    back, ahead = window_size
+    sees = (sequence[:, None] == sequence) & (distance >= -ahead) & ((distance <= back) | (back == -1))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_one_call_for_the_row_computes_what_one_for_each_sequence_does(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = pack(padded([2, 5, 5])).backbone_inputs()
-    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 5, 10, 12]
-    assert inputs["cu_seq_lens_q"].dtype == torch.int32
-    assert inputs["max_length_q"] == inputs["max_length_k"] == 5
+    assert inputs["packed_borders"].tolist() == [0, 5, 10, 12]
+    module = torch.nn.Module()
+    module.is_causal = True  # type: ignore[assignment]
+    q, k, v = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    given = {key: inputs[key] for key in ("packed_groups", "packed_borders")}
+    given |= {"attention_mask": None, "scaling": 0.3, "sliding_window": window}
+    expected, _ = packed_attention(module, q, k, v, **given)
+    monkeypatch.setattr(attention, "_has_kernel", lambda query, value: True)
+    monkeypatch.setattr(attention, "_kernel", by_borders)
+    found, _ = packed_attention(module, q, k, v, **given)
+    assert (found - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
     "asked",
     [
         {"packed_groups": None},
+        {"packed_borders": None},
         {"attention_mask": torch.ones(1, 1, 4, 4)},
         {"s_aux": torch.zeros(2)},
         {"position_bias": torch.zeros(1)},
@@ -65,7 +104,8 @@ def test_flash_attention_is_told_where_sequences_end() -> None:
     ],
 )
 def test_what_packed_attention_does_not_compute_is_refused(asked: dict) -> None:  # type: ignore[type-arg]
-    asked = {"packed_groups": ((4, 1),), "attention_mask": None} | asked
+    borders = torch.tensor([0, 4], dtype=torch.int32)
+    asked = {"packed_groups": ((4, 1),), "packed_borders": borders, "attention_mask": None} | asked
     module = torch.nn.Module()
     module.is_causal = asked.pop("causal", True)  # type: ignore[assignment]
     x = torch.randn(1, 2, 4, 8)

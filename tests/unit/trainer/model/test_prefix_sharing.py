@@ -15,7 +15,6 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import OutputName
 from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.model.attention import NAME
 from rl_async.trainer.model.families import FAMILIES
 from rl_async.trainer.model.heads import Head
 from rl_async.trainer.model.kernels import why_prefixes_apart
@@ -110,14 +109,9 @@ def test_what_cannot_share_says_why(
 
 
 @pytest.mark.parametrize(
-    ("implementation", "device", "options"),
-    [
-        (NAME, "cuda", TrainerConfig()),
-        ("flash_attention_2", "cpu", TrainerConfig()),
-        (NAME, "cpu", TrainerConfig(sequence_parallel=2)),
-    ],
+    ("device", "options"), [("cuda", TrainerConfig()), ("cpu", TrainerConfig(sequence_parallel=2))]
 )
-def test_where_prefixes_stay_apart(implementation: str, device: str, options: TrainerConfig) -> None:
+def test_where_prefixes_stay_apart(device: str, options: TrainerConfig) -> None:
     config = AutoConfig.for_model("qwen3", **COMMON)
-    assert why_prefixes_apart(config, NAME, "cpu", TrainerConfig()) is None
-    assert why_prefixes_apart(config, implementation, device, options)
+    assert why_prefixes_apart(config, "cpu", TrainerConfig()) is None
+    assert why_prefixes_apart(config, device, options)
