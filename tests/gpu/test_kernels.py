@@ -68,11 +68,13 @@ def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
     module.is_causal = True  # type: ignore[assignment]
 
     def attend(dtype: torch.dtype) -> list[Tensor]:
-        parts = [part.to(dtype).requires_grad_() for part in given]
+        query, key, value = parts = [part.to(dtype).requires_grad_() for part in given]
         borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
         out, _ = packed_attention(
             module,
-            *parts,
+            query,
+            key,
+            value,
             None,
             packed_groups=groups,
             packed_borders=borders,
