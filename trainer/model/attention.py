@@ -16,6 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rl_async.accelerators import has_flash_attention
 from rl_async.trainer.batches.packed_tree import TreeCalls
 from rl_async.trainer.model.tree_attention import can_merge, copied, merged
 from rl_async.trainer.model.ulysses import to_heads, to_sequence
@@ -86,7 +87,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's FlashAttention for rows of several sequences takes such heads, [N, heads, D]."""
     size = query.shape[-1]
     return (
-        query.is_cuda
+        has_flash_attention(query.device.type)
         and query.dtype in (torch.bfloat16, torch.float16)
         and size == value.shape[-1]
         and size <= KERNEL_HEAD_DIM
