@@ -23,7 +23,8 @@ class Accelerator(NamedTuple):
     torch_device: str
     collectives: str  # torch.distributed's backend
     handles: bool  # whether torch hands its memory to other processes on the machine
-    flash_attention: bool  # whether torch has FlashAttention for rows of several sequences there
+    # The compute capability from which torch's FlashAttention for rows of several sequences runs; None: never tried.
+    flash_capability: tuple[int, int] | None
 
     @property
     def interface(self) -> str:
@@ -32,11 +33,11 @@ class Accelerator(NamedTuple):
 
 
 ACCELERATORS = (
-    Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True, True),
+    Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True, (8, 0)),
     Accelerator(
-        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, True
+        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, None
     ),  # ROCm keeps torch's names
-    Accelerator("Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False, False),
+    Accelerator("Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False, None),
 )
 
 
@@ -82,8 +83,3 @@ def backends_of(torch_device: str) -> str:
 def shares_memory(torch_device: str) -> bool:
     """Return whether processes on one machine can map one another's memory on devices of a torch type."""
     return any(one.handles for one in ACCELERATORS if one.torch_device == torch_device)
-
-
-def has_flash_attention(torch_device: str) -> bool:
-    """Return whether torch has FlashAttention for rows of several sequences on devices of a torch type."""
-    return any(one.flash_attention for one in ACCELERATORS if one.torch_device == torch_device)

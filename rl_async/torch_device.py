@@ -1,11 +1,18 @@
 """Where a model computes: the CPU, or this process's accelerator as torch knows it."""
 
+import functools
+import logging
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rl_async.accelerators import accelerator_here
 from rl_async.errors import UserError
 
 ON_THE_HOST = ("can't allocate memory", "not enough memory")  # what PyTorch's allocators for the host say
+
+log = logging.getLogger("rl_async.device")
 
 
 def pick_device(device: str) -> str:
@@ -45,11 +52,31 @@ def settle(data: Tensor) -> None:
 def to_host(tensor: Tensor) -> Tensor:
     """Return a tensor's copy in host memory, or the tensor if it is there.
 
-    What comes from this process's accelerator gets pinned memory, which copies cross several times as fast. PyTorch
-    keeps it for later copies when this one is dropped.
+    What comes from this process's accelerator gets pinned memory, if there is enough: copies from and to it are several
+    times as fast. PyTorch keeps it for later copies when this one is dropped.
     """
     if tensor.device.type == "cpu":
         return tensor
     here = torch.accelerator.current_accelerator(check_available=True)
-    pinned = here is not None and here.type == tensor.device.type
-    return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+    if here is not None and here.type == tensor.device.type:
+        try:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        except RuntimeError as error:
+            _warn_unpinned(str(error).partition("\n")[0])
+    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
+@functools.cache
+def _warn_unpinned(why: str) -> None:
+    log.warning("memory of the host could not be pinned, so copies from the device and back are slower: %s", why)
+
+
+@functools.cache
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether torch's FlashAttention for rows of several sequences runs on a device; False where that has not
+    been tried."""
+    here = accelerator_here()
+    if here.flash_capability is None or device.type != here.torch_device:
+        return False
+    module: Any = torch.get_device_module(device)
+    return bool(module.get_device_capability(device) >= here.flash_capability)

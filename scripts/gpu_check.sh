@@ -7,6 +7,7 @@ python3 -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-deps --no-build-isolation --target "$site" .
-PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" python3 -m pytest -p no:cacheprovider -o addopts="--import-mode=importlib -q" -o filterwarnings=default \
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+python3 -m pytest -p no:cacheprovider -o addopts="--import-mode=importlib -q" -o filterwarnings=default \
   -o asyncio_mode=auto tests/gpu "$@"
-PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" python3 -m benchmarks.gpu
+python3 -m benchmarks.gpu

@@ -8,8 +8,8 @@
 
 Where engines and trainer take turns, engines sleep while the trainer works (train, gather), and otherwise its models
 are off the device; what each rank sends stays there until engines have loaded it, and leaves before their caches wake.
-Everywhere else each process has at all times what it needs while it works, since torch keeps what a step took of a
-device, but for an embedded engine's cache at the start.
+Everywhere else an engine has at all times what it needs while it works, but for an embedded one's cache at the start. A
+trainer on a GPU has what a step needs at all times after the start, since torch keeps that; on a CPU while it trains.
 """
 
 import math

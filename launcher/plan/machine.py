@@ -28,7 +28,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
     Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, trackers, Liger,
-    FlashAttention, a required GPU, the judge's key; for data whose first rows are no tasks, rows that ranks cannot
+    a required GPU, the judge's key; for data whose first rows are no tasks, rows that ranks cannot
     share, routers that cannot be replayed or are not there, experts that no update reaches, a model that an engine's
     ranks cannot divide, GPUs that an engine cannot take weights from, and devices whose memory does not suffice.
     """

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.tensors import collate
+from rl_async.trainer.model import attention
 from rl_async.trainer.model.attention import packed_attention
 from tests.conftest import make_rows
 
@@ -60,7 +62,7 @@ def test_ligers_kernels_compute_the_same(model_folder: Path, one_rank: None) -> 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
-    heads: tuple[int, int], window: int | None
+    heads: tuple[int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, generator = ((40, 2), (7, 1), (1, 3)), torch.Generator("cuda").manual_seed(0)
     lengths = [length for length, sequences in groups for _ in range(sequences)]
@@ -86,7 +88,18 @@ def test_one_call_for_a_packed_row_computes_what_one_for_each_sequence_does(
     shapes = [(1, count, sum(lengths), 64) for count in (heads[0], heads[1], heads[1])]
     given = [torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for shape in shapes]
     seen = torch.randn(1, sum(lengths), heads[0], 64, device="cuda", generator=generator, dtype=torch.bfloat16)
-    for found, expected in zip(attend(torch.bfloat16), attend(torch.float32), strict=True):
+    calls, kernel = [], attention._kernel
+
+    def counted(*given: Any, **named: Any) -> Tensor:
+        calls.append(given)
+        return kernel(*given, **named)
+
+    monkeypatch.setattr(attention, "_kernel", counted)
+    by_groups = attend(torch.float32)
+    assert not calls
+    by_row = attend(torch.bfloat16)
+    assert len(calls) == 1
+    for found, expected in zip(by_row, by_groups, strict=True):
         assert (found.float() - expected).norm() < 2e-2 * expected.norm()
 
 

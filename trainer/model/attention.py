@@ -1,6 +1,6 @@
 """Causal attention among packed sequences, for Transformers' models: no sequence can see another.
 
-On a GPU in half precision one call of PyTorch's FlashAttention serves the whole packed row. Elsewhere equally long
+On a GPU in bfloat16 one call of PyTorch's FlashAttention serves the whole packed row. Elsewhere equally long
 sequences, which stand side by side (``packing.Packed``), are a view [sequences, length] of the row, and one call of
 fused attention serves each such group: no padding, no copy, no mask over the whole row.
 """
@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rl_async.accelerators import has_flash_attention
+from rl_async.torch_device import has_flash_attention
 from rl_async.trainer.batches.packed_tree import TreeCalls
 from rl_async.trainer.model.tree_attention import can_merge, copied, merged
 from rl_async.trainer.model.ulysses import to_heads, to_sequence
@@ -26,7 +26,7 @@ NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)
 KERNEL_HEAD_DIM = 256  # FlashAttention's largest
 _kernel: Any = varlen_attn
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # PyTorch 2.11 needs no leave for fewer key heads
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # then fewer key heads are refused without it
     _kernel = partial(varlen_attn, enable_gqa=True)
 UNKNOWN = ("s_aux", "position_bias")  # would change the result, and are not computed here
 
@@ -87,8 +87,8 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's FlashAttention for rows of several sequences takes such heads, [N, heads, D]."""
     size = query.shape[-1]
     return (
-        has_flash_attention(query.device.type)
-        and query.dtype in (torch.bfloat16, torch.float16)
+        has_flash_attention(query.device)
+        and query.dtype == torch.bfloat16
         and size == value.shape[-1]
         and size <= KERNEL_HEAD_DIM
         and size % 8 == 0

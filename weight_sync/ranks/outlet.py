@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
-from rl_async.torch_device import give_back
+from rl_async.torch_device import give_back, to_host
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, checksum, dtype_of, layout_of, manifest, places_in, room
 from rl_async.weight_sync.buckets.checksum import SUMS, checksum_like
 from rl_async.weight_sync.layout import Layout, lengths, slices, volume
@@ -41,7 +41,7 @@ class _Kept:
         """Move the bytes. The checksum stays of the device's kind, which engines there compute quickest."""
         self.checksum = self.checksum or checksum(self.data)
         dtypes, numels = [place.dtype for place in self.places], [place.numel() for place in self.places]
-        self.data = self.data.cpu()
+        self.data = to_host(self.data)
         self.places = places_in(self.data, dtypes, numels)
 
 

@@ -4,7 +4,6 @@ The engines are those of the unit tests, which have no memory on the device; so 
 """
 
 import asyncio
-import gc
 from typing import Any
 
 import torch
@@ -95,8 +94,6 @@ class Updater:
 
 def all_turns(there: Fsdp2Backend) -> dict[str, Any]:
     """What each of SCENARIOS finds."""
-    gc.collect()
-    gc.freeze()  # ``held`` collects garbage, and need not look through all that torch and Transformers have made
     return {name: turn(there, *faults) for name, faults in SCENARIOS.items()}
 
 

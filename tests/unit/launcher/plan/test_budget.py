@@ -84,7 +84,9 @@ def test_what_does_not_take_turns_is_always_there() -> None:
     found = planned(mode="disaggregated", gpus=2)
     (device, engine), (_, trainer) = the(found, "engine"), the(found, "trainer")
     assert all("KV cache" in engine.stages[stage] for stage in STAGES)
-    assert trainer.stages["rollout"] == trainer.stages["train"], "torch keeps what a step took"
+    step = trainer.stages["train"]
+    assert trainer.stages["rollout"] == trainer.stages["load"] == step, "torch keeps what a step took"
+    assert trainer.total("gather") >= trainer.total("train")
     assert device.holders == (engine,), "each has a GPU of its own"
 
 
@@ -160,6 +162,7 @@ def test_on_a_cpu_only_the_embedded_engine_frees_memory_and_the_trainer_none(eng
     assert the(found, "engine")[1].stages["train"].keys() == kept
     trainer = the(found, "trainer")[1]
     assert {"weights", "optimizer", "published"} <= trainer.stages["rollout"].keys()
+    assert not {"gradients", "activations"} & trainer.stages["rollout"].keys()
     estimate = trainer_bytes(load_config("calculator", GPU), SIZE)
     assert estimate is not None
     assert trainer.total("train") == estimate + trainer.stages["train"]["published"]

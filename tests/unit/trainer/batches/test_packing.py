@@ -92,6 +92,17 @@ def test_one_call_for_the_row_computes_what_one_for_each_sequence_does(
     assert (found - expected).abs().max() < 1e-5
 
 
+def test_pytorchs_kernel_takes_fewer_key_heads_than_query_heads() -> None:
+    """Without elements, as a CPU has no kernel: what this version of PyTorch checks of its arguments."""
+    q, k, v = (
+        torch.empty(12, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (6, 2, 2)
+    )
+    borders = torch.empty(4, dtype=torch.int32, device="meta")
+    out = attention._kernel(q, k, v, borders, borders, 5, 5, scale=0.3, window_size=(2, 0))
+    assert out.shape == q.shape
+    assert [part.shape for part in torch.autograd.grad(out, (q, k, v), out)] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.parametrize(
     "asked",
     [
