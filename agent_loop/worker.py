@@ -8,13 +8,12 @@ queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
 
 import asyncio
 import logging
-import re
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
 from rl_async.agent_loop import spans
 from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
+from rl_async.agent_loop.repetitions import Repetitions, beginning
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
@@ -26,7 +25,6 @@ log = logging.getLogger("rl_async.agent_loop")
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before a lease, while samples only fail
-FIRST_LINES, KINDS = 3, 1000  # in the log, of failures that are alike; kinds that are counted
 OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
 
 
@@ -47,24 +45,6 @@ class Pauses:
         pause_s = self._pause_s if failed > self._failed and put == self._put else 0.0
         self._put, self._failed = put, failed
         return pause_s
-
-
-class Repetitions:
-    """Which of many failures that are alike are worth a line in the log: the first few, then each power of two.
-
-    Of more than KINDS kinds it begins to count again.
-    """
-
-    def __init__(self) -> None:
-        self._times = Counter[str]()
-
-    def another(self, kind: str) -> int:
-        """Return how many of its kind there were with this one, if it is worth a line; else 0."""
-        if len(self._times) > KINDS:
-            self._times.clear()
-        self._times[kind] += 1
-        times = self._times[kind]
-        return times if times <= FIRST_LINES or times.bit_count() == 1 else 0
 
 
 class AgentWorker:
@@ -187,8 +167,7 @@ class AgentWorker:
         """
         kind, known = f"{type(error).__name__} in {raised_at(error)}", isinstance(error, RlAsyncError)
         name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
-        begins = re.sub(r"\d+", "", str(error))[:80] if known else ""
-        times = self._failures.another(kind + begins)
+        times = self._failures.another(kind + (beginning(str(error)) if known else ""))
         if times == 1 and not known:
             log.exception(name)
         elif times == 1:

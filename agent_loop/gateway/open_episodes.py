@@ -17,6 +17,7 @@ from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
 from rl_async.agent_loop.protocols import GatewayQueue, RewardScorer
+from rl_async.agent_loop.repetitions import Repetitions, beginning
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
@@ -91,6 +92,7 @@ class OpenEpisodes:
         self._waiting = 0
         self._last_request = self._last_attended = time.monotonic()
         self.finished = False
+        self._failures = Repetitions()
         self.put = self.failed = self.refused = 0
 
     # --- the loops --------------------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ class OpenEpisodes:
                 max_answers=self._options.max_answers,
             )
         except UserError as error:  # the task names tools that do not exist, or unlisted code
-            log.warning("sample %d.%d: %s", group.group_id, sample, error)
+            self._log_failure(group, sample, str(error))
             await self._queue.fail(group.group_id, sample, group.attempt, f"{type(error).__name__}: {error}")
             self.failed += 1
             return None
@@ -286,12 +288,20 @@ class OpenEpisodes:
         return self._close(episode, reply, Ended(True, "", len(rows), reward), how, ending.idempotency_key)
 
     async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
-        log.warning("sample %d.%d: %s", episode.group.group_id, episode.sample, error)
+        self._log_failure(episode.group, episode.sample, error)
         spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1
         return self._close(episode, reply, Ended(True, "", 0, None), error, idempotency_key)
+
+    def _log_failure(self, group: LeasedGroup, sample: int, error: str) -> None:
+        """Log why a sample failed, unless enough failures began alike, but for numbers."""
+        times = self._failures.another(beginning(error))
+        if times == 1:
+            log.warning("sample %d.%d: %s", group.group_id, sample, error)
+        elif times:
+            log.warning("sample %d.%d: %s (%d times)", group.group_id, sample, error, times)
 
     def _close(
         self, episode: GatewayEpisode, reply: Done | Refused, answer: Ended, how: str, idempotency_key: str

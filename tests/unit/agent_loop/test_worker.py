@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.recorded import AsRecorded
-from rl_async.agent_loop.worker import FIRST_LINES, FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses, Repetitions
+from rl_async.agent_loop.repetitions import FIRST_LINES
+from rl_async.agent_loop.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost
@@ -247,13 +248,6 @@ async def test_the_log_has_one_traceback_of_errors_that_are_alike(
     whole = [entry.exc_info[0] for entry in told if entry.exc_info]
     assert len(told) == 5 and sorted(map(str, whole)) == sorted(map(str, (RuntimeError, ValueError)))
     assert all("loop broke" in text or "six" in text for text in (e.getMessage() for e in told if not e.exc_info))
-
-
-def test_of_failures_that_are_alike_ever_fewer_get_a_line() -> None:
-    repetitions = Repetitions()
-    told = [times for _ in range(20) if (times := repetitions.another("one"))]
-    assert told == [*range(1, FIRST_LINES + 1), 4, 8, 16]
-    assert repetitions.another("other") == 1
 
 
 async def test_failures_that_are_alike_do_not_flood_the_log(

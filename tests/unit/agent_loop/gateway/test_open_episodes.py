@@ -9,6 +9,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway import open_episodes
 from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.agent_loop.repetitions import FIRST_LINES
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -115,6 +116,18 @@ async def test_waiting_for_an_answer_is_no_silence(renderer: ChatRenderer) -> No
         answering.set()
         assert (await answer).message.text == "4"
         assert (await episodes.end(waiting.id, Ending(reward=1.0))).accepted
+
+
+async def test_failures_that_are_alike_do_not_flood_the_log(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = FakeQueue([leased(samples=20)])
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"])) as episodes:
+        for number in range(20):
+            await episodes.end((await begin(episodes)).id, Ending(error=f"browser {number} crashed"))
+    assert len(queue.failures) == 20
+    told = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert len(told) == FIRST_LINES + 3 and "16 times" in told[-1]
 
 
 async def test_open_episodes_are_listed_without_their_ids_and_ended_by_name(renderer: ChatRenderer) -> None:
