@@ -11,7 +11,8 @@ VLLM = EngineTraits(
     module="rollout_server.vllm",
     package="vllm",
     versions="==0.32.*",
-    install="`scripts/install_vllm_cpu DIR` makes an environment with it; then set rollout.python=DIR/bin/python",
+    install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install_vllm_cpu DIR` make one; "
+    "then set rollout.python=DIR/bin/python",
     plugin=("vllm.general_plugins", "rl_async.rollout_server.vllm.plugin:register"),
     flags={
         "--model": "model.path",

