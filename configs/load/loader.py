@@ -19,7 +19,7 @@ from rl_async.configs.checks.rules import check
 from rl_async.configs.foreign_names import hint as foreign_hint
 from rl_async.configs.foreign_names import key_hint
 from rl_async.configs.load.fields import choices, field_at, field_names, struct_at
-from rl_async.configs.load.renamed import replacement
+from rl_async.configs.load.renamed import DROPPED, replacement
 from rl_async.configs.load.yaml_mistakes import explain_mistake
 from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
@@ -73,6 +73,12 @@ def load_config(
     """
     places: Places = {}
     values = {} if name_or_path is None else _read(name_or_path, places)
+    return _finished(values, places, overrides, mode, name)
+
+
+def _finished(
+    values: dict[str, Any], places: Places, overrides: Sequence[str], mode: str | None = None, name: str = ""
+) -> RunConfig:
     for override in overrides:
         _apply(values, override, places)
     if mode is not None:
@@ -85,10 +91,16 @@ def load_config(
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the complete config that ``dump`` wrote into a run folder."""
+    """Read the complete config that ``dump`` wrote into a run folder, also that of an earlier version."""
     if not path.is_file():
         raise ConfigError(f"no file {path}; a run folder holds the config.yaml that `rl-async launch` wrote")
-    return load_config(str(path), overrides)
+    places: Places = {}
+    values = _read(str(path), places)
+    for key in DROPPED:
+        section, _, leaf = key.rpartition(".")
+        if isinstance(of := values.get(section), dict):
+            of.pop(leaf, None)
+    return _finished(values, places, overrides)
 
 
 def from_values(values: dict[str, Any]) -> RunConfig:

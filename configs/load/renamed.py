@@ -13,9 +13,12 @@ MOVED: dict[str, str] = {  # old key or section -> its new name; in brackets, ho
     "rollout.cpu_cache_bytes": "rollout.cache_bytes",
 }
 ABSENT: dict[str, str] = {  # key that was removed, or that other software has -> what to do instead
-    "trainer.attention": "FlashAttention of PyTorch is used wherever it can be; leave it out",
+    "trainer.attention": "PyTorch's FlashAttention is used where it can be; leave the key out",
     "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
 }
+
+# Keys that were removed and changed no result; complete configs that earlier versions wrote into run folders have them.
+DROPPED = ("trainer.attention",)
 
 
 def replacement(key: str) -> str | None:

@@ -224,3 +224,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_config(str(tmp_path / "none.yaml"))
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         load_resolved(tmp_path / "config.yaml")
+
+
+def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its complete config has keys that were removed since; whoever gives one is told so."""
+    config = load_config("calculator")
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config).replace("\ntrainer:\n", "\ntrainer:\n  attention: auto\n"))
+    assert load_resolved(path) == config
+    with pytest.raises(ConfigError, match=r"trainer\.attention"):
+        load_resolved(path, ["trainer.attention=auto"])
+    with pytest.raises(ConfigError, match=r"trainer\.attention"):
+        load_config(str(path))
