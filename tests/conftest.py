@@ -12,48 +12,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 
+pytest_plugins = ["tests.support.outcomes"]
+
 VOCAB = 64
 VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine fails no test
 hypothesis.settings.load_profile("no deadline")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--not-installed",
-        type=Path,
-        metavar="FILE",
-        help="append to FILE the ids of tests that were skipped because something is not installed",
-    )
-
-
-class SkipRecorder:
-    """Append to ``file``, one a line, each test or module that is skipped for a reason that says what to install."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._written: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._record(report)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self._record(report)
-
-    def _record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
-        if "install" in reason and report.nodeid not in self._written:
-            self._written.add(report.nodeid)
-            with self._file.open("a") as file:
-                file.write(f"{report.nodeid}\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    file = config.getoption("--not-installed")
-    if file is not None and not hasattr(config, "workerinput"):  # the main process hears of every skip
-        config.pluginmanager.register(SkipRecorder(file))
 
 
 @pytest.fixture(scope="session")
