@@ -105,7 +105,7 @@ def rank_process(model: str, out: str, sizes: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trainer = TrainerConfig(learning_rate=LEARNING_RATE, minibatches=1, steps=10, **json.loads(sizes))
-    config = RunConfig(model=ModelConfig(model, device="cpu"), data=DataConfig(""), trainer=trainer)
+    config = RunConfig(model=ModelConfig(model, "float32", device="cpu"), data=DataConfig(""), trainer=trainer)
     backend = build_models(config, "cpu").policy
     lengths = [min(length, LONGEST) for length in long_tailed(ROWS)]
     (whole,) = micro_batches(rows_of(lengths), [range(ROWS)])

@@ -102,7 +102,7 @@ def _quantization(c: RunConfig) -> str | None:
         if wanted not in traits.quantization:
             able = " or ".join(name for name, them in ENGINES.items() if wanted in them.quantization)
             return f"{key} does not go with rollout.engine={kind}; use rollout.engine={able}"
-        if c.model.dtype not in traits.quantized_dtypes:
+        if c.model.dtype not in ("auto", *traits.quantized_dtypes):
             dtypes = " or ".join(traits.quantized_dtypes)
             return f"{key} with rollout.engine={kind} needs model.dtype={dtypes}, not {c.model.dtype}"
     return None

@@ -8,6 +8,8 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Positive, doc
 from rl_async.extraction import Extraction
 
+ComputeType = Literal["float32", "bfloat16"]
+
 
 class ModelConfig(Config, frozen=True):
     path: Annotated[
@@ -18,9 +20,13 @@ class ModelConfig(Config, frozen=True):
             "that of warm_start.out."
         ),
     ]
-    dtype: Annotated[Literal["float32", "bfloat16"], doc("Type of the weights in the trainer and in the engines.")] = (
-        "float32"
-    )
+    dtype: Annotated[
+        Literal["auto"] | ComputeType,
+        doc(
+            "Type of the weights in the trainer, which keeps float32 masters, and in the engines. auto: bfloat16 on "
+            "accelerators that have it; on a CPU the type that it multiplies faster, measured at the start of a run."
+        ),
+    ] = "auto"
     device: Annotated[Literal["auto", "cpu", "gpu"], doc("auto: a GPU if there is one.")] = "auto"
 
 

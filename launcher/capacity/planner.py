@@ -27,7 +27,7 @@ from rl_async.launcher.capacity.saturation import Saturation, saturation
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
-from rl_async.launcher.plan.threads import cores
+from rl_async.launcher.plan.processor import Measured, ask_torch, cores, settle
 from rl_async.transfer_queue.policy.admission import QueueSettings
 
 STEPS, FEWEST_STEPS = 24, 2  # measured per row of the table
@@ -71,7 +71,7 @@ def plan_devices(
     name: str, overrides: Sequence[str], gpus: int, run: Path | None, check: Sequence[Path], out: Path | None
 ) -> int:
     """Print the table, and the errors on recorded runs; the exit code. Raises UserError if a cost is unknown."""
-    config = load_config(name, overrides)
+    config, _ = settle(load_config(name, overrides), gpus, 1, planned_accelerator)
     if gpus < config.rollout.ranks:
         raise UserError(f"--gpus: {gpus} devices cannot run anything; give {config.rollout.ranks} or more")
     costs, episodes, source = estimate(config, run)
@@ -85,6 +85,11 @@ def plan_devices(
     if out is not None:
         out.write_bytes(msgspec.json.encode({"costs": costs, "rows": rows, "checks": checks}) + b"\n")
     return 0
+
+
+def planned_accelerator(device: str, shape: tuple[int, int], threads: int) -> Measured:
+    """Stand in for devices that are planned with and need not be here: an H100 has bfloat16. See ``ask_torch``."""
+    return ask_torch(device, shape, threads) if device == "cpu" else Measured("", accelerator="H100", has_bfloat16=True)
 
 
 def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeShape], str]:

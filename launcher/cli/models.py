@@ -138,13 +138,15 @@ def _import(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import load_config
     from rl_async.launcher.plan.artifacts import check_model_folder
+    from rl_async.launcher.plan.machine import settle_here
     from rl_async.launcher.sources.fetch import model_folder
     from rl_async.launcher.sources.info import describe
 
     folder = model_folder(arguments.model, "DIR")
     check_model_folder(folder, "DIR")
     paths = [f"model.path={json.dumps(str(folder))}", *([] if arguments.config else ["data.path=none"])]
-    for line in describe(folder, load_config(arguments.config, [*arguments.overrides, *paths])):
+    config, machine = settle_here(load_config(arguments.config, [*arguments.overrides, *paths]), None)
+    for line in (*describe(folder, config), *machine.lines):
         print(line)
     if not arguments.config:
         print("memory is that of the default settings; --config NAME|PATH sizes it for a run")

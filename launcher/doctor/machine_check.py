@@ -14,13 +14,15 @@ import msgspec
 from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
 from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
-from rl_async.launcher.plan.machine import has_megatron
+from rl_async.launcher.plan.machine import has_megatron, settle_here
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.planning import engines, workers
 from rl_async.launcher.plan.ports import HOST
-from rl_async.launcher.plan.threads import CGROUP, cores
+from rl_async.launcher.plan.processor import CGROUP, cores
 
 Level = Literal["ok", "warning", "missing"]
 PROBE_S = 120.0
@@ -89,12 +91,14 @@ def check_machine(config: str | None) -> int:
 def run_checks(config: RunConfig | None) -> list[Finding]:
     """Run all checks, for a config or (None) for the demo on CPU."""
     here = probe(sys.executable)
+    config, computing = settled(config)
     checks: list[Callable[[], list[Finding]]] = [
         lambda: package_lines(here, ("torch", "transformers"), "here"),
         lambda: device_lines(here, count_gpus(), config),
         lambda: engine_lines(here, config),
         lambda: backend_lines(config, installed=has_megatron()),
         lambda: [memory_line(available_bytes(), needed_bytes(config)), cores_line(cores())],
+        lambda: computing,
         lambda: [shm_line(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0)],
         lambda: [files_line(*resource.getrlimit(resource.RLIMIT_NOFILE)), ports_line(free_ports())],
         lambda: redis_lines(config, shutil.which("redis-server")),
@@ -212,6 +216,23 @@ def cores_line(count: float) -> Finding:
     if count >= 2:
         return Finding("ok", f"{count:g} cores")
     return Finding("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
+
+
+def settled(config: RunConfig | None) -> tuple[RunConfig | None, list[Finding]]:
+    """Say which compute type and how many threads a run of the config would get here, or one of a model of usual size.
+
+    Returns the config with that type, too. If torch cannot be asked, which is a warning, float32 stands for it.
+    """
+    wanted = config or RunConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
+    try:
+        wanted, machine = settle_here(wanted, None)
+    except UserError as error:
+        wanted = msgspec.structs.replace(wanted, model=msgspec.structs.replace(wanted.model, dtype="float32"))
+        lines = [Finding("warning", str(error))]
+    else:
+        name = [f"processor: {machine.processor}"] if machine.processor else []
+        lines = [Finding("ok", line) for line in (*name, *machine.lines)]
+    return None if config is None else wanted, lines
 
 
 def shm_line(free: int) -> Finding:

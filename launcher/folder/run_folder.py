@@ -76,9 +76,11 @@ def resumed_run(
 
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
-    """Return the keys in which two configs differ, except the name and the mode of the run."""
+    """Return the keys in which two configs differ, except the name and the mode of the run, and a compute type that the
+    machine chose."""
     old, new = (dict(leaves(msgspec.to_builtins(config))) for config in (kept, given))
-    keys = (old.keys() | new.keys()) - {"name", "mode"}
+    settled_at_start = {"model.dtype"} if given.model.dtype == "auto" else set()
+    keys = (old.keys() | new.keys()) - {"name", "mode"} - settled_at_start
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 

@@ -10,10 +10,9 @@ from rich.table import Table
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
 from rl_async.launcher.plan.budget import STAGES
-from rl_async.launcher.plan.machine import plan_here
+from rl_async.launcher.plan.machine import plan_here, settle_here
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.ports import assign_ports
-from rl_async.launcher.plan.spec import THREADS
 from rl_async.process.memory_budget import DeviceBudget, MemoryBudget
 
 
@@ -22,13 +21,14 @@ def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
 
     Raises UserError for what would end the run at once: missing files, a taken port, a missing GPU.
     """
+    config, machine = settle_here(config, folder)
     planned = plan_here(config, folder, resume=resume)
     assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
     console = Console()
     console.print(plan_table(planned))
     for table in memory_tables(planned.memory):
         console.print(table)
-    for line in plan_notes(config, folder, planned):
+    for line in (*machine.lines, *plan_notes(config, folder, planned)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -90,11 +90,6 @@ def _gib(nbytes: int) -> str:
 def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
     """Return the lines below the table: command lines, folder, total memory, what is made first."""
     notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
-    computing = [spec for spec in (*planned.engines, *planned.trainers) if not spec.gpus]
-    if computing:
-        notes.append(
-            f"threads of each rank of an engine and of the trainer: {computing[0].env[THREADS]} (launcher.threads)"
-        )
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
     notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
     if needs_data(config):

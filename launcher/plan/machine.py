@@ -19,7 +19,17 @@ from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.engines import engine_place
 from rl_async.launcher.plan.memory import model_size, tiny_shape
 from rl_async.launcher.plan.planning import Plan, assign_devices, engines, plan
-from rl_async.launcher.plan.threads import CGROUP, cores, with_threads
+from rl_async.launcher.plan.processor import (
+    CGROUP,
+    MachineRecord,
+    Measure,
+    ask_torch,
+    cores,
+    processor_name,
+    read_machine,
+    settle,
+    with_threads,
+)
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
 
@@ -61,6 +71,23 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if not elsewhere:
         capacity = gpu_bytes() if gpus and config.model.device != "cpu" else machine_bytes()
     return plan(config, folder, size=size, gpus=gpus, capacity=capacity, resume=resume)
+
+
+def settle_here(
+    config: RunConfig, folder: Path | None, gpus: int | None = None, measure: Measure | None = None
+) -> tuple[RunConfig, MachineRecord]:
+    """Return the config with a compute type in place of ``auto``, and the record of this machine for the run's folder.
+
+    Without a folder nothing was started before; a run that was keeps its type. ``gpus`` is the number of GPUs of a
+    cluster, which ``measure`` asks. Raises UserError if torch cannot be asked.
+    """
+    available, gpus = cores(), count_gpus() if gpus is None else gpus
+    ranks = 0 if config.finetune is not None else engines(config) * config.rollout.ranks
+    threads = with_threads(config, model_size(config), available, engine_ranks=ranks).launcher.threads or 1
+    before = None if folder is None else read_machine(folder)
+    config, choice = settle(config, gpus, threads, measure or ask_torch, None if before is None else before.compute)
+    on_cpu = gpus == 0 or config.model.device == "cpu"
+    return config, MachineRecord(processor_name(), available, threads if on_cpu else None, choice)
 
 
 def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -28,6 +28,7 @@ from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan
+from rl_async.launcher.plan.processor import PROBE_S, Measured, ask_torch
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.ray.keeper import Allocation, AllocationRequest, Keeper, Started, own_addresses, sees
 from rl_async.launcher.ray.placement import (
@@ -68,6 +69,18 @@ class Cluster:
     node_id: str
     address: str  # of the launcher's node
     gpus: int
+
+    def measure(self, device: str, shape: tuple[int, int], threads: int) -> Measured:
+        """Ask torch on a node with a GPU, or here about the processor. See ``ask_torch``. Raises UserError."""
+        if device == "cpu":
+            return ask_torch(device, shape, threads)
+        try:
+            asked = ray.remote(ask_torch).options(num_gpus=1).remote(device, shape, threads)
+            return ray.get(asked, timeout=NODE_ANSWER_S + PROBE_S)
+        except RayError as error:
+            raise UserError(
+                f"model.dtype=auto: no node with a GPU answered ({_first_line(error)}); set float32 or bfloat16"
+            ) from error
 
     def at_home(self, config: RunConfig) -> RunConfig:
         """Return the config with a ``queue.host`` that the other nodes reach, also after a move of the launcher."""

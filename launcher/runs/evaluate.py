@@ -17,7 +17,8 @@ from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
 from rl_async.launcher.plan.artifacts import checkpoints_beside
-from rl_async.launcher.runs.launch import announce, log_into, make_ready, prepare
+from rl_async.launcher.plan.machine import settle_here
+from rl_async.launcher.runs.launch import announce, log_into, make_ready, note_machine, prepare
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.supervisor import Supervisor
@@ -75,7 +76,9 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
         return evaluation.outcome.exit_code
 
     with hold(folder), hold_private_folder(folder):
+        config, machine = settle_here(config, folder)
         planned, ports = make_ready(config, folder)
+        note_machine(folder, machine)
         executor = ThisMachine(ports, folder, planned.hosts)
         with log_into(folder):
             return asyncio.run(run())

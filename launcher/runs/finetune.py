@@ -28,12 +28,12 @@ from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
 from rl_async.launcher.folder.run_folder import create, hold, saved
 from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
-from rl_async.launcher.plan.machine import check_trainer
+from rl_async.launcher.plan.machine import check_trainer, settle_here
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
 from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.plan.threads import cores, with_threads
-from rl_async.launcher.runs.launch import log_into, shown
+from rl_async.launcher.plan.processor import cores, with_threads
+from rl_async.launcher.runs.launch import log_into, note_machine, shown
 from rl_async.launcher.supervise.children import Interrupted, keep_ranks
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import RoleFailed
@@ -72,12 +72,14 @@ def finetune(config: RunConfig) -> int:
     folder = out.with_name(f"{out.name}.run")
     _check(config)
     with hold(folder), hold_private_folder(folder):
+        config, machine = settle_here(config, folder)
         resumes = _resumes(config, folder)
         if out.exists():
             _require_finished(config, folder, resumes)
             print(f"{out} exists; delete it and {folder} to train it again")
             return 0
         create(config, folder)
+        note_machine(folder, machine)
         record = _encode_once(config, folder)
         console = Console(highlight=False)
         for line in _headline(config, record, folder):

@@ -21,10 +21,11 @@ from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import begun, create, hold, note_sources
 from rl_async.launcher.plan.artifacts import needs_preparation
-from rl_async.launcher.plan.machine import check_engines, plan_here
+from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.plan.processor import MachineRecord, write_machine
 from rl_async.launcher.ray.authentication import present_token, refuses_without_token
 from rl_async.launcher.runs.page_beside import serve_beside
 from rl_async.launcher.sources.fetch import Fetched
@@ -48,8 +49,10 @@ LOG = Path("logs", "launcher.log")  # in the run folder
 def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fetched | None = None) -> int:
     """Train and show the run; the exit code. Raises UserError or RoleFailed."""
     with hold(folder), hold_private_folder(folder):
+        config, machine = settle_here(config, folder)
         planned, ports = make_ready(config, folder, resume=resume)
         note_sources(folder, fetched or {})
+        note_machine(folder, machine)
         with log_into(folder), naming_deletion(folder):
             return asyncio.run(_run(config, folder, planned, ThisMachine(ports, folder, planned.hosts)))
 
@@ -65,12 +68,20 @@ def launch_on_ray(
     from rl_async.launcher.ray.executor import RayNodes, connected
 
     with hold(folder), connected(address) as cluster:
-        config = cluster.at_home(config)
+        config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
         note_sources(folder, fetched or {})
+        note_machine(folder, machine)
         with log_into(folder), naming_deletion(folder):
             return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
+
+
+def note_machine(folder: Path, machine: MachineRecord) -> None:
+    """Keep in the run's folder which machine it starts on and what was chosen for it, and print the choices."""
+    write_machine(folder, machine)
+    for line in machine.lines:
+        print(line, flush=True)
 
 
 def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tuple[Plan, dict[str, int]]:

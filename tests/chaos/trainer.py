@@ -130,7 +130,7 @@ def main() -> int:
     for step in range(steps):
         write_trajectories(home / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
     config = RunConfig(
-        model=ModelConfig(path=str(make_model(home / "model"))),
+        model=ModelConfig(path=str(make_model(home / "model")), dtype="float32"),
         data=DataConfig(path="none"),
         trainer=TrainerConfig(ranks=RANKS, steps=steps, checkpoint_every=1, learning_rate=1e-3),
         debug=DebugConfig(min_train_s=0.3),

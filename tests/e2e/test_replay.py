@@ -44,7 +44,7 @@ def start(
     **options: Any,
 ) -> Forked:
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
         critic=critic,

@@ -34,7 +34,7 @@ def test_training_step_and_export_on_cuda(model_folder: Path, critic: CriticConf
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = RunConfig(
-            model=ModelConfig(path=str(model_folder), device="gpu"),
+            model=ModelConfig(path=str(model_folder), dtype="float32", device="gpu"),
             data=DataConfig(path="none"),
             algorithm=AlgorithmConfig(advantage="gae" if critic else "grpo"),
             critic=critic,

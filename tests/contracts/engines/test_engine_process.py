@@ -25,7 +25,7 @@ START_S = 60.0
 def run_folder(folder: Path, model: Path) -> Path:
     """A run folder whose engine serves ``model``."""
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         rollout=RolloutConfig(max_batch_size=4, max_model_len=4096),
         debug=DebugConfig(min_iteration_s=0.002),

@@ -172,7 +172,7 @@ async def serve_as_version_0(peer: Peer) -> None:
 def gateway_process(folder: Path, model: Path, queue: str) -> Iterator[str]:
     """The URL of a gateway of a run with this model, this queue and the tokens in ``folder``."""
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         agent=AgentConfig(max_tokens=200, unprinted_tools="allow"),
         rollout=RolloutConfig(max_tokens=6, max_model_len=256),

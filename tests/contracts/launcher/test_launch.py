@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.runs import launch as module
@@ -15,11 +14,12 @@ from rl_async.launcher.runs.launch import launch, log_into, make_ready
 from rl_async.launcher.supervise.supervisor import RoleFailed
 from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import read_endpoints
+from tests.support.configs import float32_config
 
 
 @pytest.fixture
 def config() -> RunConfig:
-    return msgspec.structs.replace(load_config("calculator"), name="fake")
+    return msgspec.structs.replace(float32_config("calculator"), name="fake")
 
 
 @pytest.fixture

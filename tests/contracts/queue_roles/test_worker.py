@@ -38,7 +38,7 @@ def write_run(folder: Path, tokenizer: PreTrainedTokenizerFast, **agent: Any) ->
     make_data("sort", folder, train=5, held_out=2, demos=2)
     tokenizer.save_pretrained(folder / "model")
     config = RunConfig(
-        model=ModelConfig(path=str(folder / "model")),
+        model=ModelConfig(path=str(folder / "model"), dtype="float32"),
         data=DataConfig(path=str(folder / "train.parquet")),
         agent=AgentConfig(**agent),
     )

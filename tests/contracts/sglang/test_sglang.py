@@ -14,7 +14,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rl_async.configs.engines.sglang import SGLANG
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.plan.planning import plan
 from rl_async.messages import Sampling, Version, VersionRun
@@ -24,6 +23,7 @@ from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.contracts.sglang.routes import refusal, routes
 from tests.contracts.sglang.wheel import field_names, load, wheel_folder
+from tests.support.configs import float32_config
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.7), max_tokens=3, stop_token_ids=[9], seed=5
@@ -192,7 +192,7 @@ def test_what_the_structs_refuse(folder: Path, path: str, body: Any, why: str) -
 
 def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> None:
     known = field_names(folder)
-    engine = plan(load_config("calculator", ["rollout.engine=sglang"]), Path("runs/mine"), gpus=2).engines[0]
+    engine = plan(float32_config("calculator", ["rollout.engine=sglang"]), Path("runs/mine"), gpus=2).engines[0]
     flags = {word for word in engine.argv if word.startswith("--")} | {
         *SGLANG.flags,
         *SGLANG.fixed_flags,

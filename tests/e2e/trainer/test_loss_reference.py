@@ -36,7 +36,7 @@ def trained(folder: Path, model: Path, rows: list[Trajectory], algorithm: Algori
     """Metrics of one step on the recorded rows, as the trainer wrote them."""
     write_trajectories(folder / "trajectories" / "step-000000-lineage0-rank0.jsonl.gz", rows)
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=algorithm,
         trainer=TrainerConfig(

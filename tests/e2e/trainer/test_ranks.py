@@ -25,7 +25,7 @@ def start(folder: Path, model: Path, *more: str) -> list[Forked]:
     for step in range(STEPS):
         write_trajectories(folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz", make_rows(step))
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         trainer=TrainerConfig(ranks=2, steps=STEPS, collective_timeout_s=15),
         debug=DebugConfig(min_train_s=0.5),

@@ -57,7 +57,7 @@ def run(model: Path, out: Path, tokens: int, kind: str, correction: str, sizes: 
 
 def config_of(model: Path, tokens: int, kind: str, correction: str, options: dict[str, Any]) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(advantage="gae", correction=correction),
         critic=CRITICS[kind],

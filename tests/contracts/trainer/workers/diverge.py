@@ -20,7 +20,9 @@ from tests.support.whole_weights import whole_weights
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = RunConfig(
-        model=ModelConfig(path=sys.argv[1]), data=DataConfig(path="none"), trainer=TrainerConfig(minibatches=1)
+        model=ModelConfig(path=sys.argv[1], dtype="float32"),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(minibatches=1),
     )
     backend = Fsdp2Backend(sys.argv[1], "float32", "cpu", config.trainer)
     before = whole_weights(backend)

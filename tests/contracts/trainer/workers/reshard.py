@@ -25,7 +25,7 @@ def run(model: Path, root: Path, before: int, after: int, options: TrainerConfig
     Rank 0 leaves every tensor, put together, in loaded-N and saved-N.safetensors, N being the number of ranks.
     """
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(correction="bypass_ppo_clip"),
         trainer=options,

@@ -28,7 +28,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(
             correction=correction,

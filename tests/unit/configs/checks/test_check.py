@@ -12,6 +12,7 @@ MEGATRON = ("trainer.backend=megatron",)
 
 
 GAME = "agent.environment=x.py:Game"
+F32 = "model.dtype=float32"
 USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
 
 
@@ -53,9 +54,15 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             ["rollout.engine_args", "rollout.expert_parallel"],
         ),
         (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "rollout.engine=vllm or sglang"]),
-        (["rollout.engine=vllm", "rollout.quantization=int8"], ["rollout.quantization=int8", "model.dtype=bfloat16"]),
+        (
+            ["rollout.engine=vllm", "rollout.quantization=int8", F32],
+            ["rollout.quantization=int8", "model.dtype=bfloat16"],
+        ),
         (["rollout.engine=sglang", "rollout.quantization=fp8"], ["rollout.quantization", "embedded or vllm"]),
-        (["rollout.engine=vllm", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "model.dtype=bfloat16"]),
+        (
+            ["rollout.engine=vllm", "rollout.quantization=fp8", F32],
+            ["rollout.quantization=fp8", "model.dtype=bfloat16"],
+        ),
         (
             ["rollout.engine=vllm", "rollout.engine_args=['--quantization=mxfp4']"],
             ["rollout.engine_args", "use rollout.quantization"],

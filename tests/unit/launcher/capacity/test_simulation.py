@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load.loader import dump
 from rl_async.errors import UserError
 from rl_async.launcher.capacity import planner
 from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure
@@ -29,6 +29,7 @@ from rl_async.launcher.plan.memory import ModelSize
 from rl_async.recording import write_trajectories
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from tests.conftest import make_rows
+from tests.support.configs import float32_config
 
 COSTS = Costs(
     iteration_base_s=0.01, iteration_sequence_s=0.001, turn_s=0.0, train_token_s=0.001, sync_s=0.5, other_s=0.25
@@ -185,7 +186,7 @@ def test_a_model_eight_times_as_large_costs_eight_times_as_much() -> None:
 
 
 def test_every_split_uses_all_devices_and_one_device_is_shared() -> None:
-    config = load_config("calculator", ["queue.max_staleness=4"])
+    config = float32_config("calculator", ["queue.max_staleness=4"])
     found = list(candidates(config, 8))
     assert {bound for _, bound in found} == {0, 1, 4}
     assert all(at.engines + at.ranks == 8 for at, _ in found if not at.colocated)
@@ -195,7 +196,7 @@ def test_every_split_uses_all_devices_and_one_device_is_shared() -> None:
 
 
 def test_the_table_has_a_line_per_split() -> None:
-    config = load_config("calculator", ["data.train_batch_groups=4", "rollout.group_size=2"])
+    config = float32_config("calculator", ["data.train_batch_groups=4", "rollout.group_size=2"])
     row = simulate(config, layout(2, 2), 1, COSTS, MIXED)
     assert (row.mode, row.trainers, row.engines, row.max_staleness) == ("disaggregated", 2, 2, 1)
     assert row.memory_bytes == memory(config, layout(2, 2)) and row.memory_bytes is not None
@@ -217,7 +218,7 @@ def test_an_error_is_a_share_of_what_was_recorded() -> None:
 
 
 def test_a_run_whose_times_tell_nothing_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(dump(load_config("calculator")))
+    (tmp_path / "config.yaml").write_text(dump(float32_config("calculator")))
     times = {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.5, "time/sync_s": 0.1}
     line = msgspec.json.encode({"step": 0, "rollout/tokens": 100.0} | times).decode()
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 5)
@@ -230,9 +231,9 @@ def test_a_run_whose_times_tell_nothing_is_refused_by_name(tmp_path: Path) -> No
 def test_what_a_fit_rests_on_is_said_with_what_would_make_it_better() -> None:
     fit = Fit(0.02, 0.0005, 0.3, explained=0.914)
     good = ["data.train_batch_groups=4", "rollout.group_size=4", "queue.max_staleness=0", "agent.concurrency=16"]
-    note = fit_note(fit, load_config("calculator", good))
+    note = fit_note(fit, float32_config("calculator", good))
     assert "91%" in note and "queue.max_staleness" not in note and "agent.concurrency" not in note
-    worse = load_config("calculator", [*good, "queue.max_staleness=1", "agent.concurrency=8", "agent.workers=1"])
+    worse = float32_config("calculator", [*good, "queue.max_staleness=1", "agent.concurrency=8", "agent.workers=1"])
     assert "queue.max_staleness=0 and agent.concurrency=16" in fit_note(fit, worse)
 
 
@@ -248,7 +249,9 @@ def test_each_row_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_processes_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config("calculator", ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"])
+    config = float32_config(
+        "calculator", ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"]
+    )
     alone = list(simulate_all(config, 2, COSTS, MIXED))
     monkeypatch.setattr(planner, "PARALLEL", 1)
     monkeypatch.setattr(planner, "cores", lambda: 2.0)

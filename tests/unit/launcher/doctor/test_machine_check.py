@@ -8,6 +8,7 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.launcher.doctor import machine_check as s
 from rl_async.launcher.doctor.versions import RANGES, holds
+from tests.support.configs import float32_config
 
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.1.0", "vllm": "", "sglang": ""}
 
@@ -53,9 +54,9 @@ def test_a_package_is_ok_too_old_or_missing() -> None:
 
 def test_engines_that_a_replay_does_not_start_need_nothing() -> None:
     many = ["rollout.engines=8", "agent.workers=8"]
-    replay = load_config("calculator", [*many, "rollout.replay=runs/before"])
-    fewest = load_config("calculator", ["rollout.engines=1", "agent.workers=1"])
-    assert s.needed_bytes(replay) < s.needed_bytes(fewest) < s.needed_bytes(load_config("calculator", many))
+    replay = float32_config("calculator", [*many, "rollout.replay=runs/before"])
+    fewest = float32_config("calculator", ["rollout.engines=1", "agent.workers=1"])
+    assert s.needed_bytes(replay) < s.needed_bytes(fewest) < s.needed_bytes(float32_config("calculator", many))
     vllm = ["rollout.engine=vllm", "rollout.replay=runs/before"]
     assert "missing" not in levels(s.engine_lines(s.Probe(HERE), load_config("calculator", vllm)))
 
@@ -114,3 +115,16 @@ def test_redis_is_looked_for_only_if_the_journal_is_there() -> None:
     assert s.redis_lines(load_config("calculator", []), None) == []
     wants = load_config("calculator", ["queue.journal=redis", "queue.redis_url=redis://127.0.0.1:1/0"])
     assert s.redis_lines(wants, None)[0].what_to_do == "install redis-server and start it"
+
+
+def test_the_choice_for_a_config_and_for_a_model_of_usual_size_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config, lines = s.settled(load_config("calculator"))
+    assert config is not None and config.model.dtype == "float32" and set(levels(lines)) == {"ok"}
+    assert any("float32" in line.what and "model.dtype" in line.what for line in lines)
+    assert any("launcher.threads" in line.what for line in lines)
+    config, lines = s.settled(None)
+    assert config is None and any("GFLOP/s" in line.what for line in lines)
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    config, lines = s.settled(load_config("calculator-moe", ["warm_start.hidden_size=2048"]))
+    assert config is not None and config.model.dtype == "float32" and levels(lines) == ["warning"]

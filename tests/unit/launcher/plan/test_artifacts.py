@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model, needs_preparation
 from rl_async.launcher.plan.memory import model_size
+from tests.support.configs import float32_config
 
 
 def config(root: Path, *overrides: str) -> RunConfig:
@@ -20,7 +20,7 @@ def config(root: Path, *overrides: str) -> RunConfig:
         f"warm_start.demos_path={root}/demos.parquet",
         f"warm_start.out={root}/model",
     ]
-    return load_config("calculator", [*paths, *overrides])
+    return float32_config("calculator", [*paths, *overrides])
 
 
 def write_data(root: Path) -> None:

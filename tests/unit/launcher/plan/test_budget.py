@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.plan.budget import STAGES
 from rl_async.launcher.plan.dry_run import memory_tables
 from rl_async.launcher.plan.memory import CONTEXT_BYTES, ModelSize, decoding_bytes, trainer_bytes
 from rl_async.launcher.plan.planning import Plan, plan
 from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, Part, Stage, read_budget, write_budget
+from tests.support.configs import float32_config
 
 RUN = Path("runs/x")
 GIB = 1 << 30
@@ -22,7 +22,7 @@ GPU = ["rollout.engine=vllm", "rollout.max_batch_size=64", "rollout.max_model_le
 
 
 def planned(*overrides: str, mode: str = "colocated", **options: Any) -> Plan:
-    return plan(load_config("calculator", [*GPU, *overrides], mode=mode), RUN, size=SIZE, **options)
+    return plan(float32_config("calculator", [*GPU, *overrides], mode=mode), RUN, size=SIZE, **options)
 
 
 def the(found: Plan, role: str) -> tuple[DeviceBudget, Holder]:
@@ -136,7 +136,7 @@ def test_quantised_weights_leave_room_and_the_embedded_engine_loads_them_in_full
     size = replace(SIZE, matrices=GIB // 2)
 
     def stages(*more: str) -> Mapping[Stage, Mapping[Part, int]]:
-        config = load_config("calculator", [*GPU, f"rollout.engine={engine}", *more], mode="colocated")
+        config = float32_config("calculator", [*GPU, f"rollout.engine={engine}", *more], mode="colocated")
         return the(plan(config, RUN, size=size, gpus=1, capacity=40 * GIB), "engine")[1].stages
 
     plain, quantised = stages(), stages("rollout.quantization=int8")
@@ -151,7 +151,7 @@ def test_each_rank_of_an_engine_has_its_part_on_its_own_gpu() -> None:
     assert [len(device.holders) for device in two.memory.devices] == [2, 1]
     parts, whole = the(two, "engine")[1].stages["rollout"], the(one, "engine")[1].stages["rollout"]
     assert (parts["weights"], parts["KV cache"]) == (whole["weights"] // 2, whole["KV cache"] // 2)
-    config = load_config("calculator", [*GPU, "rollout.tensor_parallel=2"])
+    config = float32_config("calculator", [*GPU, "rollout.tensor_parallel=2"])
     assert parts["activations"] == decoding_bytes(config, SIZE)
 
 
@@ -163,7 +163,7 @@ def test_on_a_cpu_only_the_embedded_engine_frees_memory_and_the_trainer_none(eng
     trainer = the(found, "trainer")[1]
     assert {"weights", "optimizer", "published"} <= trainer.stages["rollout"].keys()
     assert not {"gradients", "activations"} & trainer.stages["rollout"].keys()
-    estimate = trainer_bytes(load_config("calculator", GPU), SIZE)
+    estimate = trainer_bytes(float32_config("calculator", GPU), SIZE)
     assert estimate is not None
     assert trainer.total("train") == estimate + trainer.stages["train"]["published"]
     assert device.total("train") == sum(holder.total("train") for holder in device.holders)

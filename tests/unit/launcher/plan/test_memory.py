@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.plan.memory import (
     LOGITS_CHUNK,
@@ -16,6 +15,7 @@ from rl_async.launcher.plan.memory import (
     trainer_bytes,
 )
 from rl_async.trainer.model.logprobs import CPU_CHUNK_LOGITS
+from tests.support.configs import float32_config
 
 
 def test_parameters_of_a_known_model() -> None:
@@ -70,11 +70,11 @@ def test_a_config_of_another_kind_is_unknown() -> None:
 
 
 def test_no_model_folder_and_no_warm_start_is_unknown(tmp_path: Path) -> None:
-    assert model_size(load_config("calculator", [f"model.path={tmp_path}/none", "warm_start=null"])) is None
+    assert model_size(float32_config("calculator", [f"model.path={tmp_path}/none", "warm_start=null"])) is None
 
 
 def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Path) -> None:
-    size = model_size(load_config("calculator", [f"model.path={tmp_path}/none", f"warm_start.out={tmp_path}/none"]))
+    size = model_size(float32_config("calculator", [f"model.path={tmp_path}/none", f"warm_start.out={tmp_path}/none"]))
     assert size is not None
     assert 50_000 < size.parameters < 500_000
 
@@ -82,36 +82,36 @@ def test_a_model_that_is_yet_to_be_made_has_the_size_in_the_config(tmp_path: Pat
 def test_a_broken_model_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"model\.path: .*config\.json is not valid JSON"):
-        model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+        model_size(float32_config("calculator", [f"model.path={tmp_path}"]))
 
 
 def test_the_model_folder_is_read(tmp_path: Path) -> None:
     values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    size = model_size(load_config("calculator", [f"model.path={tmp_path}"]))
+    size = model_size(float32_config("calculator", [f"model.path={tmp_path}"]))
     assert size is not None
     assert (size.parameters, size.kv_per_token) == (2 * 80 + 4 * 64 + 3 * 8 * 32, 16)
 
 
 def test_weights_gradients_and_two_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
-    assert trainer_bytes(load_config("calculator"), size) == TORCH_BYTES + 16_000 + 4_000
+    assert trainer_bytes(float32_config("calculator"), size) == TORCH_BYTES + 16_000 + 4_000
 
 
 def test_a_rank_holds_its_part_of_one_copy() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
-    config = load_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
+    config = float32_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
     assert trainer_bytes(config, size) == TORCH_BYTES + 16_000 // 2
 
 
 def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
-    config = load_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
+    config = float32_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
     assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 20
 
 
 def test_checkpointed_layers_keep_their_input_alone() -> None:
-    config = load_config("calculator", ["trainer.activation_checkpointing=true"])
+    config = float32_config("calculator", ["trainer.activation_checkpointing=true"])
     tokens = min(24 * 16 // 2 * 160, config.trainer.max_tokens_per_microbatch)
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, checkpointed=100)
     assert trainer_bytes(config, size) == TORCH_BYTES + tokens * 100 * 4
@@ -128,18 +128,18 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     (tmp_path / "critic" / "model" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
     gae = [f"model.path={tmp_path}", "algorithm.advantage=gae"]
     layer, embeddings = 4 * 64 + 3 * 8 * 32, 2 * 80
-    own = load_config("calculator", [*gae, "critic={}"])
+    own = float32_config("calculator", [*gae, "critic={}"])
     both = model_size(own)
     assert both is not None
     assert (both.parameters, both.kv_per_token, both.critic) == (layer + embeddings, 16, layer + embeddings)
-    shared = model_size(load_config("calculator", [*gae, "critic.shared=true"]))
+    shared = model_size(float32_config("calculator", [*gae, "critic.shared=true"]))
     assert shared == replace(both, critic=0)
     alone = trainer_bytes(own, shared)
     assert alone is not None
     assert trainer_bytes(own, both) == alone + 20 * (layer + embeddings)
-    larger = model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
+    larger = model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/critic"]))
     assert larger == replace(both, critic=2 * layer + embeddings)
-    assert model_size(load_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
+    assert model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
 def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_too() -> None:
@@ -155,11 +155,11 @@ def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_
         (["rollout.engine=vllm", given], False, 5000),
         (["rollout.engine=vllm"], False, (1 << 30) // 4),
     ):
-        config = load_config("calculator", shape + more)
+        config = float32_config("calculator", shape + more)
         assert engine_bytes(config, size, on_gpu=on_gpu) == TORCH_BYTES + (1000 + cached) * 4
     ranks = [*shape, "rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline_parallel=2"]
-    assert engine_bytes(load_config("calculator", ranks), size, on_gpu=True) == 4 * TORCH_BYTES + (1000 + 4800) * 4
-    each = load_config("calculator", [*ranks, given])
+    assert engine_bytes(float32_config("calculator", ranks), size, on_gpu=True) == 4 * TORCH_BYTES + (1000 + 4800) * 4
+    each = float32_config("calculator", [*ranks, given])
     assert engine_bytes(each, size, on_gpu=False) == 4 * (TORCH_BYTES + 20_000) + 1000 * 4
 
 
@@ -167,11 +167,11 @@ def test_matrices_in_8_bits_take_a_byte_each_once_the_embedded_engine_has_loaded
     size = ModelSize(parameters=1000, kv_per_token=0, matrices=600)
     numbers = ["rollout.quantization=fp8", "model.dtype=bfloat16"]
     vllm = ["rollout.engine=vllm", "rollout.cache_bytes=1", *numbers]
-    assert engine_bytes(load_config("calculator", vllm), size) == TORCH_BYTES + 400 * 2 + 600 + 1
-    assert engine_bytes(load_config("calculator", numbers), size) == TORCH_BYTES + 1000 * 2
+    assert engine_bytes(float32_config("calculator", vllm), size) == TORCH_BYTES + 400 * 2 + 600 + 1
+    assert engine_bytes(float32_config("calculator", numbers), size) == TORCH_BYTES + 1000 * 2
     cached = ModelSize(parameters=1000, kv_per_token=1, matrices=600)
     many = [*numbers, "rollout.max_batch_size=10", "rollout.max_model_len=160"]
-    assert engine_bytes(load_config("calculator", many), cached) == TORCH_BYTES + 400 * 2 + 600 + 2 * 1600 * 2
+    assert engine_bytes(float32_config("calculator", many), cached) == TORCH_BYTES + 400 * 2 + 600 + 2 * 1600 * 2
 
 
 def test_what_is_quantised_are_the_matrices_of_layers() -> None:
@@ -183,44 +183,44 @@ def test_what_is_quantised_are_the_matrices_of_layers() -> None:
 @pytest.mark.parametrize("option", ["staged", "delta", "adapters"])
 def test_an_engine_that_keeps_a_copy_holds_its_weights_twice(option: str) -> None:
     size = ModelSize(parameters=1000, kv_per_token=0)
-    config = load_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
+    config = float32_config("calculator", ["trainer.lora={}", f"weight_sync.{option}=true"])
     assert engine_bytes(config, size) == TORCH_BYTES + 2 * 1000 * 4
     ranks = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "trainer.lora={}", f"weight_sync.{option}=true"]
     copies = 1 if option == "staged" else 2  # slices, or all weights in each rank
-    divided = load_config("calculator", [*ranks, "rollout.cache_bytes=1"])
+    divided = float32_config("calculator", [*ranks, "rollout.cache_bytes=1"])
     assert engine_bytes(divided, size) == 2 * (TORCH_BYTES + 1) + (1 + copies) * 1000 * 4
 
 
 def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
     small, large = (
-        trainer_bytes(load_config("calculator", [f"trainer.max_tokens_per_microbatch={n}"]), size)
+        trainer_bytes(float32_config("calculator", [f"trainer.max_tokens_per_microbatch={n}"]), size)
         for n in (1000, 1_000_000)
     )
     assert small == TORCH_BYTES + 1000 * (1000 * 4 + 100 * 4 * 2)
     rows = 24 * 16 // 2
     assert large == TORCH_BYTES + rows * 160 * 1000 * 4 + rows * 160 * 100 * 4 * 2
     wide = ModelSize(parameters=0, kv_per_token=0, vocab=150_000)
-    assert trainer_bytes(load_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
+    assert trainer_bytes(float32_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
 
 
 def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
     alone, shared = (
-        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1001", *more]), size)
+        trainer_bytes(float32_config("calculator", ["trainer.max_tokens_per_microbatch=1001", *more]), size)
         for more in ([], ["trainer.ranks=2", "trainer.sequence_parallel=2"])
     )
     per_token = 1000 * 4 + 100 * 4 * 2
     assert (alone, shared) == (TORCH_BYTES + 1001 * per_token, TORCH_BYTES + 501 * per_token)
     whole = ["trainer.max_tokens_per_microbatch=1000000", "trainer.ranks=2", "trainer.sequence_parallel=2"]
     rows = 24 * 16 // 2
-    assert trainer_bytes(load_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
+    assert trainer_bytes(float32_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
 
 
 def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, vocab=100)
     one, tensor, data = (
-        trainer_bytes(load_config("calculator", ["trainer.max_tokens_per_microbatch=1000000", *more]), size)
+        trainer_bytes(float32_config("calculator", ["trainer.max_tokens_per_microbatch=1000000", *more]), size)
         for more in (
             [],
             ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"],
@@ -235,7 +235,7 @@ def test_the_chunk_of_logits_is_the_trainers() -> None:
 
 
 def test_the_last_layer_is_gathered_with_its_gradient() -> None:
-    config = load_config("calculator", ["model.dtype=bfloat16"])
+    config = float32_config("calculator", ["model.dtype=bfloat16"])
     without, size = (ModelSize(parameters=1000, kv_per_token=0, head=head) for head in (0, 100))
     assert trainer_bytes(config, size) == trainer_bytes(config, without) + 100 * (2 + 4 + 2 + 4)
     shape = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
@@ -246,7 +246,7 @@ def test_the_last_layer_is_gathered_with_its_gradient() -> None:
 def test_several_ranks_keep_whole_gradients_between_micro_batches() -> None:
     size = ModelSize(parameters=1000, kv_per_token=0)
     one, two, all_at_once = (
-        trainer_bytes(load_config("calculator", [f"trainer.max_tokens_per_microbatch={n}", *more]), size)
+        trainer_bytes(float32_config("calculator", [f"trainer.max_tokens_per_microbatch={n}", *more]), size)
         for n, more in ((200, []), (200, ["trainer.ranks=2"]), (1_000_000, ["trainer.ranks=2"]))
     )
     assert (one, two, all_at_once) == (TORCH_BYTES + 20_000, TORCH_BYTES + 8_000 + 4_000, TORCH_BYTES + 8_000)

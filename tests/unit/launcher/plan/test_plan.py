@@ -3,13 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config, preset_names
+from rl_async.configs.load.loader import preset_names
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, plan
 from rl_async.launcher.plan.ports import PortWish
 from rl_async.launcher.plan.spec import fill
 from rl_async.process.endpoints import Endpoints
 from rl_async.process.private_folder import private_folder
+from tests.support.configs import float32_config
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}
 RUN = Path("runs/x")
@@ -22,13 +23,13 @@ def test_every_preset_has_a_plan_and_it_is_pure(
     name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(name, mode=mode)
+    config = float32_config(name, mode=mode)
     assert plan(config, RUN) == plan(config, RUN)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_process_per_engine_worker_and_rank() -> None:
-    config = load_config("calculator", ["rollout.engines=2", "agent.workers=3", "trainer.ranks=2"])
+    config = float32_config("calculator", ["rollout.engines=2", "agent.workers=3", "trainer.ranks=2"])
     names = [spec.name for spec in plan(config, RUN).processes]
     assert names == [
         "queue", "engine-0", "engine-1", "worker-0", "worker-1", "worker-2", "trainer-0", "trainer-1"
@@ -38,7 +39,7 @@ def test_one_process_per_engine_worker_and_rank() -> None:
 @pytest.mark.parametrize("played", [[], ["agent.gateway={}"]])
 def test_a_replay_starts_nothing_that_samples_or_scores(played: list[str]) -> None:
     reward = "reward={functions: [{name: reward_model}], model: {path: models/judge}}"
-    config = load_config(
+    config = float32_config(
         "calculator", ["rollout.replay=runs/before", "rollout.engines=2", "agent.workers=3", reward, *played]
     )
     planned = plan(config, RUN)
@@ -48,13 +49,13 @@ def test_a_replay_starts_nothing_that_samples_or_scores(played: list[str]) -> No
 
 
 def test_a_replay_needs_devices_for_its_ranks_alone() -> None:
-    config = load_config("calculator", ["rollout.replay=runs/before", "rollout.engines=2"], mode="disaggregated")
+    config = float32_config("calculator", ["rollout.replay=runs/before", "rollout.engines=2"], mode="disaggregated")
     assert assign_devices(config, 4) == Devices(trainers=(0,), unused=1)
 
 
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    config = load_config("calculator", ["launcher.threads=3"])
+    config = float32_config("calculator", ["launcher.threads=3"])
     assert {spec.env["OMP_WAIT_POLICY"] for spec in plan(config, RUN).processes} == {"passive"}
     assert {spec.env["OMP_NUM_THREADS"] for spec in plan(config, RUN).processes} == {"3"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
@@ -62,7 +63,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytes
 
 
 def test_the_command_lines_of_the_roles() -> None:
-    planned = plan(load_config("calculator"), RUN)
+    planned = plan(float32_config("calculator"), RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert commands["queue"] == f"-m rl_async.transfer_queue --run runs/x --address {QUEUE} --relaunched"
     assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
@@ -75,7 +76,7 @@ def test_the_command_lines_of_the_roles() -> None:
 
 @pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
 def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds_a_key(host: str, found: str) -> None:
-    config = load_config("calculator", [f"queue.host={host}"])
+    config = float32_config("calculator", [f"queue.host={host}"])
     planned = plan(config, RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
     assert f"--address tcp://{host}:1001" in commands["queue"]
@@ -85,7 +86,7 @@ def test_a_queue_that_listens_elsewhere_is_found_there_and_no_command_line_holds
 
 
 def test_a_gateway_takes_the_place_of_the_workers() -> None:
-    config = load_config("calculator", ["agent.gateway.port=8123", "agent.workers=3"])
+    config = float32_config("calculator", ["agent.gateway.port=8123", "agent.workers=3"])
     planned, ports = plan(config, RUN), PORTS | {"gateway": 8123}
     (gateway,) = planned.workers
     assert (gateway.name, gateway.role) == ("gateway", "worker")
@@ -97,12 +98,12 @@ def test_a_gateway_takes_the_place_of_the_workers() -> None:
 
 
 def test_who_joins_a_run_is_told_of_its_reward_model() -> None:
-    places = endpoints(load_config("calculator"), RUN, PORTS | {"reward-model": 1005})
+    places = endpoints(float32_config("calculator"), RUN, PORTS | {"reward-model": 1005})
     assert places == Endpoints(queue=QUEUE, reward_model="http://127.0.0.1:1005")
 
 
 def test_trainer_ranks_meet_at_one_port() -> None:
-    trainers = plan(load_config("calculator", ["trainer.ranks=2"]), RUN).trainers
+    trainers = plan(float32_config("calculator", ["trainer.ranks=2"]), RUN).trainers
     environments = [spec.environment(PORTS) for spec in trainers]
     assert [env["RANK"] for env in environments] == ["0", "1"]
     assert {(env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {
@@ -111,7 +112,7 @@ def test_trainer_ranks_meet_at_one_port() -> None:
 
 
 def test_on_several_hosts_the_command_lines_name_the_hosts() -> None:
-    planned = plan(load_config("calculator", [*REWARD_MODEL, "queue.host=10.0.0.1", "queue.shards=1"]), RUN)
+    planned = plan(float32_config("calculator", [*REWARD_MODEL, "queue.host=10.0.0.1", "queue.shards=1"]), RUN)
     ports = PORTS | {"reward-model": 1005, "shard-0": 1006}
     hosts = {"engine-0": "10.0.0.2", "trainer-0": "10.0.0.3", "reward-model": "10.0.0.4", "shard-0": "10.0.0.5"}
     commands = {spec.role: " ".join(spec.command(ports, hosts)) for spec in planned.processes}
@@ -124,10 +125,10 @@ def test_on_several_hosts_the_command_lines_name_the_hosts() -> None:
 
 
 def test_only_a_trainer_that_starts_again_resumes() -> None:
-    planned = plan(load_config("calculator"), RUN)
+    planned = plan(float32_config("calculator"), RUN)
     assert "--resume" not in planned.trainers[0].command(PORTS)
     assert planned.trainers[0].command(PORTS, restarted=True).count("--resume") == 1
-    resumed = plan(load_config("calculator"), RUN, resume=True).trainers[0]
+    resumed = plan(float32_config("calculator"), RUN, resume=True).trainers[0]
     assert resumed.command(PORTS).count("--resume") == resumed.command(PORTS, restarted=True).count("--resume") == 1
 
 
@@ -135,7 +136,7 @@ def test_only_a_trainer_that_starts_again_resumes() -> None:
 def test_processes_are_restarted_as_often_as_configured_and_a_queue_that_forgets_never(
     journal: str, restarts: int
 ) -> None:
-    planned = plan(load_config("calculator", ["launcher.max_restarts=7", f"queue.journal={journal}"]), RUN)
+    planned = plan(float32_config("calculator", ["launcher.max_restarts=7", f"queue.journal={journal}"]), RUN)
     assert {spec.role: spec.max_restarts for spec in planned.processes} == {
         "queue": restarts,
         "engine": 7,
@@ -145,8 +146,8 @@ def test_processes_are_restarted_as_often_as_configured_and_a_queue_that_forgets
 
 
 def test_the_mode_decides_the_transport() -> None:
-    assert plan(load_config("calculator", mode="colocated"), RUN).transport == "ipc"
-    assert plan(load_config("calculator", mode="disaggregated"), RUN).transport == "nearest"
+    assert plan(float32_config("calculator", mode="colocated"), RUN).transport == "ipc"
+    assert plan(float32_config("calculator", mode="disaggregated"), RUN).transport == "nearest"
 
 
 @pytest.mark.parametrize(
@@ -159,12 +160,12 @@ def test_the_mode_decides_the_transport() -> None:
     ],
 )
 def test_devices(mode: str, gpus: int, expected: Devices) -> None:
-    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"], mode=mode)
+    config = float32_config("calculator", ["rollout.engines=2", "trainer.ranks=2"], mode=mode)
     assert assign_devices(config, gpus) == expected
 
 
 def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None:
-    config = load_config("calculator", ["rollout.engines=2", "trainer.ranks=2"])
+    config = float32_config("calculator", ["rollout.engines=2", "trainer.ranks=2"])
     planned = plan(config, RUN, gpus=4)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines] == ["2", "3"]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.trainers] == ["0,1", "0,1"]
@@ -173,7 +174,7 @@ def test_an_engine_sees_only_its_own_gpu_and_a_rank_those_of_all_ranks() -> None
 
 def test_engines_see_the_gpus_whose_memory_they_take_weights_from_behind_their_own() -> None:
     def visible(*overrides: str) -> list[str]:
-        config = load_config("calculator", ["trainer.ranks=2", "rollout.engines=2", *overrides], mode="colocated")
+        config = float32_config("calculator", ["trainer.ranks=2", "rollout.engines=2", *overrides], mode="colocated")
         planned = plan(config, RUN, gpus=2)
         assert [spec.gpus for spec in planned.engines] == [(0,), (1,)]
         return [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned.engines]
@@ -196,7 +197,7 @@ SEVERAL = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.pipeline
 def test_every_rank_of_an_engine_has_a_gpu_of_its_own(
     mode: str, gpus: int, engines: tuple[tuple[int, ...], ...]
 ) -> None:
-    config = load_config("calculator", [*SEVERAL, "rollout.engines=2", "trainer.ranks=2"], mode=mode)
+    config = float32_config("calculator", [*SEVERAL, "rollout.engines=2", "trainer.ranks=2"], mode=mode)
     planned = plan(config, RUN, gpus=gpus)
     assert tuple(spec.gpus for spec in planned.engines) == engines
     first = planned.engines[0]
@@ -209,17 +210,17 @@ def test_every_rank_of_an_engine_has_a_gpu_of_its_own(
 def test_experts_are_dealt_to_ranks_by_each_kinds_own_flag() -> None:
     experts = ["rollout.tensor_parallel=2", "rollout.expert_parallel=2"]
     vllm, sglang = (
-        plan(load_config("calculator", [f"rollout.engine={kind}", *experts]), RUN).engines[0].argv
+        plan(float32_config("calculator", [f"rollout.engine={kind}", *experts]), RUN).engines[0].argv
         for kind in ("vllm", "sglang")
     )
     assert "--enable-expert-parallel" in vllm and sglang[sglang.index("--ep-size") + 1] == "2"
-    assert "--enable-expert-parallel" not in plan(load_config("calculator", SEVERAL), RUN).engines[0].argv
+    assert "--enable-expert-parallel" not in plan(float32_config("calculator", SEVERAL), RUN).engines[0].argv
 
 
 def test_vllm_is_told_to_quantise_by_a_flag() -> None:
     def argv(*more: str) -> tuple[str, ...]:
         wanted = ["rollout.engine=vllm", "model.dtype=bfloat16", *more]
-        return plan(load_config("calculator", wanted), RUN).engines[0].argv
+        return plan(float32_config("calculator", wanted), RUN).engines[0].argv
 
     fp8, int8 = argv("rollout.quantization=fp8"), argv("rollout.quantization=int8")
     assert fp8[fp8.index("--quantization") + 1] == "fp8_per_channel" and "--quantization-config" not in fp8
@@ -228,13 +229,15 @@ def test_vllm_is_told_to_quantise_by_a_flag() -> None:
 
 
 def test_a_config_for_the_cpu_uses_no_gpu() -> None:
-    planned = plan(load_config("calculator", ["model.device=cpu"]), RUN, gpus=4)
+    planned = plan(float32_config("calculator", ["model.device=cpu"]), RUN, gpus=4)
     assert {spec.device for spec in planned.processes} == {"cpu"}
 
 
 def test_engines_take_configured_ports_in_turn() -> None:
     planned = plan(
-        load_config("calculator", ["rollout.engines=2", "rollout.port=4000", "queue.curve=always", "queue.port=5000"]),
+        float32_config(
+            "calculator", ["rollout.engines=2", "rollout.port=4000", "queue.curve=always", "queue.port=5000"]
+        ),
         RUN,
     )
     assert {wish.name: wish.port for wish in planned.ports} == {
@@ -247,15 +250,15 @@ def test_engines_take_configured_ports_in_turn() -> None:
 
 def test_a_shard_of_the_trainer_is_smaller() -> None:
     size = ModelSize(parameters=1_000_000_000, kv_per_token=1000)
-    one = plan(load_config("calculator"), RUN, size=size).trainers[0].memory_bytes
-    two = plan(load_config("calculator", ["trainer.ranks=2"]), RUN, size=size).trainers[0].memory_bytes
+    one = plan(float32_config("calculator"), RUN, size=size).trainers[0].memory_bytes
+    two = plan(float32_config("calculator", ["trainer.ranks=2"]), RUN, size=size).trainers[0].memory_bytes
     assert one is not None and two is not None
     assert one - two == 8_000_000_000 + 4_000_000_000  # what one rank keeps of its layers' gradients
 
 
 def test_nothing_to_make_means_no_preparation(tmp_path: Path) -> None:
-    assert plan(load_config("calculator"), RUN).prepare is not None
-    assert plan(load_config("calculator", ["warm_start=null", "data.make=null"]), RUN).prepare is None
+    assert plan(float32_config("calculator"), RUN).prepare is not None
+    assert plan(float32_config("calculator", ["warm_start=null", "data.make=null"]), RUN).prepare is None
 
 
 def test_only_known_names_in_braces_are_ports() -> None:
@@ -266,7 +269,7 @@ REWARD_MODEL = ["reward.functions=[{name: reward_model}]", "reward.model.path=rm
 
 
 def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> None:
-    planned = plan(load_config("calculator", [*REWARD_MODEL, "reward.model.batch_size=8"]), RUN)
+    planned = plan(float32_config("calculator", [*REWARD_MODEL, "reward.model.batch_size=8"]), RUN)
     ports = PORTS | {"reward-model": 1005}
     assert planned.reward_model is not None and planned.reward_model in planned.processes
     assert " ".join(planned.reward_model.command(ports)[1:]) == (
@@ -282,7 +285,7 @@ def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> N
     "overrides", [["reward.model.path=rm"], [*REWARD_MODEL, "reward.model.url=http://elsewhere:8000"]]
 )
 def test_a_reward_model_that_nobody_asks_or_that_runs_elsewhere_is_no_process(overrides: list[str]) -> None:
-    planned = plan(load_config("calculator", overrides), RUN)
+    planned = plan(float32_config("calculator", overrides), RUN)
     assert planned.reward_model is None
     assert "reward-model" not in {wish.name for wish in planned.ports}
     assert "--reward-model" not in planned.workers[0].argv
@@ -299,16 +302,16 @@ def test_a_reward_model_that_nobody_asks_or_that_runs_elsewhere_is_no_process(ov
 )
 def test_a_reward_model_takes_the_gpu_behind_the_others(mode: str, gpus: int, device: str) -> None:
     overrides = [*REWARD_MODEL, "rollout.engines=2", "trainer.ranks=2"]
-    spec = plan(load_config("calculator", overrides, mode=mode), RUN, gpus=gpus).reward_model
+    spec = plan(float32_config("calculator", overrides, mode=mode), RUN, gpus=gpus).reward_model
     assert spec is not None and spec.device == device
-    on_cpu = plan(load_config("calculator", [*overrides, "reward.model.device=cpu"], mode=mode), RUN, gpus=gpus)
+    on_cpu = plan(float32_config("calculator", [*overrides, "reward.model.device=cpu"], mode=mode), RUN, gpus=gpus)
     assert on_cpu.reward_model is not None and on_cpu.reward_model.device == "cpu"
 
 
 def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     overrides = ["rollout.engine=[embedded, vllm]", "rollout.engines=2", "rollout.python=/venv/bin/python"]
     embedded, vllm = plan(
-        load_config("calculator", [*overrides, "rollout.engine_args=[--block-size, '32']"]), RUN
+        float32_config("calculator", [*overrides, "rollout.engine_args=[--block-size, '32']"]), RUN
     ).engines
     assert (embedded.engine_kind, vllm.engine_kind) == ("embedded", "vllm")
     assert vllm.command(PORTS) == [
@@ -322,7 +325,7 @@ def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
 
 
 def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
-    config = load_config("calculator", ["rollout.engine=vllm"], mode="colocated")
+    config = float32_config("calculator", ["rollout.engine=vllm"], mode="colocated")
     assert "--enable-sleep-mode" in plan(config, RUN, gpus=1).engines[0].argv
     assert "--enable-sleep-mode" not in plan(config, RUN).engines[0].argv
 
@@ -330,7 +333,7 @@ def test_vllm_on_a_gpu_that_the_trainer_uses_too_can_sleep() -> None:
 def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     overrides = ["rollout.engine=sglang", "rollout.python=/venv/bin/python"]
     [engine] = plan(
-        load_config("calculator", [*overrides, "rollout.engine_args=[--page-size, '16']"]), RUN, gpus=2
+        float32_config("calculator", [*overrides, "rollout.engine_args=[--page-size, '16']"]), RUN, gpus=2
     ).engines
     assert (engine.engine_kind, engine.device) == ("sglang", "gpu:1")
     assert engine.command(PORTS) == [
@@ -353,7 +356,7 @@ def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
 )
 def test_lent_engines_are_on_the_trainers_devices(ranks: int, parallel: int, gpus: int, devices: list[str]) -> None:
     overrides = ["trainer.lend_devices=true", "rollout.engine=vllm", f"rollout.tensor_parallel={parallel}"]
-    found = plan(load_config("calculator", [*overrides, f"trainer.ranks={ranks}"]), RUN, gpus=gpus)
+    found = plan(float32_config("calculator", [*overrides, f"trainer.ranks={ranks}"]), RUN, gpus=gpus)
     own, *lent = found.engines
     assert own.name == "engine-0" and [spec.name for spec in lent] == [f"lent-{i}" for i in range(len(devices))]
     assert [spec.device for spec in lent] == devices

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.plan.planning import Plan, plan
 from rl_async.launcher.ray.placement import NodeGroup, check_sharing, folders_of, groups, interface_of
 from rl_async.launcher.runs import launch
+from tests.support.configs import float32_config
 
 RUN = Path("runs/x")
 TWO = ["rollout.engines=2", "trainer.ranks=2", "agent.workers=2"]
 
 
 def planned(*overrides: str, mode: str = "disaggregated", gpus: int = 0) -> Plan:
-    return plan(load_config("calculator", overrides, mode=mode), RUN, gpus=gpus)
+    return plan(float32_config("calculator", overrides, mode=mode), RUN, gpus=gpus)
 
 
 def names(found: tuple[NodeGroup, ...]) -> dict[str, list[list[str]]]:
@@ -95,18 +95,18 @@ def test_engines_that_take_weights_from_shared_memory_are_with_their_trainer() -
 
 
 def test_weights_through_files_need_a_folder_that_all_see() -> None:
-    config = load_config("calculator", ["weight_sync.transport=disk"])
+    config = float32_config("calculator", ["weight_sync.transport=disk"])
     with pytest.raises(UserError, match=r"weight_sync.transport=disk: 10.0.0.2"):
         check_sharing(config, plan(config, RUN), ["10.0.0.2"])
     check_sharing(config, plan(config, RUN), [])
-    shared = load_config("calculator", ["weight_sync.transport=disk", "weight_sync.folder=/mnt/w"])
+    shared = float32_config("calculator", ["weight_sync.transport=disk", "weight_sync.folder=/mnt/w"])
     check_sharing(shared, plan(shared, RUN), ["10.0.0.2"])
     needed = plan(shared, RUN)
     assert ("weight_sync.folder", "/mnt/w") in folders_of(shared, needed, needed.engines[0])
 
 
 def test_who_loads_the_model_needs_its_folder() -> None:
-    config = load_config("calculator")
+    config = float32_config("calculator")
     needed = plan(config, RUN)
     model = ("model.path", "artifacts/calculator/model")
     assert folders_of(config, needed, needed.engines[0]) == folders_of(config, needed, needed.workers[0]) == [model]
@@ -129,7 +129,7 @@ def test_the_interface_of_an_address(address: str, found: str) -> None:
 def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rl-async\[ray\]'"):
-        launch.launch_on_ray(load_config("calculator"), tmp_path / "runs" / "x", "")
+        launch.launch_on_ray(float32_config("calculator"), tmp_path / "runs" / "x", "")
     assert "rl_async.launcher.ray.executor" not in sys.modules and list(tmp_path.iterdir()) == []
 
 
@@ -138,5 +138,5 @@ def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(UserError, match=f"--address {address}: "):
-        launch.launch_on_ray(load_config("calculator"), tmp_path / "runs" / "x", address)
+        launch.launch_on_ray(float32_config("calculator"), tmp_path / "runs" / "x", address)
     assert "rl_async.launcher.ray.executor" not in sys.modules and list(tmp_path.iterdir()) == []

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.memory import engine_bytes, model_size
 from rl_async.launcher.sources.gguf import SOURCE_FILE
 from rl_async.launcher.sources.importing import import_model
 from rl_async.launcher.sources.info import describe
+from tests.support.configs import float32_config
 
 
 def facts(folder: Path, *overrides: str) -> dict[str, str]:
-    config = load_config(None, [f"model.path={folder}", "data.path=none", *overrides])
+    config = float32_config(None, [f"model.path={folder}", "data.path=none", *overrides])
     lines = describe(folder, config)
     width = max(len(line.split("  ")[0]) for line in lines)
     return {line[:width].strip(): line[width:].strip() for line in lines}
@@ -35,7 +35,7 @@ def test_parameters_are_counted_and_backends_named(model_folder: Path) -> None:
 
 
 def test_memory_is_the_dry_runs_estimate(model_folder: Path) -> None:
-    config = load_config(None, [f"model.path={model_folder}", "data.path=none", "rollout.max_batch_size=512"])
+    config = float32_config(None, [f"model.path={model_folder}", "data.path=none", "rollout.max_batch_size=512"])
     expected = engine_bytes(config, model_size(config))
     assert expected is not None
     found = facts(model_folder, "rollout.max_batch_size=512")

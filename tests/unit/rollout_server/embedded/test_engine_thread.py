@@ -189,10 +189,12 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
         raise OSError("no such model\nIf this is a private repository, ...")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    missing = RunConfig(model=ModelConfig(path=str(tmp_path / "nothing")), data=DataConfig(path="none"))
+    missing = RunConfig(
+        model=ModelConfig(path=str(tmp_path / "nothing"), dtype="float32"), data=DataConfig(path="none")
+    )
     with pytest.raises(UserError, match=r"model\.path.*nothing"):
         load_model(missing)
-    config = RunConfig(model=ModelConfig(path=str(tmp_path)), data=DataConfig(path="none"))
+    config = RunConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"), data=DataConfig(path="none"))
     with pytest.raises(UserError, match=r"model\.path") as caught:
         load_model(config)
     assert str(caught.value).endswith("no such model")
@@ -202,7 +204,9 @@ def test_a_missing_or_broken_model_is_one_line(tmp_path: Path, monkeypatch: pyte
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path, model_folder: Path) -> None:
     path = pickled(model_folder, tmp_path / "model")
     with pytest.raises(UserError, match=r"model\.path"):
-        load_model(RunConfig(model=ModelConfig(path=str(path), device="cpu"), data=DataConfig(path="none")))
+        load_model(
+            RunConfig(model=ModelConfig(path=str(path), dtype="float32", device="cpu"), data=DataConfig(path="none"))
+        )
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def made_first(checkpoint: Path, models: Models) -> None:
 @pytest.mark.parametrize("kind", CRITICS)
 def test_it_is_gone_on_from_and_exported(model_folder: Path, tmp_path: Path, kind: str) -> None:
     config = RunConfig(
-        model=ModelConfig(path=str(model_folder)),
+        model=ModelConfig(path=str(model_folder), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(advantage="gae", correction="bypass_ppo_clip"),
         critic=CRITICS[kind],

@@ -24,7 +24,7 @@ def test_rows_share_nothing_where_whole_distributions_are_kept_of_each(
     model_folder: Path, estimator: str, shares: bool
 ) -> None:
     config = RunConfig(
-        model=ModelConfig(path=str(model_folder)),
+        model=ModelConfig(path=str(model_folder), dtype="float32"),
         data=DataConfig(path="none"),
         algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1, estimator=estimator)),
     )

@@ -219,7 +219,8 @@ def test_long_prompts_are_named(tmp_path: Path) -> None:
     train_tokenizer([conversation], 200).save_pretrained(tmp_path / "model")
     path = jsonl(tmp_path / "long.jsonl", [row("1" * 600), row("1" * 700)])
     config = RunConfig(
-        model=ModelConfig(path=str(tmp_path / "model")), data=DataConfig(path=path, max_prompt_tokens=650)
+        model=ModelConfig(path=str(tmp_path / "model"), dtype="float32"),
+        data=DataConfig(path=path, max_prompt_tokens=650),
     )
     with pytest.raises(DataError, match=r"long\.jsonl, row 1, column prompt: 7\d\d tokens"):
         make_sources(config)
