@@ -1,4 +1,7 @@
-"""A tiny model folder and recorded batches for trainer tests."""
+"""A tiny model folder and recorded batches for trainer tests.
+
+Torch and Transformers are imported where a model is made: most tests need neither, and each takes seconds.
+"""
 
 import os
 from pathlib import Path
@@ -6,9 +9,6 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 
@@ -30,6 +30,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_model(folder: Path) -> Path:
     """Write the model of ``model_folder``."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -47,6 +50,9 @@ def make_model(folder: Path) -> Path:
 
 def save_tokenizer(folder: Path) -> Path:
     """Write a word-level tokenizer of VOCAB words into a model's folder."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0").save_pretrained(folder)
     return folder

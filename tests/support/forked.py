@@ -27,8 +27,8 @@ from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = [
-    *("transformers.models.qwen3.modeling_qwen3", "aiohttp.web", "tests.conftest"),
-    *("rl_async.trainer.step.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
+    *("transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "aiohttp.web"),
+    *("tests.conftest", "rl_async.trainer.step.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
     *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client.async_client"),
     *("rl_async.launcher.runs.launch", "rl_async.launcher.runs.finetune"),
 ]

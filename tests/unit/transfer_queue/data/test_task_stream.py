@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
@@ -215,6 +214,8 @@ def test_of_each_file_the_first_rows_are_those_of_the_whole(tmp_path: Path) -> N
 
 
 def test_long_prompts_are_named(tmp_path: Path) -> None:
+    from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+
     conversation = [{"role": "user", "content": "add 1"}, {"role": "assistant", "content": "2"}]
     train_tokenizer([conversation], 200).save_pretrained(tmp_path / "model")
     path = jsonl(tmp_path / "long.jsonl", [row("1" * 600), row("1" * 700)])
