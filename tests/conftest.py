@@ -18,6 +18,10 @@ VOCAB = 64
 VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 
 
+# torch's TCPStore looks up the name of each peer's address before it connects. One lost answer of a resolver would cost
+# a test the default of 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine fails no test
 hypothesis.settings.load_profile("no deadline")
 

@@ -58,7 +58,9 @@ def listening_store(host: str, port: int, timeout_s: float, members: int | None 
 def joined_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:
     """Connect to the store at this address. Raises RuntimeError if it does not answer in time.
 
-    The constructor waits for ever for a peer that takes the connection and is silent, so a thread calls it.
+    The constructor looks up the name of the address before it connects, and nothing turns that off: where a resolver
+    does not answer, each group forms that much later, by default 5 s for one lost packet. It also waits for ever for a
+    peer that takes the connection and is silent, so a thread calls it.
     """
 
     def join() -> dist.TCPStore:
