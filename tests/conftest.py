@@ -12,7 +12,7 @@ import pytest
 
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 
-pytest_plugins = ["tests.support.outcomes"]
+pytest_plugins = ["tests.support.outcomes", "tests.support.simulated_time"]
 
 VOCAB = 64
 VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"

@@ -56,6 +56,7 @@ async def test_a_second_end_is_not_accepted_and_a_repeated_one_gets_its_answer(r
     assert len(queue.rows) == 1 and queue.failures == []
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_a_reward_after_the_deadline_is_not_accepted(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased()])
     async with gateway(queue, renderer, ScriptedEngine(renderer, ["4"]), episode_timeout_s=0.05) as episodes:
@@ -179,6 +180,7 @@ async def test_a_program_may_give_up(renderer: ChatRenderer) -> None:
     assert queue.failures == [(7, 0, "the agent program: sandbox")] and queue.rows == []
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_an_end_that_comes_while_the_episode_is_given_up_is_refused(renderer: ChatRenderer) -> None:
     failing, failed = asyncio.Event(), asyncio.Event()
 

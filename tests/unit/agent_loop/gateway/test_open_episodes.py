@@ -55,6 +55,7 @@ async def test_renewals_list_open_episodes_and_samples_that_no_program_has(
         assert queue.renewed[0] == [(7, 1, 1)]
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_episodes_without_an_end_and_samples_without_a_program_are_given_up(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased(samples=3)])
     async with gateway(queue, renderer, Gone(), episode_timeout_s=0.05) as episodes:
@@ -73,6 +74,7 @@ async def test_episodes_without_an_end_and_samples_without_a_program_are_given_u
     }
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_an_episode_whose_program_is_silent_is_given_up_and_one_with_heartbeats_is_not(
     renderer: ChatRenderer,
 ) -> None:
@@ -82,7 +84,7 @@ async def test_an_episode_whose_program_is_silent_is_given_up_and_one_with_heart
         async with asyncio.timeout(30):
             while not queue.failures:
                 living.heard()
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(1.0)
         assert episodes.get(living.id) is living
         with pytest.raises(RequestRefused):
             episodes.get(silent.id)
@@ -94,6 +96,7 @@ async def test_an_episode_whose_program_is_silent_is_given_up_and_one_with_heart
     assert "agent.gateway.idle_timeout_s" in queue.failures[0][2]
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_waiting_for_an_answer_is_no_silence(renderer: ChatRenderer) -> None:
     asked, answering = asyncio.Event(), asyncio.Event()
     scripted = ScriptedEngine(renderer, ["4"])
