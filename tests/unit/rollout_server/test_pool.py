@@ -12,6 +12,8 @@ from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
 from rl_async.rollout_server.pool import EnginePool
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
+
 Behaviour = Callable[[GenerateRequest], GenerateResult | Iterator[GenerateResult]]
 
 
@@ -292,10 +294,7 @@ async def test_each_part_extends_the_deadline() -> None:
     assert len((await pool.generate(request(), session="s")).token_ids) == 8
 
 
-async def test_requests_move_away_from_an_engine_that_left_or_misses_probes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
+async def test_requests_move_away_from_an_engine_that_left_or_misses_probes() -> None:
     for leave in ("registry", "silence"):
         pool, engines = make_pool(a=lambda r: result(3, V1), b=lambda r: result(4, V1))
         pool.update(registry(a=V1))
@@ -312,15 +311,14 @@ async def test_requests_move_away_from_an_engine_that_left_or_misses_probes(
         probing.cancel()
 
 
-async def test_an_engine_that_answers_probes_again_gets_requests_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
-    pool, engines = make_pool(timeout_s=5, a=lambda r: result(3, V1))
+async def test_an_engine_that_answers_probes_again_gets_requests_again() -> None:
+    pool, engines = make_pool(timeout_s=60, a=lambda r: result(3, V1))
     pool.update(registry(a=V1))
     engines["a"].silent = True
     probing = asyncio.create_task(pool._probe_all())
     await pool._members["a"].gone.wait()
     asking = asyncio.create_task(pool.generate(request(), session="s"))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(2 * pool_module.PROBE_EVERY_S)
     assert not engines["a"].seen
     engines["a"].silent = False
     assert len((await asyncio.wait_for(asking, 30)).token_ids) == 3
@@ -349,34 +347,22 @@ async def test_a_removed_engine_is_closed() -> None:
 
 
 async def test_of_many_engines_a_bounded_number_is_probed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.01)
     monkeypatch.setattr(pool_module, "PROBES_AT_ONCE", 3)
     names = [f"e{n}" for n in range(9)]
     pool, engines = make_pool(**dict.fromkeys(names, lambda r: result(1, V1)))
     pool.update(registry(**dict.fromkeys(names, V1)))
     engines["e8"].silent = True
-    rounds: list[list[str]] = []
+    by_round: dict[float, list[str]] = {}
 
     async def probe(member) -> None:
-        rounds[-1].append(member.engine_id)
+        by_round.setdefault(asyncio.get_running_loop().time(), []).append(member.engine_id)
         await type(pool)._probe(pool, member)
 
-    gather = asyncio.gather
-
-    def gathered(*probes):
-        return gather(*probes)
-
     monkeypatch.setattr(pool, "_probe", probe)
-
-    async def sleep(seconds: float, real=asyncio.sleep) -> None:
-        rounds.append([])
-        await real(seconds)
-
-    monkeypatch.setattr(pool_module.asyncio, "sleep", sleep)
     probing = asyncio.create_task(pool._probe_all())
-    while len(rounds) < 6:
-        await gathered(asyncio.to_thread(lambda: None))
+    await asyncio.sleep(5.5 * pool_module.PROBE_EVERY_S)
     probing.cancel()
+    rounds = list(by_round.values())
     assert max(map(len, rounds)) == 3
     assert {name for names in rounds[:3] for name in names} == set(names), "each in its turn"
     assert "e8" in rounds[3], "one that failed is probed again at once"
