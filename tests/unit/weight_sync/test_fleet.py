@@ -134,6 +134,7 @@ async def test_an_engine_that_serves_another_version_is_cut_off() -> None:
     assert why.startswith("b ") and "verify" in why and "0.7" in why
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline() -> None:
     class Silent(Engine):
         async def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
@@ -145,6 +146,7 @@ async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline() -> None:
     assert why.startswith("b ") and "pause" in why and "0.1 s" in why
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_publication_waits_for_a_first_engine() -> None:
     directory, engine = Directory(a=Engine({"version": EngineLost("gone")})), Engine()
     publication = asyncio.create_task(make_fleet(directory, engine_wait_s=5).publish(V0, buckets()))
@@ -156,6 +158,7 @@ async def test_publication_waits_for_a_first_engine() -> None:
     assert 0.05 <= report.waiting_seconds <= report.seconds
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_without_any_engine_the_publication_fails_at_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match=r"0\.0 .*0\.1 s"):
         await make_fleet(Directory(), engine_wait_s=0.1).publish(V0, buckets())

@@ -145,6 +145,7 @@ async def test_waves_leave_some_engines_decoding_and_publish_at_the_end() -> Non
     assert [engine.calls.count("init") for engine in engines.values()] == [1, 1, 1], "groups are kept"
 
 
+@pytest.mark.usefixtures("simulated_time")
 async def test_the_deadline_of_the_whole_update_names_engine_phase_and_bucket() -> None:
     class Slow(Engine):
         async def update(self, info: UpdateInfo) -> None:

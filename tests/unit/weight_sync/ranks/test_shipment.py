@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -109,15 +110,22 @@ async def test_no_engine_is_blamed_for_a_rank_that_is_lost(tmp_path: Path) -> No
         await fleet.close()
 
 
-async def test_a_group_that_opens_when_its_update_is_over_is_closed(tmp_path: Path) -> None:
+async def test_a_group_that_opens_when_its_update_is_over_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder of a group of engines exists as long as the group is open."""
-    sync = sync_of("disk", tmp_path, sync_timeout_s=0.3)
+    sync = sync_of("disk", tmp_path, sync_timeout_s=60)
     fleet = make_fleet(directory := Directory(a=Engine()), "disk", sync=sync)
+    loop = asyncio.get_running_loop()
     may_open, has_opened = threading.Event(), threading.Event()
     with TrainerRanks(named(0), 2, sync) as trainer:
         at_once = trainer.outlets[1].open
 
         def late(key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
+            # The clock passes the update's deadline only now that the group is being opened.
+            now = time.monotonic()
+            monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+            loop.call_soon_threadsafe(lambda: None)
             may_open.wait(30)
             joins = at_once(key, members, needs)
             has_opened.set()
@@ -126,6 +134,7 @@ async def test_a_group_that_opens_when_its_update_is_over_is_closed(tmp_path: Pa
         trainer.outlets[1].open = late  # type: ignore[method-assign]
         with pytest.raises(WeightSyncError):
             await fleet.publish(Version(0, 1), trainer.weights(named(1)))
+        monkeypatch.undo()
         assert list(directory.removed) == ["a"] and any((tmp_path / "weights").iterdir())
         may_open.set()
         await eventually(lambda: has_opened.is_set() and not any((tmp_path / "weights").iterdir()))
