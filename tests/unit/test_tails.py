@@ -73,6 +73,7 @@ def test_a_simulated_run_keeps_its_bound_and_is_no_faster_than_the_ideal_one(pol
     arm = Arm(max_staleness=1, on_straggler=policy)
     outcome, ideal_s = simulate(arm, steps=4, train=1.0)
     assert outcome.oldest <= 1
-    assert outcome.seconds_per_step >= ideal_s * 0.999 or policy != "wait"
+    if policy == "wait":
+        assert outcome.seconds_per_step >= ideal_s * 0.999
     assert (outcome.masked > 0) == (policy == "mask")
     assert (outcome.wasted > 0.02) == (policy == "drop")

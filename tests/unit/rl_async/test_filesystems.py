@@ -45,6 +45,7 @@ def test_the_innermost_mount_decides(mounts: Path, path: str, kind: str) -> None
 
 
 def test_a_machine_without_the_table_refuses_nothing(tmp_path: Path) -> None:
+    assert file_system(tmp_path, tmp_path / "missing") == ""
     require_local(tmp_path, "", tmp_path / "missing")
 
 
