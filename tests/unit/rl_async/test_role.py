@@ -28,8 +28,18 @@ def test_a_mistake_of_the_user_is_told_as_one(error: Exception, code: int, capsy
     assert ("error: a key\n" in capsys.readouterr().err) is (code == EXIT_USER)
 
 
-@pytest.mark.parametrize("asked", ["", "active"])
-@pytest.mark.parametrize("role", [["rollout_server", "--port", "0"], ["trainer", "--queue", "ipc:///nowhere"]])
+ENGINE, TRAINER = ["rollout_server", "--port", "0"], ["trainer", "--queue", "ipc:///nowhere"]
+
+
+@pytest.mark.parametrize(
+    ("role", "asked"),
+    [
+        (ENGINE, ""),
+        (TRAINER, "active"),
+        pytest.param(ENGINE, "active", marks=pytest.mark.slow),
+        pytest.param(TRAINER, "", marks=pytest.mark.slow),
+    ],
+)
 def test_threads_of_a_role_started_by_hand_sleep_at_barriers(role: list[str], asked: str, tmp_path: Path) -> None:
     """As OpenMP itself tells, once torch has loaded it; the roles then end for want of a config."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

@@ -1,6 +1,7 @@
 """Weights in 8 bits: their rounding, the products with them, and that an update ends in the bits of a fresh load."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -131,9 +132,25 @@ def test_every_family_computes_with_the_rounded_weights(kind: str, more: dict[st
     assert (logits(plain) - logits(model)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("quantization", DTYPES)
-@pytest.mark.parametrize("make", [lambda: peaked("qwen3", {"head_dim": 16}), sparse_model], ids=["dense", "experts"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def dense_model() -> nn.Module:
+    return peaked("qwen3", {"head_dim": 16})
+
+
+@pytest.mark.parametrize(
+    ("make", "quantization", "dtype"),
+    [
+        (dense_model, "int8", torch.float32),
+        (sparse_model, "fp8", torch.bfloat16),
+        *(
+            pytest.param(make, quantization, dtype, marks=pytest.mark.slow)
+            for make, quantization, dtype in itertools.product(
+                (dense_model, sparse_model), DTYPES, (torch.float32, torch.bfloat16)
+            )
+            if (make, quantization, dtype)
+            not in ((dense_model, "int8", torch.float32), (sparse_model, "fp8", torch.bfloat16))
+        ),
+    ],
+)
 def test_an_update_ends_in_the_bits_of_a_fresh_load(
     make: Callable[[], nn.Module], quantization: str, dtype: torch.dtype
 ) -> None:

@@ -83,11 +83,12 @@ def test_a_seed_reproduces_whatever_shares_the_batch() -> None:
 
 
 def test_a_large_vocabulary_is_sampled_as_its_probabilities_say_across_blocks() -> None:
-    vocab, rows = 1000, 200_000
+    vocab, rows = 1000, 40_000
     p = torch.zeros(vocab, dtype=torch.float64)
     p[[3, 255, 256, 511, 999]] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
     torch.manual_seed(0)
     tokens, _ = Sampler([Sampling()] * rows, [None] * rows, CPU).sample(p.log().float().expand(rows, -1))
     seen = torch.bincount(tokens, minlength=vocab).double() / rows
     assert not seen[p == 0].any()
-    assert (seen - p).abs().max() < 0.01  # nine standard deviations
+    deviation = (p * (1 - p) / rows).sqrt()
+    assert ((seen - p).abs() <= 5 * deviation).all()
