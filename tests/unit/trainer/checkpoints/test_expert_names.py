@@ -1,11 +1,9 @@
 """Exports of models with experts have the names of published files, so that others can load them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,15 +16,9 @@ from rl_async.trainer.model.heads import MODEL_FOLDER, build_headed
 from rl_async.weight_sync.experts import PUBLISHED
 from tests.unit.trainer.model.test_families import COMMON, SPECIAL
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 SPARSE = sorted(PUBLISHED)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def checkpoint(kind: str, folder: Path) -> Path:

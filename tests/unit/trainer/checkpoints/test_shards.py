@@ -1,15 +1,15 @@
 """Parts of tensors on disk: any box of one can be read, from however many parts of however many ranks."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.trainer.checkpoints.shards import MOMENT, Part, StoredShards, write_shards
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 WHOLE = torch.arange(28.0).reshape(7, 4)
 BOXES = [
@@ -19,14 +19,6 @@ BOXES = [
     (slice(5, 7), slice(0, 2)),
     (slice(5, 7), slice(2, 4)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def stored(parts: list[Part], folder: Path) -> StoredShards:

@@ -1,13 +1,11 @@
 """Every kind of model that claims packing, on a tiny random one: packed rows equal rows alone."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +15,8 @@ from rl_async.trainer.batches.tensors import Tensors, empty_tensors
 from rl_async.trainer.model.families import FAMILIES, why_padded
 from rl_async.weight_sync.experts import single
 from tests.support.whole_weights import whole_weights
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 VOCAB = 96
 COMMON: dict[str, Any] = {
@@ -77,14 +77,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
 }
 LENGTHS = [23, 2, 9, 9, 14, 23, 5, 1]
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def saved(kind: str, folder: Path, **options: Any) -> Any:

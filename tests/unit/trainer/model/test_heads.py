@@ -1,11 +1,9 @@
 """Heads on a real, tiny model: what each gives, what the engines get, what a saved critic starts from."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,15 +18,9 @@ from tests.conftest import make_rows
 from tests.support.pickled import pickled
 from tests.support.whole_weights import whole_weights
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def batch() -> Tensors:

@@ -1,11 +1,9 @@
 """Adapters on a real, tiny model: what trains, what engines get, what is on disk, and whom it belongs to."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,10 +16,13 @@ from tests.contracts.backends.models import loss_of, make_model, micro_batches, 
 from tests.support.whole_weights import whole_weights
 
 peft = pytest.importorskip("peft", reason="install it with pip install 'rl-async[lora]'")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler.step",  # after a resume
-    "ignore:`is_gradient_checkpointing`:FutureWarning",  # of PEFT's own use of Transformers
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings(
+        "ignore:Detected call of `lr_scheduler.step",  # after a resume
+        "ignore:`is_gradient_checkpointing`:FutureWarning",  # of PEFT's own use of Transformers
+    ),
+]
 CONFIG = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"))
 TRAINING = TrainerConfig(learning_rate=1e-2, minibatches=1, lora=CONFIG)
 
@@ -31,14 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model("qwen3", folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(folder: Path, config: TrainerConfig = TRAINING, dtype: str = "float32") -> Fsdp2Backend:

@@ -1,13 +1,11 @@
 """Rows that share prefixes: every kind of model computes them as rows of their own, forward and backward."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -21,6 +19,8 @@ from rl_async.trainer.model.kernels import why_prefixes_apart
 from tests.support.prefixes import loss_of, shared_rows
 from tests.unit.trainer.model.test_families import COMMON, VOCAB, saved
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EVERYTHING: frozenset[OutputName] = frozenset({"entropy", "sum_squares", "distribution"})
 HEADS: dict[Head, frozenset[OutputName]] = {
     "policy": EVERYTHING,
@@ -32,14 +32,6 @@ CASES: list[tuple[str, Head, bool]] = [
     ("qwen3", "value", False),
     ("llama", "both", True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor]:

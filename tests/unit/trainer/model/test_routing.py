@@ -1,6 +1,5 @@
 """Router replay: tokens go through the recorded experts, weights and gradients are the trainer's own."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.router_replay import distance, perturbed, sampled
@@ -31,15 +29,9 @@ from tests.support.prefixes import loss_of, shared_rows
 from tests.support.sparse import sparse_model
 from tests.unit.trainer.model.test_families import SPECIAL, VOCAB, saved
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Collectives among this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def recorded(batch: Tensors) -> Tensors:

@@ -1,13 +1,11 @@
 """What a rank measures of its memory, and says when it is more than planned."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl_async.errors import OutOfMemory
 from rl_async.process.memory_budget import DeviceBudget, Holder, Stage
@@ -22,13 +20,6 @@ def budget(**limits: int) -> tuple[DeviceBudget, Holder]:
     }
     holder = Holder("trainer-0", "trainer", stages)  # type: ignore[arg-type]
     return DeviceBudget("cpu", None, None, (holder,)), holder
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def fill(mib: int) -> None:

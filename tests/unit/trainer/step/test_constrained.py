@@ -5,13 +5,12 @@ restricted to those and renormalised, and all rows that mu can sample are there,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
@@ -30,6 +29,8 @@ from rl_async.trainer.batches.data_parallel import pure_data_parallel
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.step.models import Models
 from rl_async.trainer.step.update import Updated, update
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 VOCAB = 4
 RATE = 1.0
@@ -67,13 +68,6 @@ class Markov:
         with torch.no_grad():
             self.table -= RATE * gradient
         return loss.item(), gradient.norm().item()
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def masked(policy: Tensor, state: int) -> Tensor:

@@ -3,13 +3,12 @@
 The policy has one parameter per token of the batch, its log-probability, so a step shows the gradient of each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions
@@ -28,6 +27,8 @@ from rl_async.trainer.batches.data_parallel import pure_data_parallel
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.step.models import Models
 from rl_async.trainer.step.update import Updated, update
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEP = 2  # all rows are this stale
 RATE = 0.01
@@ -86,13 +87,6 @@ class Table:
     def by_token(self, before: Tensor) -> Tensor:
         """What each token of ROWS has moved by, [rows, WIDTH]."""
         return (self.table.detach() - before).reshape(len(ROWS), WIDTH + 1)[:, 1:]
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def row(number: int, policy: Tensor, *, alone: bool) -> Trajectory:

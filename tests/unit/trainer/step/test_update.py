@@ -1,6 +1,6 @@
 """How a step is put together: who is asked what and when, and which rows teach how much."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, ShapingConfig
@@ -31,6 +30,8 @@ from rl_async.trainer.step.objective import Precomputed
 from rl_async.trainer.step.update import Updated, advantage_inputs, penalised, update
 from tests.conftest import VOCAB, make_rows
 from tests.support.batches import whole_batch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 RATE = 0.5
 
@@ -64,13 +65,6 @@ class Table:
         with torch.no_grad():
             self.table -= RATE * gradient
         return loss.item(), gradient.norm().item()
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(
