@@ -26,6 +26,7 @@ from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry,
 from tests.support.queue_clients import make_run_keys, sync_client
 
 LEASE_S = 1.0
+DEAD_S = 2.0  # for the answer of a shard that may be dead
 
 
 def settings(replicas: int) -> QueueSettings:
@@ -49,8 +50,8 @@ def sharded(make_address):
     return start
 
 
-def reader(queue: RunningQueue) -> SyncQueueClient:
-    return SyncQueueClient(queue.address, role="trainer", name="t", timeout_s=WAIT_S)
+def reader(queue: RunningQueue, shard_s: float = WAIT_S) -> SyncQueueClient:
+    return SyncQueueClient(queue.address, role="trainer", name="t", timeout_s=WAIT_S, shard_s=shard_s)
 
 
 async def generate(queue: RunningQueue, groups: int, tokens: int = 5, shard_s: float = WAIT_S) -> None:
@@ -119,7 +120,7 @@ def test_groups_are_spread_and_a_group_stays_together(sharded):
 
 
 def test_with_two_replicas_a_lost_shard_costs_nothing(sharded):
-    with sharded(2, replicas=2) as (queue, shards), reader(queue) as client:
+    with sharded(2, replicas=2) as (queue, shards), reader(queue, shard_s=DEAD_S) as client:
         wait_for_shards(client, 2)
         client.publish(m.Version(0, 0), [])
         asyncio.run(generate(queue, 4))
@@ -135,7 +136,7 @@ def test_with_two_replicas_a_lost_shard_costs_nothing(sharded):
 
 
 def test_without_replicas_what_was_lost_is_generated_again_for_the_same_batch(sharded, make_address):
-    with sharded(1) as (queue, shards), reader(queue) as client:
+    with sharded(1) as (queue, shards), reader(queue, shard_s=DEAD_S) as client:
         wait_for_shards(client, 1)
         client.publish(m.Version(0, 0), [])
         asyncio.run(generate(queue, 4))
