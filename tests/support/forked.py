@@ -40,6 +40,7 @@ class Forked:
     """``python -m module arguments`` in ``cwd``, with the part of ``subprocess.Popen`` that tests use.
 
     ``parent``: it may fork processes itself; whoever starts it must see that it ends, or the tests never do.
+    ``log``: the file of its output and errors together. ``session``: it leads a session, and so a group, of its own.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Forked:
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         parent: bool = False,
+        log: Path | None = None,
+        session: bool = False,
     ) -> None:
-        log = _folder() / str(next(NUMBERS))
-        self._files = log.with_suffix(".out"), log.with_suffix(".err")
-        arguments_of_target = (module, arguments, dict(environment or {}), cwd, self._files)
+        own = _folder() / str(next(NUMBERS))
+        self._files = (log, log) if log else (own.with_suffix(".out"), own.with_suffix(".err"))
+        arguments_of_target = (module, arguments, dict(environment or {}), cwd, self._files, session)
         self._process = fork(become, *arguments_of_target, daemon=not parent)
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -68,6 +71,9 @@ class Forked:
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -152,9 +158,16 @@ def fork(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> F
 
 
 def become(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, output: tuple[Path, Path]
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    output: tuple[Path, Path],
+    session: bool = False,
 ) -> None:
     """Run ``module`` in this process, with standard output and error appended to the files ``output``."""
+    if session:
+        os.setsid()
     for number, file in enumerate(output, start=1):
         with file.open("a") as opened:
             os.dup2(opened.fileno(), number)

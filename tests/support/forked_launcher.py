@@ -44,9 +44,8 @@ class ForkedRole:
 def _become_role(
     module: str, arguments: Sequence[str], env: dict[str, str], cwd: Path, log: Path, lifeline: Connection
 ) -> None:
-    os.setsid()
     env[LIFELINE_FD] = str(lifeline.fileno())
-    become(module, arguments, env, cwd, (log, log))
+    become(module, arguments, env, cwd, (log, log), session=True)
 
 
 async def start(*argv: str, stdout: Any, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:

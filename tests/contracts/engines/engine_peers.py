@@ -27,6 +27,7 @@ from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
+from tests.support.forked import Forked
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -66,10 +67,12 @@ def running(
     ranks: Mapping[str, int] = ONE_RANK,
     quantization: Quantization = "none",
     dtype: Dtype = "float32",
+    forked: bool = True,
 ) -> Iterator[Peer]:
     """An engine of this kind, started as the launcher does; with ``eager`` vLLM compiles nothing, and starts sooner.
 
-    ``ranks`` are keys of ``rollout``, such as tensor_parallel.
+    ``ranks`` are keys of ``rollout``, such as tensor_parallel. An embedded engine is ``forked``, which saves the import
+    of torch, but has the command line and the environment of the process that it was forked from.
     """
     rollout = RolloutConfig(
         engine=kind,
@@ -87,14 +90,19 @@ def running(
     (held,) = hold_ports(HOST, (PortWish(spec.name),))  # until the engine's end: vLLM listens minutes after it began
     ports = {spec.name: held.getsockname()[1]}
     log = folder / f"{kind}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            spec.command(ports),
-            env=os.environ | spec.environment(ports),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    process: subprocess.Popen[bytes] | Forked
+    if kind == "embedded" and forked:
+        _, _, module, *arguments = spec.command(ports)
+        process = Forked(module, *arguments, environment=spec.environment(ports), log=log, session=True)
+    else:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                spec.command(ports),
+                env=os.environ | spec.environment(ports),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
     try:
         url = f"http://127.0.0.1:{ports[spec.name]}"
         if not asyncio.run(_healthy(url, process, START_S[kind])):
@@ -107,11 +115,11 @@ def running(
             process.wait(10)
         with suppress(ProcessLookupError):  # what the engine started
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(10)
         held.close()
 
 
-async def _healthy(url: str, process: "subprocess.Popen[bytes]", start_s: float) -> bool:
+async def _healthy(url: str, process: "subprocess.Popen[bytes] | Forked", start_s: float) -> bool:
     """Return whether the engine answered its health probe in time."""
     client, deadline = VllmEngine(url), time.monotonic() + start_s
     try:

@@ -1,7 +1,7 @@
 """Who may use an engine's routes: those who have the run's token, no web page, and no trainer that was replaced."""
 
-import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -39,7 +39,8 @@ def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
     """A running engine of each kind."""
-    with running(request.param, model_folder, tmp_path_factory.mktemp("run"), eager=True) as started:
+    # Not forked: a test looks at its command line and its environment.
+    with running(request.param, model_folder, tmp_path_factory.mktemp("run"), eager=True, forked=False) as started:
         yield started
 
 
@@ -84,10 +85,12 @@ async def test_the_token_opens_routes_and_stays_secret(peer: Peer, connect: Conn
     client = connect()
     await client.pause("keep")
     await client.resume()
-    processes = [p for p in psutil.process_iter() if os.getpgid(p.pid) == peer.group]
-    assert processes
-    for process in processes:
-        assert peer.token not in " ".join([*process.cmdline(), *process.environ().values()])
+    leader = psutil.Process(peer.group)
+    for process in (leader, *leader.children(recursive=True)):
+        # A child may end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            assert peer.token not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert leader.is_running()
     assert peer.token not in peer.log.read_text()
 
 
