@@ -1,7 +1,6 @@
 """Data and a model that was hardly trained, made once for all tests of whole runs; working directories with them, and
 short runs there."""
 
-import fcntl
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,9 +10,13 @@ from typing import Any
 import pytest
 
 from tests.e2e import command as command_line
+from tests.e2e.artifacts import make
 from tests.e2e.browser import CHROMIUM
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
+from tests.e2e.command import RL_ASYNC
 from tests.e2e.small_runs import SMALL, Run
+from tests.support.forked import Forked
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +32,40 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="session")
-def artifacts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """What ``rl-async sft --config calculator`` leaves; processes of pytest-xdist share it."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the modules that need the artifacts behind those that do not, which run while the artifacts are made."""
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    needing = {items[place].path for place in places if needs_artifacts(items[place])}
+    ordered = sorted((items[place] for place in places), key=lambda item: item.path in needing)
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+def needs_artifacts(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "artifacts" in item.fixturenames
+
+
+@pytest.fixture(scope="session", autouse=True)
+def artifacts_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The folder of the artifacts, which are made in the background from the first test of whole runs on.
+
+    Processes of pytest-xdist share them.
+    """
     root = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
         root = root.parent
-    made = root / "calculator" / "artifacts"
-    with (root / "calculator.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process has ended
-        if not made.is_dir():
-            home = root / "calculator.unfinished"
-            shutil.rmtree(home, ignore_errors=True)
-            home.mkdir()
-            succeed(home, "sft", "--config", "calculator", *HARDLY_WARM)
-            home.rename(made.parent)
-    return made
+    if not any(map(needs_artifacts, request.session.items)):
+        yield root
+        return
+    making = Forked("tests.e2e.artifacts", str(root), parent=True)
+    yield root
+    making.wait(280)
+
+
+@pytest.fixture(scope="session")
+def artifacts(artifacts_folder: Path) -> Path:
+    """What ``rl-async sft --config calculator`` leaves."""
+    return make(artifacts_folder)
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""Make the data and the model that tests of whole runs share: ``python -m tests.e2e.artifacts FOLDER``."""
+
+import fcntl
+import shutil
+import sys
+from pathlib import Path
+
+from tests.e2e.command import HARDLY_WARM, succeed
+
+
+def make(root: Path) -> Path:
+    """Return the folder that ``rl-async sft --config calculator`` makes.
+
+    The first process to ask for it under ``root`` makes it, and the others wait.
+    """
+    made = root / "calculator" / "artifacts"
+    # The lock is held until the file is closed, or this process has ended.
+    with (root / "calculator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_dir():
+            home = root / "calculator.unfinished"
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir()
+            succeed(home, "sft", "--config", "calculator", *HARDLY_WARM)
+            home.rename(made.parent)
+    return made
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
