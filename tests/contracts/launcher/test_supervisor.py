@@ -21,6 +21,7 @@ from rl_async.launcher.supervise.roster import read_roster
 from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
+LATE_S = 4.0  # within which a fake engine starts, and after which a silent one counts as lost
 
 
 async def supervise(
@@ -98,7 +99,7 @@ async def test_an_engine_that_is_lost_between_its_first_answers_is_replaced(rig:
         await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
         rig.go()
 
-    await supervise(rig, replace(make_plan(rig.folder), start_timeout_s=10.0), meddle)
+    await supervise(rig, replace(make_plan(rig.folder), start_timeout_s=LATE_S), meddle)
     assert len(rig.pids("engine")) == 2
 
 
@@ -276,9 +277,9 @@ async def test_an_engine_that_is_late_is_looked_at_before_it_is_killed(rig: Any,
         await eventually(lambda: state(supervisor, "engine-0") == ("running", 1))
         rig.go()
 
-    plan = replace(make_plan(rig.folder), start_timeout_s=10.0)
+    plan = replace(make_plan(rig.folder), start_timeout_s=LATE_S)
     await supervise(rig, plan, meddle, trouble.sees_folder)
-    assert trouble.said == ["engine-0 did not answer within 10 s"]
+    assert trouble.said == [f"engine-0 did not answer within {LATE_S:g} s"]
     late = rig.pids("engine")[0]
     assert late in trouble.alive[0] and late in trouble.listed[0]
 

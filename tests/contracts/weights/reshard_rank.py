@@ -198,7 +198,7 @@ def main(mode: str) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         try:
-            run(scenario, wires[kind == "shared"], meshes, timeout_s=8)
+            run(scenario, wires[kind == "shared"], meshes, timeout_s=4)
         except WeightSyncError as error:
             print(error, flush=True)
     finally:
