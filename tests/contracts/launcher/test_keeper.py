@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rl_async.errors import ConfigError, UserError
@@ -18,20 +17,22 @@ from rl_async.launcher.ray import keeper as keepers
 from rl_async.launcher.ray import remote_child as remote
 from rl_async.launcher.ray.keeper import AllocationRequest, Keeper
 from rl_async.launcher.ray.remote_child import KeeperGone, KeeperSilent, RemoteChild
+from rl_async.process.kernel import ENDED, state_of
 
 HOST = "127.0.0.1"
 TALK = "import sys, time; print('one', flush=True); print('two', file=sys.stderr, flush=True); time.sleep({})"
 
 
 class DirectClient:
-    """Calls the keeper, unless ``cut`` says what happens instead."""
+    """Calls the keeper, unless ``cut`` says what happens instead; counts the calls."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self._keeper, self.cut = keeper, None
+        self._keeper, self.cut, self.asked = keeper, None, 0
 
     cut: Exception | None
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = 10.0) -> Any:
+        self.asked += 1
         if self.cut is not None:
             raise self.cut
         return await getattr(self._keeper, method)(*arguments)
@@ -108,8 +109,8 @@ async def test_short_silence_is_forgiven_and_long_silence_is_not(
     monkeypatch.setattr(remote, "RETRY_S", 0.01)
     child, line = await begin(keeper, tmp_path, TALK.format(600))
     await until(lambda: child.output() == "one\ntwo\n")
-    line.cut = KeeperSilent("no answer")
-    await asyncio.sleep(0.1)
+    before, line.cut = line.asked, KeeperSilent("no answer")
+    await until(lambda: line.asked >= before + 3)
     line.cut = None
     assert await child.stop(10.0) == -signal.SIGTERM and not child.lost
     monkeypatch.setattr(remote, "LOST_S", 0.1)
@@ -126,7 +127,7 @@ async def test_a_process_that_nobody_asks_for_is_ended_by_its_keeper(
     await keeper.allocate(request(tmp_path))
     monkeypatch.setattr(keepers, "ORPHANED_S", 0.2)
     started = await keeper.start(["", "-c", TALK.format(600)], {})
-    await until(lambda: not psutil.pid_exists(started.pid))
+    await until(lambda: state_of(started.pid) in ENDED)
 
 
 async def test_a_node_without_the_run_folder_is_lent_its_files(keeper: Keeper, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import numpy as np
@@ -34,6 +34,13 @@ from rl_async.transfer_queue.state.tasks import Counted, numbered
 from rl_async.transfer_queue.state.transitions import Feed
 
 FREE_PORT = "tcp://127.0.0.1:*"
+PATIENCE_MS = 60_000
+ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 
 
@@ -108,6 +115,18 @@ async def put_all(client: QueueClient, groups: list[LeasedGroup], tokens: int = 
 def ask(raw: zmq.Socket, *parts: bytes) -> wire.ReplyMessage:
     raw.send_multipart(parts)
     return wire.decode_reply(raw.recv_multipart())
+
+
+@contextmanager
+def disconnected(socket: zmq.Socket) -> Iterator[None]:
+    """Wait at the end of the block until a connection of the socket has ended, or was refused."""
+    monitor = socket.get_monitor_socket(ENDS)
+    try:
+        yield
+        assert monitor.poll(PATIENCE_MS), "the connection goes on"
+    finally:
+        socket.disable_monitor()
+        monitor.close(0)
 
 
 ID = b"12345678"

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -14,15 +15,26 @@ from rl_async.messages import Done, Media, Refused, Reserved, Status, StatusRepo
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
-from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, ask, put_all, trajectory, worker
+from tests.contracts.queue.peers import (
+    HELLO,
+    ID,
+    SETTINGS,
+    RunningQueue,
+    ask,
+    disconnected,
+    put_all,
+    trajectory,
+    worker,
+)
 
+RATE = 10.0
 STATUS = msgspec.msgpack.encode(Status())
 
 
 @pytest.fixture
 def strict(address: str) -> Iterator[RunningQueue]:
-    """Three clients, ten requests a second each."""
-    limits = QueueLimits(frame_bytes=50_000, message_bytes=80_000, frames=8, clients=3, requests_per_s=10.0)
+    """Three clients, RATE requests a second each."""
+    limits = QueueLimits(frame_bytes=50_000, message_bytes=80_000, frames=8, clients=3, requests_per_s=RATE)
     queue = RunningQueue(address, SETTINGS, limits=limits)
     yield queue
     queue.stop()
@@ -46,8 +58,9 @@ def wild(strict: RunningQueue) -> Iterator[zmq.Socket]:
 
 def test_a_frame_that_is_too_large_ends_the_connection_and_no_other(healthy, wild):
     ask(wild, ID, HELLO)
-    wild.send_multipart([ID, STATUS, b"x" * 50_001])
-    assert wild.poll(500) == 0
+    with disconnected(wild):
+        wild.send_multipart([ID, STATUS, b"x" * 50_001])
+    assert wild.poll(0) == 0
     assert isinstance(healthy.status(), StatusReport)
     # libzmq connects again, as a client whom the queue does not know
     reply = ask(wild, ID, STATUS).reply
@@ -101,13 +114,16 @@ def test_one_client_too_many_waits_and_says_why_and_the_others_go_on(strict, hea
 
 
 def test_a_flood_of_requests_is_refused_and_the_neighbour_is_served(strict, healthy, wild):
+    begun = time.monotonic()
     ask(wild, ID, HELLO)
-    for _ in range(100):
+    for _ in range(1000):
         wild.send_multipart([ID, STATUS])
     assert isinstance(healthy.status(), StatusReport)
-    replies = [wire.decode_reply(wild.recv_multipart()).reply for _ in range(100)]
+    replies = [wire.decode_reply(wild.recv_multipart()).reply for _ in range(1000)]
+    seconds = time.monotonic() - begun
     busy = [reply for reply in replies if isinstance(reply, Refused)]
-    assert {reply.code for reply in busy} == {"busy"} and len(busy) >= 50
+    assert {reply.code for reply in busy} == {"busy"}
+    assert 1 <= len(replies) - len(busy) <= RATE + RATE * seconds, "a second's worth, and those of the time that passed"
     assert isinstance(replies[0], StatusReport)
     assert healthy.status().counters["too_many_requests"] == len(busy)
 
@@ -116,7 +132,7 @@ async def test_a_client_that_asks_too_often_waits_and_gets_all_its_answers(stric
     async with worker(strict, timeout_s=30) as agent:
         reports = await asyncio.gather(*(agent.status() for _ in range(25)))
     assert len(reports) == 25
-    assert healthy.status().counters["too_many_requests"] >= 5
+    assert healthy.status().counters["too_many_requests"] >= 1
 
 
 def test_a_client_that_reads_no_answers_keeps_nobody_waiting(queue, trainer, raw):
@@ -125,6 +141,8 @@ def test_a_client_that_reads_no_answers_keeps_nobody_waiting(queue, trainer, raw
         raw.send_multipart([ID, STATUS])
     for _ in range(20):
         assert isinstance(trainer.status(), StatusReport)
+    for _ in range(1000):
+        assert isinstance(wire.decode_reply(raw.recv_multipart()).reply, StatusReport), "they were answered meanwhile"
 
 
 async def test_every_hungry_worker_gets_groups_though_there_are_few(queue, trainer):

@@ -90,7 +90,7 @@ def test_training_goes_on_while_it_is_written_and_the_next_one_waits(tmp_path: P
     save(saver, 1, Half(lambda: assert_(go_on.wait(WAIT_S))))
     assert saver.durable() is None and newest_whole(tmp_path) is None, "save returned before anything was there"
     threading.Timer(0.2, go_on.set).start()
-    save(saver, 2, Half())
+    save(saver, 2, Half(lambda: assert_(newest_whole(tmp_path) == tmp_path / "step-000001")))
     assert newest_whole(tmp_path) is not None, "the first was there before the second was begun"
     saver.wait()
     assert saver.durable() == 2 and saver.durable() is None, "said once"
