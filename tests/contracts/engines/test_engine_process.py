@@ -15,9 +15,9 @@ from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
-from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from tests.support.forked import Forked
+from tests.support.ports import free_port
 
 START_S = 60.0
 
@@ -69,10 +69,20 @@ async def until_healthy(url: str, process: Forked) -> None:
                 await asyncio.sleep(0.05)
 
 
+async def until_load(session: ClientSession, requests: int) -> None:
+    """Wait until the engine has so many requests."""
+    async with asyncio.timeout(START_S):
+        while True:
+            async with session.get("/load") as response:
+                if (await response.json())["server_load"] == requests:
+                    return
+            await asyncio.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Where an engine runs, and its run folder."""
-    port = assign_ports((PortWish("engine"),))["engine"]
+    port = free_port()
     run = run_folder(tmp_path_factory.mktemp("run"), model_folder)
     process = start(run, port)
     try:
@@ -94,7 +104,7 @@ def test_a_taken_port_is_one_line(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: Path) -> None:
-    port = assign_ports((PortWish("engine"),))["engine"]
+    port = free_port()
     run = run_folder(tmp_path / "run", model_folder)
     process = start(run, port)
     url = f"http://127.0.0.1:{port}"
@@ -104,7 +114,7 @@ def test_sigterm_ends_it_with_requests_in_flight(model_folder: Path, tmp_path: P
         async with session_of(url, run) as session:
             body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4000}}
             running = asyncio.create_task(session.post("/inference/v1/generate", json=body))
-            await asyncio.sleep(0.1)
+            await until_load(session, 1)
             process.send_signal(signal.SIGTERM)
             await asyncio.wait([running], timeout=10)
             if running.done() and running.exception() is None:
@@ -158,9 +168,4 @@ async def test_a_stream_ends_when_its_client_disconnects(engine: tuple[str, Path
         async with session.post("/inference/v1/generate", json=body) as response:
             assert (await response.content.readline()).startswith(b"data: ")
             response.close()
-        async with asyncio.timeout(10):
-            while True:
-                async with session.get("/load") as response:
-                    if (await response.json())["server_load"] == 0:
-                        return
-                await asyncio.sleep(0.02)
+        await until_load(session, 0)
