@@ -61,10 +61,16 @@ Connect = Callable[[McpServer], Connection]
 
 
 class McpSessions:
-    """One session at a time. A call that loses it gets an error as its result; the next call begins another session."""
+    """One session at a time. A call that loses it gets an error as its result; the next call begins another session.
 
-    def __init__(self, server: McpServer, connect: Connect, turns: asyncio.Semaphore) -> None:
+    Between openings that fail it pauses, first for ``first_pause_s`` and then twice as long each time.
+    """
+
+    def __init__(
+        self, server: McpServer, connect: Connect, turns: asyncio.Semaphore, first_pause_s: float = FIRST_PAUSE_S
+    ) -> None:
         self._server, self._connect, self._turns = server, connect, turns
+        self._first_pause_s = first_pause_s
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
         self._lost = self._timeouts = 0
@@ -115,7 +121,7 @@ class McpSessions:
                 except McpServerLost:
                     if not left:
                         raise
-            await asyncio.sleep(FIRST_PAUSE_S * 2 ** (OPENINGS - 1 - left))
+            await asyncio.sleep(self._first_pause_s * 2 ** (OPENINGS - 1 - left))
         raise AssertionError("unreachable")
 
     def _opened(self, task: "asyncio.Task[Connection]") -> None:

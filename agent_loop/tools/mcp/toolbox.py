@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rl_async.agent_loop.tools.mcp.descriptions import Listed, Offer, chosen, offers
 from rl_async.agent_loop.tools.mcp.servers import McpServer
-from rl_async.agent_loop.tools.mcp.sessions import OPENINGS, Connect, Connection, McpSessions
+from rl_async.agent_loop.tools.mcp.sessions import FIRST_PAUSE_S, OPENINGS, Connect, Connection, McpSessions
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.errors import McpServerLost
 
@@ -29,17 +29,23 @@ class McpTool:
 
 
 class McpToolbox:
-    """The tools of all servers. ``taken``: names of other tools.
+    """The tools of all servers. ``taken``: names of other tools. For ``first_pause_s`` see ``McpSessions``.
 
     Entering raises McpServerLost for a server that cannot be started or asked, and ConfigError, naming the key, for
     tools that cannot be used.
     """
 
-    def __init__(self, servers: Sequence[McpServer], connect: Connect, taken: Sequence[str] = ()) -> None:
-        self._connect_to, self._taken = connect, taken
+    def __init__(
+        self,
+        servers: Sequence[McpServer],
+        connect: Connect,
+        taken: Sequence[str] = (),
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self._connect_to, self._taken, self._first_pause_s = connect, taken, first_pause_s
         self._connections = list[Connection]()
         self._servers = [(server, asyncio.Semaphore(STARTS_AT_ONCE)) for server in servers]
-        self._shared = [McpSessions(server, self._connect, turns) for server, turns in self._servers]
+        self._shared = [self._sessions(server, turns) for server, turns in self._servers]
         self._offers: list[Offer] = []
 
     async def __aenter__(self) -> Self:
@@ -72,7 +78,7 @@ class McpToolbox:
         They begin with the first call and end, soon, with the block.
         """
         sessions = [
-            McpSessions(server, self._connect, turns) if server.config.scope == "episode" else shared
+            self._sessions(server, turns) if server.config.scope == "episode" else shared
             for (server, turns), shared in zip(self._servers, self._shared, strict=True)
         ]
         try:
@@ -99,6 +105,9 @@ class McpToolbox:
                 raise McpServerLost(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
         assert lost is not None  # OPENINGS are more than none
         raise lost
+
+    def _sessions(self, server: McpServer, turns: asyncio.Semaphore) -> McpSessions:
+        return McpSessions(server, self._connect, turns, self._first_pause_s)
 
     def _connect(self, server: McpServer) -> Connection:
         self._connections = [connection for connection in self._connections if not connection.ended]

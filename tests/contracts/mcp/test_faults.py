@@ -41,7 +41,7 @@ def connect(tmp_path: Path) -> Connect:
     @asynccontextmanager
     async def connect(**config: Any) -> AsyncIterator[McpToolbox]:
         servers = (McpServerConfig(**({"command": FAULTY} | config)),)
-        async with connect_servers(AgentConfig(mcp=servers), tmp_path, "test") as toolbox:
+        async with connect_servers(AgentConfig(mcp=servers), tmp_path, "test", first_pause_s=0.0) as toolbox:
             assert toolbox is not None
             yield toolbox
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp import sessions
 from rl_async.agent_loop.tools.mcp.descriptions import Listed
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import MOST_LOST, MOST_TIMEOUTS, OPENINGS, McpSessions, ToolFailed
@@ -70,17 +69,12 @@ class Connections:
         return self.made[-1]
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "FIRST_PAUSE_S", 0.0)
-
-
 def a_server(**config: Any) -> McpServer:
     return McpServer(McpServerConfig(url="http://127.0.0.1:1/mcp", **config), 0, Path("none.log"))
 
 
 def make(connect: Connections) -> McpSessions:
-    return McpSessions(a_server(), connect, asyncio.Semaphore(2))
+    return McpSessions(a_server(), connect, asyncio.Semaphore(2), first_pause_s=0.0)
 
 
 async def call(made: McpSessions, name: str = "who", timeout_s: float = 30.0) -> ToolResult:
