@@ -3,10 +3,12 @@
 import json
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from rl_async.process.kernel import ENDED, read_stat
 from tests.e2e.command import HARDLY_WARM, succeed
 from tests.support.forked import Forked
 
@@ -43,6 +45,23 @@ def pids(home: Path, name: str) -> dict[str, int]:
     return {process["name"]: process["pid"] for process in listed}
 
 
+def roles_left(home: Path, name: str) -> list[str]:
+    """The roles whose processes have not ended; a pid with another start time is another process."""
+    listed = json.loads((home / "runs" / name / "processes.json").read_text())
+    stats = {process["name"]: (read_stat(process["pid"]), process["started"]) for process in listed}
+    return [role for role, (stat, started) in stats.items() if stat.state not in ENDED and stat.started == started]
+
+
+def processes_in(home: Path, argument: str) -> list[int]:
+    """Processes with this argument that work in ``home``, which no other test does."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if argument in process.cmdline() and Path(process.cwd()) == home:
+                found.append(process.pid)
+    return found
+
+
 def kill(home: Path, name: str, role: str) -> None:
     psutil.Process(pids(home, name)[role]).kill()
 
@@ -65,7 +84,6 @@ def assert_complete(home: Path, name: str, bound: int) -> list[dict[str, float]]
     assert sorted({m["step"] for m in rows}) == list(range(STEPS))
     assert max(m["staleness/max"] for m in rows) <= bound
     assert "ok: every admitted group" in succeed(home, "audit", f"runs/{name}")  # "ok so far" exits with 0 as well
-    commands = (p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"]))
-    assert not any(f"runs/{name}" in command for command in commands), "processes outlived the run"
-    assert not any(psutil.pid_exists(pid) for pid in pids(home, name).values()), "roles outlived the run"
+    assert processes_in(home, f"runs/{name}") == [], "processes outlived the run"
+    assert roles_left(home, name) == [], "roles outlived the run"
     return rows

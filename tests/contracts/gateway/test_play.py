@@ -21,6 +21,7 @@ from rl_async.launcher.play import keeper
 from rl_async.launcher.play.program import CannotStart, StopPipe, started
 from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import make_tokens
+from rl_async.process.kernel import ENDED, state_of
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
@@ -100,7 +101,7 @@ class Playing:
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return state_of(pid) not in ENDED
 
 
 @pytest.fixture

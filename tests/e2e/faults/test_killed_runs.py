@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rl_async.launcher.plan.artifacts import checkpoints
 from tests.e2e.command import succeed
-from tests.e2e.small_runs import STEPS, Run, assert_complete, finish, kill, log_of, pids, wait_for_steps
+from tests.e2e.small_runs import STEPS, Run, assert_complete, finish, kill, log_of, pids, roles_left, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -43,7 +42,7 @@ def test_a_killed_colocated_trainer_wakes_the_engines_it_left_asleep(home: Path,
 
 
 def test_interrupt_and_resume_everything(home: Path, start: Callable[..., Run]) -> None:
-    run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40", installed=True)
+    run = start("resumed", "debug.min_train_s=0.3", "launcher.stop_timeout_s=40")
     wait_for_steps(home, "resumed", 5, run)
     run.send_signal(signal.SIGINT)
     finish(run, code=130)
@@ -62,7 +61,7 @@ def kill_launcher(home: Path, name: str, run: Run) -> None:
     run.kill()
     run.wait(timeout=30)
     deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids(home, name).values()):
+    while roles_left(home, name):
         assert time.monotonic() < deadline, "roles outlived the launcher"
         time.sleep(0.1)
 
