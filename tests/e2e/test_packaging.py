@@ -87,6 +87,7 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
     assert "rl_async/py.typed" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", "megatron", "ray"])
 def test_every_module_imports_from_the_wheel(site: Path, tmp_path: Path, extra: str) -> None:
     """Modules that need no extra, and those that need this one; vLLM is installed in an environment of its own."""

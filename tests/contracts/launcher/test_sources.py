@@ -58,7 +58,9 @@ def test_a_split_is_fetched_once_and_then_read_offline(tmp_path: Path, split: di
     assert not list(tmp_path.rglob("loader.py"))
 
 
-@pytest.mark.parametrize(("source", "named"), [("org/tsks", "org/tsks"), ("org/tasks:test", "test")])
+@pytest.mark.parametrize(
+    ("source", "named"), [("org/tsks", "org/tsks"), pytest.param("org/tasks:test", "test", marks=pytest.mark.slow)]
+)
 def test_what_the_hub_has_not_is_one_line(tmp_path: Path, split: dict[str, bytes], source: str, named: str) -> None:
     with fake_hub({DATA: split}) as endpoint:
         done = rl_async(tmp_path, endpoint, "data", "inspect", source)
@@ -112,7 +114,10 @@ def test_without_a_network_modelscopes_cache_is_taken(tmp_path: Path, split: dic
 
 
 @needs_modelscope
-@pytest.mark.parametrize("path", ["../../../../../../evil-train.jsonl", "{folder}/evil-train.jsonl"])
+@pytest.mark.parametrize(
+    "path",
+    ["../../../../../../evil-train.jsonl", pytest.param("{folder}/evil-train.jsonl", marks=pytest.mark.slow)],
+)
 def test_a_listed_path_that_leaves_the_folder_is_refused(tmp_path: Path, split: dict[str, bytes], path: str) -> None:
     path = path.format(folder=tmp_path / "elsewhere")
     with fake_modelscope({DATA: split | {path: b"{}"}}) as endpoint:
@@ -145,7 +150,14 @@ def test_a_changed_branch_is_read_without_what_it_was(tmp_path: Path, split: dic
     assert "2 rows, 1 different prompts" in after.stdout
 
 
-@pytest.mark.parametrize("source", ["org/tasks@../..", "org/tasks@/tmp", "modelscope:org/tasks@../.."])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "org/tasks@../..",
+        pytest.param("org/tasks@/tmp", marks=pytest.mark.slow),
+        pytest.param("modelscope:org/tasks@../..", marks=pytest.mark.slow),
+    ],
+)
 def test_a_revision_is_no_path(tmp_path: Path, split: dict[str, bytes], source: str) -> None:
     done = rl_async(tmp_path, "http://127.0.0.1:9", "data", "inspect", source)
     assert done.returncode == 2 and "error: data.path: " in done.stderr
