@@ -1,7 +1,6 @@
 """Schemas that crash grammar libraries, sent to a gateway in a process of its own, whatever the engines are."""
 
 import json
-import multiprocessing
 import urllib.error
 import urllib.request
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from rl_async.configs.engines import ENGINES, EngineKind
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.gateway import Gateway
 from tests.contracts.gateway.peers import RunningGateway
+from tests.support.forked import fork
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
 from tests.unit.rollout_server.test_json_schemas import TOO_LARGE
@@ -65,7 +65,6 @@ def test_schemas_that_are_too_large_are_refused_by_their_place(kind: EngineKind)
     package = ENGINES[kind].json_package
     if package and find_spec(package) is None:
         pytest.skip("no masks of tokens here; install them: pip install 'rl-async[json]'")
-    sending = multiprocessing.get_context("spawn").Process(target=send_all, args=(kind,))
-    sending.start()
+    sending = fork(send_all, kind)
     sending.join(180)
     assert sending.exitcode == 0
