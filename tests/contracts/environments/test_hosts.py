@@ -187,7 +187,7 @@ async def pid_of(environments: Environments) -> int:
 
 
 async def test_the_host_of_a_hanging_step_ends_when_its_other_episodes_have(tmp_path: Path) -> None:
-    async with hosted("Game", tmp_path, environment_timeout_s=8.0) as environments:
+    async with hosted("Game", tmp_path, environment_timeout_s=3.0) as environments:
         old = await pid_of(environments)
         async with environments.open(task()) as other:
             with pytest.raises(EnvironmentFailed, match=r"step\(\).*agent\.environment_timeout_s"):
