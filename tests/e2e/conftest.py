@@ -59,7 +59,10 @@ def artifacts_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.F
         return
     making = Forked("tests.e2e.artifacts", str(root), parent=True)
     yield root
-    making.wait(280)
+    try:
+        making.wait(280)
+    finally:
+        making.kill()
 
 
 @pytest.fixture(scope="session")
