@@ -30,7 +30,7 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import HELLO, ID, PATIENCE_MS, SETTINGS, RunningQueue, disconnected, put_all
 
-STRANGER_S = 0.5  # over TCP a client is not told that it is refused, and waits for its deadline
+STRANGER_S = 1.0  # over TCP a client is not told that it is refused, and waits for its deadline
 OPEN = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
 
 
