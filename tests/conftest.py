@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
+from tests.support.seed import SessionSeed
 
 pytest_plugins = ["tests.support.outcomes", "tests.support.simulated_time"]
 
@@ -22,8 +23,13 @@ VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 # a test the default of 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine fails no test
+# A busy machine fails no test, and where a CI is recognised, examples come from the session's seed all the same.
+hypothesis.settings.register_profile("no deadline", deadline=None, derandomize=False)
 hypothesis.settings.load_profile("no deadline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SessionSeed(config))
 
 
 @pytest.fixture(scope="session")
