@@ -8,9 +8,11 @@ from pathlib import Path
 
 import psutil
 
+from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.process.kernel import ENDED, read_stat
 from tests.e2e.command import HARDLY_WARM, succeed
 from tests.support.forked import Forked
+from tests.support.rounding import pass_rounding
 
 STEPS = 8
 SMALL = [
@@ -24,6 +26,10 @@ SMALL = [
     *HARDLY_WARM,
     "launcher.stop_timeout_s=5",
 ]
+# How far engine and trainer may be apart in a log-probability of the tiny model. A token less likely than exp(-16) is
+# practically never sampled, and the longest sums are over a row or over the MLP, of at most four times the width.
+TINY = WarmStartConfig(demos_path="")
+APART = pass_rounding(16.0, TINY.layers, terms=4 * TINY.hidden_size)
 Run = Forked | subprocess.Popen[str]
 
 

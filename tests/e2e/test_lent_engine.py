@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e import command
 from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.small_runs import APART
 from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,6 +82,6 @@ def test_no_sample_is_lost_with_an_engine_that_dies_while_devices_change_hands(
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert max(row["staleness/max"] for row in rows) <= 1
     assert {row["sync/engines"] for row in rows} <= {1.0, 2.0}
-    assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engines and trainer disagree about the same weights"
+    assert rows[0]["correction/logprob_diff_max"] <= APART, "engines and trainer disagree about the same weights"
     text = b"".join(gzip.decompress(file.read_bytes()) for file in (folder / "trajectories").glob("step-*"))
     assert b'"lent-0"' in text and b'"engine-0"' in text

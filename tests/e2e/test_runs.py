@@ -10,7 +10,7 @@ import pytest
 
 from rl_async.launcher.cli.__main__ import main
 from tests.conftest import vllm_python
-from tests.e2e.small_runs import SMALL, STEPS, Run, assert_complete, finish, metrics
+from tests.e2e.small_runs import APART, SMALL, STEPS, Run, assert_complete, finish, metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 REQUIRED = (
@@ -26,7 +26,7 @@ def assert_compared(rows: list[dict[str, float]]) -> None:
     """Engines were asked for samples after the first and the sixth publication, and agreed with the trainer."""
     compared = {m["step"]: m["mismatch/max"] for m in rows if "mismatch/max" in m}
     assert list(compared) == [0, 5]
-    assert max(compared.values()) < 1e-4
+    assert max(compared.values()) <= APART
 
 
 def test_disaggregated(home: Path, start: Callable[..., Run]) -> None:
@@ -36,14 +36,14 @@ def test_disaggregated(home: Path, start: Callable[..., Run]) -> None:
     for key in REQUIRED:
         assert all(key in m for m in rows), key
     assert max(m["staleness/max"] for m in rows) == 1
-    assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+    assert rows[0]["correction/logprob_diff_max"] <= APART, "engine and trainer disagree about the same weights"
     assert_compared(rows)
 
 
 def test_colocated(home: Path, start: Callable[..., Run]) -> None:
     finish(start("colocated", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "colocated", bound=0)
-    assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+    assert max(m["correction/logprob_diff_max"] for m in rows) <= APART, "on-policy in every step"
     assert_compared(rows)
 
 
@@ -59,7 +59,7 @@ def test_vllm(home: Path, start: Callable[..., Run], mode: str, config: str, bou
     finish(start(f"vllm-{mode}", *overrides, mode=mode, config=config), timeout_s=400)
     rows = assert_complete(home, f"vllm-{mode}", bound)
     on_policy = [m["correction/logprob_diff_max"] for m in rows if m["staleness/max"] == 0]
-    assert on_policy and max(on_policy) < 1e-4, "vLLM and the trainer disagree about the same weights"
+    assert on_policy and max(on_policy) <= APART, "vLLM and the trainer disagree about the same weights"
 
 
 def assert_ranks_share_the_rows(home: Path, name: str, ranks: int) -> None:
@@ -81,7 +81,7 @@ def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Ru
     finish(start("ranks", "trainer.ranks=2", "trainer.checkpoint_every=0", "queue.max_bytes=100000"))
     rows = assert_complete(home, "ranks", bound=1)
     assert len(rows) == STEPS
-    assert rows[0]["correction/logprob_diff_max"] < 1e-4, "engine and trainer disagree about the same weights"
+    assert rows[0]["correction/logprob_diff_max"] <= APART, "engine and trainer disagree about the same weights"
     assert_compared(rows)
     assert_ranks_share_the_rows(home, "ranks", 2)
     evaluations = (home / "runs" / "ranks" / "evaluations.jsonl").read_text().splitlines()
@@ -94,7 +94,7 @@ def test_two_trainer_ranks_share_every_batch(home: Path, start: Callable[..., Ru
 def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callable[..., Run]) -> None:
     finish(start("turns", "trainer.ranks=2", mode="colocated", config="calculator-sync"))
     rows = assert_complete(home, "turns", bound=0)
-    assert max(m["correction/logprob_diff_max"] for m in rows) < 1e-4, "on-policy in every step"
+    assert max(m["correction/logprob_diff_max"] for m in rows) <= APART, "on-policy in every step"
     assert_compared(rows)
     assert_ranks_share_the_rows(home, "turns", 2)
 

@@ -1,6 +1,8 @@
 """Tiny random models of every family, the batches that backends are asked about, and what they must answer."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,13 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.tensors import Tensors, collate
 from tests.conftest import VOCAB, make_rows
+from tests.support.rounding import assert_trained_alike, in_float64, pass_rounding, to_float64
 
-# AdamW divides by the root of the squared gradient, which magnifies the last bits of tiny gradients to a part of the
-# learning rate: at 1e-3 weights of equal gradients are up to 2e-5 apart.
 TRAINING = TrainerConfig(learning_rate=2e-4, minibatches=1, steps=10, weight_decay=0.1, grad_clip=0.5)
 STEPS = 2
 ROWS = 8
+# The longest sums are those of gradients, over all tokens of the batch.
+TERMS = sum(len(row.token_ids) for row in make_rows(0)[:ROWS])
 ENTROPY = 0.05
 LLAMA3 = {
     "rope_type": "llama3",
@@ -42,6 +45,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LAYERS = 6  # of the deepest
+# Of losses and norms, for a magnitude of 1.
+ROUNDED = pass_rounding(1.0, LAYERS, TERMS, backward=True)
+assert_alike = functools.partial(assert_trained_alike, rate=TRAINING.learning_rate, layers=LAYERS, terms=TERMS)
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "vocab_size": VOCAB + 1}),
@@ -117,11 +124,19 @@ class Expected:
     trained: dict[str, Tensor]
 
 
-def expect(folder: Path, out: Path) -> Expected:
-    """Forward, and ``STEPS`` steps on the whole batch."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def expect(folder: Path, out: Path) -> tuple[Expected, Expected]:
+    """Forward, and ``STEPS`` steps on the whole batch, in float32 and in float64."""
+    plain = trained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), folder, out / "plain")
+    exactly = to_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    return plain, trained(exactly, folder, out / "exact", in_float64)
+
+
+def trained(
+    model: Any, folder: Path, out: Path, computing: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Expected:
+    """What this model of the folder says and learns."""
     (whole,) = whole_batch()
-    with torch.no_grad():
+    with torch.no_grad(), computing():
         before = outputs_of(model, whole)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -132,9 +147,11 @@ def expect(folder: Path, out: Path) -> Expected:
     losses, norms = [], []
     for _ in range(STEPS):
         batches = micro_batches(range(ROWS))
-        loss = torch.stack([loss_of(batches)(n, outputs_of(model, batch)) for n, batch in enumerate(batches)]).sum()
         optimizer.zero_grad()
-        loss.backward()
+        with computing():
+            each = [loss_of(batches)(n, outputs_of(model, batch)) for n, batch in enumerate(batches)]
+            loss = torch.stack(each).sum()
+            loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), TRAINING.grad_clip).item())
         losses.append(loss.item())
         optimizer.step()

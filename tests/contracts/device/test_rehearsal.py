@@ -1,13 +1,17 @@
 """Training, publication and sampling on a device, rehearsed without one: none of it may be on the host by mistake."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import VOCAB
+from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS
 from tests.support.forked import Forked
 from tests.support.python_device import NAME, SCALARS
+from tests.support.rounding import pass_rounding
 
 SURVIVORS = {
     "well": ["one", "other"],
@@ -40,9 +44,10 @@ def test_a_host_tensor_among_device_tensors_is_refused(told: Told) -> None:
 def test_training_computes_on_the_device_what_it_does_on_a_cpu(told: Told) -> None:
     found = told["training"]
     assert found["device"] == NAME
-    assert found["difference"] < 1e-5
+    # Of a fresh model, whose log-probabilities are about log(VOCAB), and of losses and norms of two steps on it.
+    assert found["difference"] <= pass_rounding(2 * math.log(VOCAB), LAYERS, TERMS)
     for there, here in found["steps"]:
-        assert there == pytest.approx(here, rel=1e-4)
+        assert there == pytest.approx(here, rel=pass_rounding(1.0, LAYERS, TERMS, backward=True))
     assert found["scalars_only"]
 
 

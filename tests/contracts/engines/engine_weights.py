@@ -18,6 +18,7 @@ from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import Peer
 from tests.contracts.weights.test_transport import Directory
 from tests.support.buckets import make_buckets
+from tests.support.rounding import PlainPass
 from tests.support.trainer_ranks import TrainerRanks
 
 BUCKET_BYTES = 1 << 12
@@ -91,3 +92,10 @@ def differences(model: Any, request: GenerateRequest, got: GenerateResult) -> to
     ids, start = request.token_ids + got.token_ids, len(request.token_ids)
     expected = log_probabilities(model, ids, request.sampling.temperature)[range(start - 1, len(ids) - 1), ids[start:]]
     return (expected - torch.tensor(got.logprobs)).abs()
+
+
+def errors(model: Any, request: GenerateRequest, got: GenerateResult) -> torch.Tensor:
+    """Errors of an engine's log-probabilities against float64, as multiples of what rounding explains."""
+    plain = model if isinstance(model, PlainPass) else PlainPass(model)
+    ids = request.token_ids + got.token_ids
+    return plain.errors(ids, got.logprobs, request.sampling.temperature or 1.0)

@@ -17,7 +17,8 @@ from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateRes
 from rl_async.rollout_server.pool import EnginePool
 from rl_async.rollout_server.vllm.client import STREAM_INTERVAL, VllmEngine
 from tests.contracts.engines.engine_peers import ATTEMPTS, Peer, running
-from tests.contracts.engines.engine_weights import differences, scaled, send, tensors
+from tests.contracts.engines.engine_weights import differences, errors, scaled, send, tensors
+from tests.support.rounding import PlainPass
 
 pytestmark = pytest.mark.timeout(400)  # vLLM takes a minute to start
 
@@ -215,13 +216,13 @@ async def test_answers_of_a_lost_engine_are_continued_exactly(
         await load(peer, model_folder, 1.0, V0)
     asked = requests()
     answered = await answers(number, asked, victim, survivor)
-    model, continued = scaled(model_folder), kept(caplog)
+    model, continued = PlainPass(scaled(model_folder)), kept(caplog)
     assert len(continued) >= CAUGHT // 2, caplog.text
     for request, got in zip(asked, answered, strict=True):
         assert_as_asked(request, got)
         assert got.versions == [VersionRun(V0, 0, len(got.token_ids))]
         assert len(got.token_ids) > continued.get(request.request_id, 0)
-        assert differences(model, request, got).max() < 1e-5
+        assert errors(model, request, got).max() <= 1
 
 
 @pytest.mark.parametrize("kinds", [*PAIRS, VLLM_IS_LOST], indirect=True)
@@ -243,6 +244,6 @@ async def test_tokens_after_the_boundary_are_from_the_other_engines_weights(
             assert boundary == continued[request.request_id]
             assert [run.version for run in got.versions] == [V0, V1]
             apart = max(apart, differences(old, request, got)[boundary:].max().item())
-        assert (differences(old, request, got)[:boundary] < 1e-5).all()
-        assert (differences(new, request, got)[boundary:] < 1e-5).all()
+        assert (errors(old, request, got)[:boundary] <= 1).all()
+        assert (errors(new, request, got)[boundary:] <= 1).all()
     assert apart > 1e-2

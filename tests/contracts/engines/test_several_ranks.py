@@ -19,7 +19,7 @@ from rl_async.weight_sync.reshard.model_layouts import engine as engine_layout
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
-from tests.contracts.engines.engine_weights import differences, publish, scaled, send, tensors
+from tests.contracts.engines.engine_weights import errors, publish, scaled, send, tensors
 from tests.support.buckets import make_buckets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
@@ -58,7 +58,7 @@ async def test_its_weights_are_those_of_a_fresh_load_and_of_every_update(
                 assert sent <= 1.05 * await minimal_bytes(engine, named) < whole
             request = ask()
             got = await engine.generate(request)
-            assert differences(scaled(model_folder, scale), request, got).max() < 1e-5
+            assert errors(scaled(model_folder, scale), request, got).max() <= 1
             sums = await engine.checksums()
             assert {name for name in fresh if sums[name] != fresh[name]} == {
                 name for name in fresh if scale != 1.0 and "norm" not in name
@@ -102,7 +102,7 @@ async def test_an_update_that_failed_on_every_worker_can_be_started_again(connec
     sender.close()
     await send(engine, tensors(model_folder, 1.5), V1)
     request = ask()
-    assert differences(scaled(model_folder, 1.5), request, await engine.generate(request)).max() < 1e-5
+    assert errors(scaled(model_folder, 1.5), request, await engine.generate(request)).max() <= 1
 
 
 async def minimal_bytes(engine: VllmEngine, named: Mapping[str, Tensor]) -> int:

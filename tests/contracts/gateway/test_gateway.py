@@ -28,6 +28,7 @@ from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue
 from tests.support.queue_clients import sync_client
+from tests.support.rounding import PlainPass, assert_near
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
 
@@ -342,11 +343,11 @@ def play(episode: RemoteEpisode) -> tuple[str, str, str]:
 
 def check_logprobs(model: Any, row: Any) -> None:
     """The recorded log-probabilities are the model's on the recorded tokens."""
-    with torch.no_grad():
-        logits = model(torch.tensor(row.token_ids[None].astype(np.int64))).logits[0, :-1].double()
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(row.token_ids[1:, None].astype(np.int64)))[:, 0].numpy()
+    ids = torch.tensor(row.token_ids.astype(np.int64))
+    exact, allowed = PlainPass(model).logprobs(ids.tolist())
+    expected = exact[:-1].gather(1, ids[1:, None])[:, 0]
     sampled = row.loss_mask[1:]
-    assert np.abs(expected[sampled] - row.logprobs[1:][sampled]).max() < 1e-4
+    assert_near(torch.tensor(row.logprobs[1:][sampled]), expected[sampled], allowed)
     assert not row.logprobs[1:][~sampled].any()
 
 

@@ -7,7 +7,9 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS
 from tests.support.forked import run_ranks
+from tests.support.rounding import assert_trained_alike
 
 CRITIC_KEYS = {f"critic/{name}" for name in ("loss", "explained_variance", "values_mean", "returns_mean", "grad_norm")}
 
@@ -24,9 +26,8 @@ def test_both_models_learn_the_same_on_any_ranks(
 ) -> None:
     whole, metrics = train(model_folder, tmp_path / "one", 1, "10000", kind, correction)
     split, split_metrics = train(model_folder, tmp_path / "two", 2, "60", kind, correction)
-    assert whole.keys() == split.keys()
-    # Adam divides by the root of the squared gradient, which magnifies the last bits of tiny gradients
-    assert max((whole[k] - split[k]).abs().max().item() for k in whole) < 5e-5
+    # Four steps of two mini-batches each.
+    assert_trained_alike(split, whole, rate=1e-3, steps=8, layers=LAYERS, terms=TERMS)
     for one, two in zip(metrics, split_metrics, strict=True):
         for name in ("batch/token_imbalance", "batch/work_imbalance"):
             assert one.pop(name) == 0.0 <= two.pop(name)  # of one rank, and of two

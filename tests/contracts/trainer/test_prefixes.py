@@ -22,11 +22,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(600)
 def test_gradients_are_those_of_separate_rows(tmp_path: Path) -> None:
     saved("llama", tmp_path / "model")
-    out = tmp_path / "differences.json"
+    out = tmp_path / "found.json"
     arguments = [str(tmp_path / "model"), str(out), json.dumps(OPTIONS)]
     run_ranks("tests.contracts.trainer.workers.prefixes", *arguments, ranks=2, timeout_s=500)
     found = json.loads(out.read_text())
     assert found.keys() == OPTIONS.keys()
     for case, told in found.items():
         assert told["size"] > 1e-2, case
-        assert told["difference"] < 1e-6, case
+        assert told["excess"] <= 1, case

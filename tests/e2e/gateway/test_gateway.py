@@ -16,6 +16,7 @@ import pytest
 
 from rl_async.process.http_auth import TOKEN_FILE, token_file
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e.small_runs import APART
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("openai", reason="install the openai client: pip install openai")
@@ -117,4 +118,4 @@ def check_rows(run: Path) -> None:
     assert [step["batch/episodes"] for step in steps] == [16] * 4
     assert sum(step["batch/trajectories"] for step in steps) == len(lines)
     assert max(step["staleness/max"] for step in steps) <= 1
-    assert steps[0]["correction/logprob_diff_max"] < 1e-4
+    assert steps[0]["correction/logprob_diff_max"] <= APART

@@ -13,6 +13,7 @@ import pytest
 
 from rl_async.process.http_auth import TOKEN_FILE, token_file
 from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e.small_runs import APART
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("openai", reason="install the openai client: pip install openai")
@@ -60,7 +61,7 @@ def test_answers_in_a_json_format_are_trained(workplace: Path) -> None:
     assert len(steps) == 3
     for step in steps:
         assert 0 < step["constrained/share"] < 1 and 0 < step["constrained/weight_mean"] < 1
-    assert steps[0]["correction/logprob_diff_max"] < 1e-4, "tokens without a mask come from the trainer's policy"
+    assert steps[0]["correction/logprob_diff_max"] <= APART, "tokens without a mask come from the trainer's policy"
     rows = [row for path in (run / "trajectories").glob("step-*") for row in recorded(path)]
     assert len(rows) == 48
     for row in rows:

@@ -55,7 +55,7 @@ def test_a_run_trains_every_row_once(workplace: Path, preset: str, mode: str, si
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert all(row["loss/grad_norm"] > 0 for row in rows)
     assert all(("critic/grad_norm" in row) == (preset == "calculator-gae") for row in rows)
-    assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
+    assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) <= APART, "engines got other weights"
     trained = (run / "trained.jsonl").read_text().splitlines()
     assert len(trained) == len(set(trained)) == STEPS * 4 * 4
     assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
@@ -64,6 +64,6 @@ def test_a_run_trains_every_row_once(workplace: Path, preset: str, mode: str, si
         assert agreements[0] > 0.999, "the engine sampled with the same weights"
         assert all(0.0 < agreement <= 1.0 for agreement in agreements)
     if "trainer.sequence_parallel=2" in sizes:
-        assert rows[0]["correction/logprob_diff_max"] < 1e-3, "ranks read the rows otherwise"
+        assert rows[0]["correction/logprob_diff_max"] <= APART, "ranks read the rows otherwise"
         recorded = [path.name for path in (run / "trajectories").glob("step-*.jsonl.gz")]
         assert sorted(recorded) == [f"step-{step:06d}-lineage0-rank0.jsonl.gz" for step in range(STEPS)]

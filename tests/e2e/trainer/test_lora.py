@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.small_runs import APART
 
 pytestmark = [
     pytest.mark.e2e,
@@ -43,7 +44,7 @@ def test_a_run_of_adapters_goes_on_and_is_exported_whole(workplace: Path, mode: 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["loss/grad_norm"] > 0 for row in rows)
-    assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4, "engines got other weights"
+    assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) <= APART, "engines got other weights"
     succeed(workplace, "export", "runs/run", "out")
     adapter = load_file(run / "checkpoints" / "step-000003" / "adapter" / "adapter_model.safetensors")
     if sync == "adapters":

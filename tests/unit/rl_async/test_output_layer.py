@@ -12,6 +12,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.model.families import LogitForm
 from rl_async.trainer.model.logprobs import Head, token_stats
+from tests.support.rounding import assert_near, rounding
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -21,15 +22,20 @@ def test_logits_are_the_exact_products(biased: bool, kind: torch.dtype) -> None:
     hidden, weight, bias = (torch.randn(shape, generator=draw).to(kind) for shape in ((5, 24), (37, 24), (37,)))
     used = bias if biased else None
     exact = linear(hidden.double(), weight.double(), bias.double() if biased else None)
+    # Each logit is a sum of 24 products and the bias, and the type of the result rounds it.
+    size = hidden.double().abs() @ weight.double().abs().T + (bias.double().abs() if biased else 0.0)
+    bound = rounding(size, terms=25, dtype=torch.promote_types(kind, torch.float32))
     got = output_logits(hidden, weight, used)
     assert got.dtype == torch.promote_types(kind, torch.float32)
-    assert torch.allclose(got.double(), exact, atol=1e-5)
+    assert_near(got, exact, bound)
     assert torch.equal(output_logits(hidden, widened(weight), used), got)
     hidden.requires_grad_()
     differentiable = output_logits(hidden, weight, used)
-    assert torch.allclose(differentiable.double(), exact, atol=1e-5)
+    assert_near(differentiable, exact, bound)
     (gradient,) = torch.autograd.grad(differentiable.sum(), hidden)
-    assert torch.allclose(gradient.double(), weight.double().sum(0).expand(5, -1), rtol=0.01, atol=0.05)
+    # It has the type of ``hidden``, and is a sum over 37 logits.
+    of_gradient = rounding(weight.double().abs().sum(0), terms=37, dtype=kind).expand(5, -1)
+    assert_near(gradient, weight.double().sum(0).expand(5, -1), of_gradient)
 
 
 def peaked_model() -> LlamaForCausalLM:

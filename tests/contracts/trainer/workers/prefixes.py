@@ -1,7 +1,7 @@
 """One of two FSDP2 ranks that compute rows with and without shared prefixes; started by test_prefixes.py.
 
 ``python -m tests.contracts.trainer.workers.prefixes MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
-Rank 0 writes the largest differences of the gradients and how large those are.
+Rank 0 writes how far the gradients are from float64, as multiples of what rounding explains, and how large they are.
 """
 
 import json
@@ -17,6 +17,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.batches.tensors import Tensors
 from tests.support.prefixes import loss_of, shared_rows
+from tests.support.rounding import excess, in_float64
 
 
 def gradients(backend: Fsdp2Backend, batch: Tensors) -> dict[str, Tensor]:
@@ -39,8 +40,14 @@ def main() -> None:
         assert batch.tree is not None
         together, alone = (gradients(backend, x) for x in (batch, msgspec.structs.replace(batch, tree=None)))
         assert together.keys() == alone.keys()
+        # Without checkpointing, which would compute again outside the mode.
+        plainly = msgspec.convert(keys | {"activation_checkpointing": False}, TrainerConfig)
+        exactly = Fsdp2Backend(model, "float32", "cpu", plainly)
+        exactly.model.double()
+        with in_float64():
+            exact = gradients(exactly, msgspec.structs.replace(batch, tree=None))
         found[case] = {
-            "difference": max((together[name] - alone[name]).abs().max().item() for name in alone),
+            "excess": excess(together, alone, exact, int(batch.lengths.sum())),
             "size": max(gradient.abs().max().item() for gradient in alone.values()),
         }
     if dist.get_rank() == 0:

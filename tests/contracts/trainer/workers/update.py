@@ -22,6 +22,8 @@ from rl_async.trainer.step.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 
+RATE, STEPS = 1e-3, 6  # three batches of two mini-batches
+
 
 def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: dict[str, Any]) -> None:
     """Three steps with small micro-batches; rank 0 writes the weights, and all print the metrics."""
@@ -35,7 +37,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
             correction_options=CorrectionOptions(normalise=correction.startswith("decoupled")),
             kl=KlConfig(coef=0.05),
         ),
-        trainer=TrainerConfig(learning_rate=1e-3, minibatches=2, max_tokens_per_microbatch=minibatch_tokens, **sizes),
+        trainer=TrainerConfig(learning_rate=RATE, minibatches=2, max_tokens_per_microbatch=minibatch_tokens, **sizes),
     )
     models = build_models(config, "cpu")
     metrics = {}

@@ -12,7 +12,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.families import SERVED
 from rl_async.trainer.model.families import FAMILIES, logit_form
 from rl_async.windowed_attention import BLOCK
-from tests.unit.rollout_server.embedded.test_core import largest_difference, sequences
+from tests.unit.rollout_server.embedded.test_core import assert_as_plain, sequences
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -71,7 +71,7 @@ def test_logprobs_agree_with_a_plain_forward_pass(kind: str, more: dict[str, Any
     while core.unfinished:
         core.step()
     assert core.cached_tokens > 200
-    assert max(largest_difference(model, s) for s in (*todo, *again)) < 1e-5
+    assert_as_plain(model, (*todo, *again))
 
 
 @pytest.mark.parametrize(("kind", "more"), [KINDS[0], KINDS[7], ("qwen3", ALL_SLIDING)], ids=["gemma3", "qwen2", "all"])
@@ -94,7 +94,7 @@ def test_windows_in_blocks_over_long_prompts_agree_with_a_plain_forward_pass(kin
     while core.unfinished:
         core.step()
     assert core.cached_tokens > 280
-    assert max(largest_difference(model, s) for s in (first, shorter, again)) < 1e-5
+    assert_as_plain(model, (first, shorter, again))
 
 
 def test_every_family_that_is_served_is_tested_and_trained() -> None:

@@ -19,6 +19,7 @@ from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.weight_sync.buckets.buckets import unpack
 from rl_async.weight_sync.experts import single
 from tests.support.buckets import make_buckets
+from tests.support.rounding import allowance, assert_near, in_float64, to_float64
 from tests.support.sparse import sparse_model
 from tests.unit.rollout_server.embedded.test_families import KINDS, peaked
 
@@ -128,7 +129,11 @@ def test_every_family_computes_with_the_rounded_weights(kind: str, more: dict[st
             if name.endswith("bias"):
                 bias.normal_()
     ours, plain = quantized(model, quantization), dequantized(model, quantization)
-    assert (logits(ours) - logits(plain)).abs().max() < 1e-4
+    exact = to_float64(copy.deepcopy(plain))
+    with in_float64():
+        expected = logits(exact)
+    bound = allowance(logits(plain), expected, terms=90)
+    assert_near(logits(ours), expected, bound, kind)
     assert (logits(plain) - logits(model)).abs().max() > 1e-3
 
 

@@ -14,7 +14,7 @@ from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.prefixes import BLOCK
 from rl_async.rollout_server.embedded.sequence import Sequence
-from tests.unit.rollout_server.embedded.test_core import largest_difference, model
+from tests.unit.rollout_server.embedded.test_core import assert_as_plain, model
 
 __all__ = ["model"]
 TOKEN_BYTES = 2 * 2 * 32 * 4  # layers, keys and values, head_dim, float32
@@ -61,7 +61,7 @@ def test_a_second_turn_computes_only_what_is_new(model: Qwen3ForCausalLM) -> Non
     known = (50 + 30 - 1) // BLOCK * BLOCK
     assert second.cached_tokens == known and passes == [80 + 7 - known]
     assert (core.prompt_tokens, core.cached_tokens) == (50 + 87, known)
-    assert largest_difference(model, second) < 1e-5
+    assert_as_plain(model, [second])
 
 
 def test_samples_that_come_later_reuse_the_prompt_while_others_of_it_run(model: Qwen3ForCausalLM) -> None:
@@ -73,7 +73,7 @@ def test_samples_that_come_later_reuse_the_prompt_while_others_of_it_run(model: 
         run(core, *todo[1:])
     assert passes == [40 - 2 * BLOCK], "one pass of one row for all five"
     assert [s.cached_tokens for s in todo] == [0, 32, 40, 40, 40, 40]
-    assert max(largest_difference(model, s) for s in todo) < 1e-5
+    assert_as_plain(model, todo)
     assert len({tuple(s.sampled) for s in todo}) == 6
 
 
@@ -95,7 +95,7 @@ def test_answers_are_equal_with_and_without_reuse(model: Qwen3ForCausalLM) -> No
     computed_anew, others, without = conversations(model, reuse_prefixes=False)
     assert reused == computed_anew
     assert core.cached_tokens > without.cached_tokens
-    assert max(largest_difference(model, s) for s in (*requests, *others)) < 1e-5
+    assert_as_plain(model, (*requests, *others))
 
 
 def test_nothing_of_older_weights_is_reused(model: Qwen3ForCausalLM) -> None:
@@ -112,7 +112,7 @@ def test_nothing_of_older_weights_is_reused(model: Qwen3ForCausalLM) -> None:
         core.abort(None)  # what it holds is of the older weights
         again = run(core, ask([*before.tokens, 3]), ask([*running.tokens, 4]))
         assert [s.cached_tokens for s in again] == [0, 0]
-        assert max(largest_difference(model, s) for s in again) < 1e-5
+        assert_as_plain(model, again)
         assert run(core, ask(again[0].tokens))[0].cached_tokens > 0, "prefixes of the new weights are"
     finally:
         with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_small_cache_makes_sequences_wait_and_loses_none(model: Qwen3ForCausal
         if done == len(todo):
             break
     assert all(s.finish_reason == "length" and len(s.logprobs) == len(s.sampled) for s in todo)
-    assert max(largest_difference(model, s) for s in todo) < 1e-5
+    assert_as_plain(model, todo)
     assert core.preemptions or tokens != 700, "nothing was preempted"
 
 

@@ -1,6 +1,7 @@
 """Heads on a real, tiny model: what each gives, what the engines get, what a saved critic starts from."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_async.trainer.batches.tensors import Tensors, collate
 from rl_async.trainer.model.heads import Head, build_headed
 from tests.conftest import make_rows
 from tests.support.pickled import pickled
+from tests.support.rounding import allowance, assert_near, in_float64, to_float64
 from tests.support.whole_weights import whole_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -59,15 +61,19 @@ def test_values_are_a_linear_function_of_the_state_before_each_token(model_folde
     lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     names = {n if head == "both" else f"model.{n}": t for n, t in whole_weights(backend).items()}
     lm.load_state_dict(names, strict=False)
-    with torch.no_grad():
-        hidden = lm.model(x.tokens, use_cache=False).last_hidden_state
     weight, bias = (p.full_tensor().detach() for p in backend.model.value_head.parameters())
-    for row in range(x.tokens.shape[0]):
-        predicted = int(x.lengths[row]) - 1
-        assert not values[row, predicted:].any(), "there is no token"
-        for t in range(predicted):
-            expected = (hidden[row, t].double() @ weight[0].double() + bias[0].double()).item()
-            assert values[row, t].item() == pytest.approx(expected, abs=1e-5)
+
+    def by_model(lm: Any, dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            hidden = lm.model(x.tokens, use_cache=False).last_hidden_state[:, :-1]
+        return (hidden @ weight[0].to(dtype) + bias[0].to(dtype))[predicted]
+
+    predicted = torch.arange(values.shape[1]) < x.lengths[:, None] - 1
+    plain, exactly = by_model(lm, torch.float32), to_float64(lm)
+    with in_float64():
+        exact = by_model(exactly, torch.float64)
+    assert_near(values[predicted], exact, allowance(plain, exact, terms=lm.config.intermediate_size), "values")
+    assert not values[~predicted].any(), "there is no token"
     assert values.abs().max() > 0
 
 

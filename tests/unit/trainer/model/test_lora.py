@@ -1,5 +1,6 @@
 """Adapters on a real, tiny model: what trains, what engines get, what is on disk, and whom it belongs to."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.export import write_model
+from tests.conftest import VOCAB
 from tests.contracts.backends.models import loss_of, make_model, micro_batches, whole_batch
+from tests.support.rounding import allowance, assert_near, in_float64, to_float64
 from tests.support.whole_weights import whole_weights
 
 peft = pytest.importorskip("peft", reason="install it with pip install 'rl-async[lora]'")
@@ -50,6 +53,7 @@ def exported(backend: Fsdp2Backend) -> dict[str, Tensor]:
 
 
 def logprobs_of(model: torch.nn.Module) -> Tensor:
+    """Log-probabilities [B, T-1] by a plain model."""
     (batch,) = whole_batch()
     with torch.no_grad():
         log_pi = (model(input_ids=batch.tokens).logits[:, :-1] / batch.temperature).log_softmax(-1)
@@ -61,7 +65,10 @@ def assert_same_logprobs(backend: Fsdp2Backend, model: torch.nn.Module) -> None:
     got = backend.forward(batch).logprobs
     real = torch.arange(batch.mask.shape[1]) < batch.lengths[:, None] - 1
     assert got is not None
-    assert (got - logprobs_of(model))[real].abs().max() < 1e-5
+    plain, exactly = logprobs_of(model)[real], to_float64(copy.deepcopy(model))
+    with in_float64():
+        exact = logprobs_of(exactly)[real]
+    assert_near(got[real], exact, allowance(plain, exact, terms=batch.mask.shape[1] + VOCAB), "logprobs")
 
 
 def test_the_model_begins_as_its_base(folder: Path) -> None:

@@ -17,6 +17,15 @@ from rl_async.trainer.model.families import FAMILIES
 from rl_async.trainer.model.heads import Head
 from rl_async.trainer.model.kernels import why_prefixes_apart
 from tests.support.prefixes import loss_of, shared_rows
+from tests.support.rounding import (
+    allowance,
+    allowances,
+    assert_as_close,
+    assert_near,
+    in_float64,
+    to_float64,
+    unit_roundoff,
+)
 from tests.unit.trainer.model.test_families import COMMON, VOCAB, saved
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -27,6 +36,8 @@ HEADS: dict[Head, frozenset[OutputName]] = {
     "value": frozenset(),
     "both": EVERYTHING | {"values"},
 }
+# The longest sums: of all tokens, in the gradients, of which there are more than logits.
+TERMS = int(shared_rows(VOCAB).lengths.sum())
 CASES: list[tuple[str, Head, bool]] = [
     *((kind, "policy", kind in ("gemma2", "deepseek_v3")) for kind in sorted(FAMILIES)),
     ("qwen3", "value", False),
@@ -34,12 +45,23 @@ CASES: list[tuple[str, Head, bool]] = [
 ]
 
 
+def built(folder: Path, dtype: str, head: Head, config: TrainerConfig) -> Fsdp2Backend:
+    """A backend in this type, whose value head does not say zero."""
+    backend = Fsdp2Backend(str(folder), "bfloat16" if dtype == "bfloat16" else "float32", "cpu", config, head)
+    if backend.model.value_head is not None:
+        torch.nn.init.constant_(backend.model.value_head.weight, 0.1)
+    if dtype == "float64":
+        to_float64(backend.model.lm)
+        backend.model.double()
+    return backend
+
+
 def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor]:
     """The loss, the outputs and the gradients, by name."""
     outputs = backend.model.outputs(batch, requested)
     loss = loss_of(outputs, batch.lengths)
     loss.backward()
-    found = {name: part for name in outputs.__struct_fields__ if (part := getattr(outputs, name)) is not None}
+    found = {name: part.detach() for name in outputs.__struct_fields__ if (part := getattr(outputs, name)) is not None}
     named = backend.model.named_parameters()
     found |= {f"gradient of {name}": p.grad.full_tensor() for name, p in named if p.grad is not None}
     backend.model.zero_grad()
@@ -52,32 +74,38 @@ def test_shared_prefixes_change_neither_outputs_nor_gradients(
 ) -> None:
     saved(kind, tmp_path)
     config = TrainerConfig(activation_checkpointing=checkpointed)
-    backend = Fsdp2Backend(str(tmp_path), "float32", "cpu", config, head)
-    if backend.model.value_head is not None:
-        torch.nn.init.constant_(backend.model.value_head.weight, 0.1)
-    seen: list[int] = []
-    backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
     batch = shared_rows(VOCAB)
     assert batch.tree is not None
-    together = computed(backend, batch, HEADS[head])
-    alone = computed(backend, msgspec.structs.replace(batch, tree=None), HEADS[head])
+    apart = msgspec.structs.replace(batch, tree=None)
+    # Without checkpointing, which would compute again outside the mode.
+    exactly = built(tmp_path, "float64", head, TrainerConfig())
+    with in_float64():
+        together_exact, exact = (computed(exactly, x, HEADS[head]) for x in (batch, apart))
+    backend = built(tmp_path, "float32", head, config)
+    seen: list[int] = []
+    backend.model.lm.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+    together, alone = (computed(backend, x, HEADS[head]) for x in (batch, apart))
     assert seen == [batch.computed, int(batch.lengths.sum())]
     assert batch.computed < 0.6 * int(batch.lengths.sum())
-    assert together.keys() == alone.keys()
-    gradients = {name for name in alone if name.startswith("gradient")}
-    size = max(alone[name].abs().max().item() for name in gradients)
-    assert size > 1e-4
-    for name, expected in alone.items():
-        bound = min(1e-6, 1e-3 * size) if name in gradients or name == "loss" else 1e-5
-        assert (together[name] - expected).abs().max() < bound, name
+    assert_as_close(together, alone, exact, terms=TERMS)
+    assert max(tensor.abs().max().item() for name, tensor in exact.items() if name.startswith("gradient")) > 1e-4
+    # The same sums in float64 are as much closer as its roundings are smaller than those of float32.
+    finer = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+    for name, bound in allowances(alone, exact, TERMS).items():
+        assert_near(together_exact[name], exact[name], finer * bound, name)
 
 
 def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    backend = Fsdp2Backend(str(tmp_path), "bfloat16", "cpu", TrainerConfig())
     batch = shared_rows(VOCAB)
-    together, alone = (computed(backend, x, EVERYTHING) for x in (batch, msgspec.structs.replace(batch, tree=None)))
-    assert torch.allclose(together["logprobs"], alone["logprobs"], atol=0.1)
+    apart = msgspec.structs.replace(batch, tree=None)
+    exactly = built(tmp_path, "float64", "policy", TrainerConfig())
+    with in_float64():
+        exact = computed(exactly, apart, EVERYTHING)
+    backend = built(tmp_path, "bfloat16", "policy", TrainerConfig())
+    together, alone = (computed(backend, x, EVERYTHING) for x in (batch, apart))
+    bound = allowance(alone["logprobs"].bfloat16(), exact["logprobs"], TERMS)
+    assert_near(together["logprobs"], exact["logprobs"], bound)
 
 
 @pytest.mark.parametrize(
