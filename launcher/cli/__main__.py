@@ -61,6 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class PrintVersions(argparse.Action):
+    """Prints the versions, and ends the program, when its option is met."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from rl_async.launcher.cli.versions import version_lines
+
+        print("\n".join(version_lines()))
+        parser.exit()
+
+
 def _print_error(text: str) -> None:
     """Print an error, in which there may be lines of a log or of a data set."""
     from rl_async.launcher.watch.terminal import printable
@@ -71,6 +84,7 @@ def _print_error(text: str) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; the reference of the command line is generated from it, too."""
     parser = argparse.ArgumentParser(prog="rl-async", description="Asynchronous reinforcement learning.")
+    parser.add_argument("--version", action=PrintVersions, help="print the versions of rl-async, torch and engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))

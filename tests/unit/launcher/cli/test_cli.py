@@ -1,12 +1,16 @@
 """The command line as users meet it: exit codes and one clear line for each mistake."""
 
 import socket
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_async import installation
 from rl_async.launcher.cli.__main__ import _parse, main
 
 
@@ -218,3 +222,15 @@ def test_a_programs_own_arguments_stay_as_they_are(options: list[str]) -> None:
 def test_other_commands_take_arguments_behind_dashes_too() -> None:
     assert _parse(["doctor", "--", "run"]).run == Path("run")
     assert _parse(["audit", "--", "run"]).run == Path("run")
+
+
+def test_the_version_is_printed_without_importing_torch() -> None:
+    code = (
+        "import sys; from rl_async.launcher.cli.__main__ import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    first, *lines, last = done.stdout.splitlines()
+    assert first.split()[:2] == ["rl-async", installation.version()]
+    assert f"torch {metadata.version('torch')}" in lines and last == "0 False"
