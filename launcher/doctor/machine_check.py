@@ -13,12 +13,13 @@ import msgspec
 
 from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived.engines import engine_traits
+from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, holds
-from rl_async.launcher.plan.machine import has_megatron, settle_here
+from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, TRIED, holds, untried
+from rl_async.launcher.plan.machine import EngineMissing, check_engine_python, has_megatron, settle_here
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.planning import engines, workers
 from rl_async.launcher.plan.ports import HOST
@@ -26,16 +27,20 @@ from rl_async.launcher.plan.processor import CGROUP, cores
 
 Level = Literal["ok", "warning", "missing"]
 PROBE_S = 120.0
+VERSIONS = "docs/reference/versions.md"
 DEMO_BYTES = 2 << 30  # of the preset calculator, by `rl-async launch --dry-run`
 PORTS = 8  # tried
 FILES = 1024
 PROBE = """
 import importlib.metadata as m, json, sys
-def version(name):
-    try: return m.version(name)
-    except m.PackageNotFoundError: return ""
+def version(names):
+    for name in names.split("|"):
+        try: return m.version(name)
+        except m.PackageNotFoundError: pass
+    return ""
 name, *packages = sys.argv[1:]
-found = {package: version(package) for package in packages}
+found = {package.partition("|")[0]: version(package) for package in packages}
+found["python"] = ".".join(map(str, sys.version_info[:3]))
 gpus, collectives = [], ""
 try:
     import torch
@@ -94,8 +99,10 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
     config, computing = settled(config)
     checks: list[Callable[[], list[Finding]]] = [
         lambda: package_lines(here, ("torch", "transformers"), "here"),
+        lambda: untried_lines(here),
         lambda: device_lines(here, count_gpus(), config),
         lambda: engine_lines(here, config),
+        lambda: plugin_lines(config),
         lambda: backend_lines(config, installed=has_megatron()),
         lambda: [memory_line(available_bytes(), needed_bytes(config)), cores_line(cores())],
         lambda: computing,
@@ -109,7 +116,9 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
 def probe(python: str) -> Probe:
     """Import packages in a process of its own: importing torch takes seconds and keeps its memory."""
     try:
-        command = [python, "-P", "-c", PROBE, accelerator_here().collectives, *RANGES, "py-spy"]
+        builds = {traits.package: traits.builds for traits in ENGINES.values()}
+        names = ["|".join((name, *builds.get(name, ()))) for name in dict.fromkeys((*RANGES, *TRIED, "py-spy"))]
+        command = [python, "-P", "-c", PROBE, accelerator_here().collectives, *names]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe({"error": f"{python} cannot be run: {error}"})
@@ -125,14 +134,24 @@ def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Find
     for name in names:
         version, wanted = found.versions.get(name, ""), RANGES[name]
         if not version:
-            lines.append(Finding("missing", f"{name}: not {where}", f"pip install '{name}{wanted}'"))
+            way_out = next((t.install for t in ENGINES.values() if t.package == name), f"pip install '{name}{wanted}'")
+            lines.append(Finding("missing", f"{name}: not {where}", way_out))
         elif not holds(version, wanted):
             lines.append(
                 Finding("warning", f"{name} {version}: {wanted} is supported", f"pip install '{name}{wanted}'")
             )
+        elif reason := untried(name, version):
+            lines.append(Finding("warning", reason, f"if something fails, try one of these: {VERSIONS}"))
         else:
             lines.append(Finding("ok", f"{name} {version} (supported: {wanted})"))
     return lines
+
+
+def untried_lines(here: Probe) -> list[Finding]:
+    """Name the version of Python, and of each optional package that is installed here, that was never run."""
+    names = [name for name in TRIED if name not in RANGES and here.versions.get(name)]
+    reasons = [reason for name in names if (reason := untried(name, here.versions[name]))]
+    return [Finding("warning", reason, f"if something fails, try one of these: {VERSIONS}") for reason in reasons]
 
 
 def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Finding]:
@@ -173,6 +192,21 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
         else:
             lines.append(Finding("ok", f"{name} {version or 'is not here'}; this config does not use it"))
     return lines
+
+
+def plugin_lines(config: RunConfig | None) -> list[Finding]:
+    """Check that rollout.python has this rl-async, too, if it has the packages of the engines that the config uses."""
+    if config is None or not engines(config):
+        return []
+    try:
+        for kind in engine_traits(config):
+            check_engine_python(kind, config.rollout.python or sys.executable)
+    except EngineMissing:
+        # A line of `engine_lines` says so.
+        return []
+    except UserError as error:
+        return [Finding("missing", str(error))]
+    return []
 
 
 def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Finding]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import rl_async
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.recorded import needed_groups
 from rl_async.configs.derived.engines import engine_traits
@@ -15,6 +16,7 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
+from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
 from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.engines import engine_place
 from rl_async.launcher.plan.memory import model_size, tiny_shape
@@ -32,6 +34,22 @@ from rl_async.launcher.plan.processor import (
 )
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.trainer.model.families import why_not_shared
+
+# Arguments: the modules to look for, the engine's first, and, optionally, group=value of an entry point.
+PROBE = """
+import importlib.metadata as m, importlib.util as u, json, sys
+names, plugin = sys.argv[1].split(","), sys.argv[2].partition("=")
+ours = u.find_spec("rl_async")
+try: version = m.version("rl-async")
+except m.PackageNotFoundError: version = ""
+beside = plugin[2] in {p.value for p in m.entry_points(group=plugin[0])} if plugin[0] else bool(ours)
+found = [name for name in names if u.find_spec(name)]
+print(json.dumps({"modules": found, "beside": beside, "version": version, "code": ours and ours.origin}))
+"""
+
+
+class EngineMissing(UserError):
+    """The Python of an engine does not have the engine's package; names it and how to get it."""
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
@@ -101,7 +119,7 @@ def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) ->
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU here, in bytes, as torch finds it; None if torch finds none."""
     devices = "(torch.accelerator.get_memory_info(i)[1] for i in range(torch.accelerator.device_count()))"
-    return int(_ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")[-1]) or None
+    return int(_ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")) or None
 
 
 def check_api_keys(config: RunConfig) -> None:
@@ -278,35 +296,38 @@ def check_router_replay(config: RunConfig, experts: int, gpus: int) -> None:
 
 
 def check_engine_python(kind: str, python: str) -> None:
-    """Raise UserError unless this Python has the engine's package, if it needs one, with rl-async beside it.
+    """Raise EngineMissing unless this Python has the engine's package, if it needs one.
 
-    Imports neither.
+    Raises UserError unless this rl-async is beside it. Imports neither.
     """
     traits = ENGINES[kind]
     if not traits.package:
         return
-    beside = "bool(u.find_spec('rl_async'))"
-    if traits.plugin is not None:
-        group, plugin = traits.plugin
-        beside = f"{plugin!r} in {{p.value for p in m.entry_points(group={group!r})}}"
-    probe = (
-        f"import importlib.util as u, importlib.metadata as m\nprint(bool(u.find_spec({traits.package!r})), {beside})"
-    )
-    found = _ask(python, probe)[-2:]
-    if found[0] != "True":
-        raise UserError(f"rollout.engine={kind}: {python} has no {traits.title}; {traits.install}")
-    if found[1] != "True":
+    modules = ",".join((traits.package, *BESIDE_ENGINES))
+    found = json.loads(_ask(python, PROBE, modules, "=".join(traits.plugin or ())))
+    if traits.package not in found["modules"]:
+        raise EngineMissing(f"rollout.engine={kind}: {python} has no {traits.title}; {traits.install}")
+    problem = ""
+    if not found["beside"]:
+        problem = "not rl-async"
+    elif missing := [name for name in BESIDE_ENGINES if name not in found["modules"]]:
+        problem = f"not {', '.join(missing)}"
+    elif found["code"] != rl_async.__file__ and found["version"] and found["version"] != version():
+        # Trainer and engine exchange weights in formats that change between versions.
+        problem = f"rl-async {found['version']} instead of {version() or 'the one that runs here'}"
+    if problem:
         raise UserError(
-            f"rollout.python: {python} has {traits.title} but not rl-async beside it; run `{python} -m pip install "
-            "--no-deps PATH-OF-RL-ASYNC` (and xxhash)"
+            f"rollout.python: {python} has {traits.title} but {problem} beside it; run "
+            f"`{install_beside_engine(python)}`"
         )
 
 
-def _ask(python: str, code: str) -> list[str]:
-    """Return the words that ``code`` prints in that Python. Raises UserError if it cannot be run."""
-    command = [python, "-P", "-c", code]  # -P: a folder named vllm in the working directory is not vLLM
+def _ask(python: str, code: str, *arguments: str) -> str:
+    """Return the last line that ``code`` prints in that Python. Raises UserError if it cannot be run."""
+    # -P: a folder named vllm in the working directory is not vLLM.
+    command = [python, "-P", "-c", code, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
-    return done.stdout.split()
+    return done.stdout.splitlines()[-1]

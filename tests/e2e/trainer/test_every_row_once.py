@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.command import HARDLY_WARM, succeed
+from tests.e2e.small_runs import APART
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 3

@@ -1,16 +1,21 @@
 """What is said of a machine; what must be there, and what would only be better."""
 
+import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_config
 from rl_async.launcher.doctor import machine_check as s
-from rl_async.launcher.doctor.versions import RANGES, holds
+from rl_async.launcher.doctor.versions import RANGES, TRIED, holds, untried
 from tests.support.configs import float32_config
 
-HERE = {"torch": "2.13.0+cpu", "transformers": "5.1.0", "vllm": "", "sglang": ""}
+ROOT = Path(__file__).parents[4]
+PINNING = ("install_environments", "install_oracles", "install_vllm_cpu")  # scripts that install packages of the table
+HERE = {"python": "3.11.9", "torch": "2.13.0+cpu", "transformers": "5.24.1", "vllm": "", "sglang": ""}
 
 
 def levels(lines: list[s.Finding]) -> list[str]:
@@ -34,22 +39,61 @@ def test_versions_are_compared_as_numbers(version: str, wanted: str, fits: bool)
     assert holds(version, wanted) is fits
 
 
+def requirements() -> dict[str, str]:
+    """Every range of pyproject.toml, by package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    parted = (re.fullmatch(r"([\w.-]+)(?:\[.*\])?([^;]*)(?:;.*)?", line) for line in lines)
+    return {match[1]: match[2].strip() for match in parted if match} | {"python": project["requires-python"]}
+
+
 def test_the_ranges_are_those_of_pyproject() -> None:
-    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
-    wanted += project["optional-dependencies"]["sglang"]
-    assert all(f"{name}{bounds}" in wanted for name, bounds in RANGES.items())
+    assert requirements().items() >= RANGES.items()
+
+
+def test_what_was_run_is_within_the_ranges_and_what_is_pinned_was_run() -> None:
+    ranges = requirements()
+    for name, trials in TRIED.items():
+        assert all(holds(trial.version, ranges[name]) for trial in trials if name in ranges), name
+    files = ("constraints.txt", *(f"scripts/{name}" for name in PINNING))
+    pins = [pin for file in files for pin in re.findall(r"^[^#\n]*?\b([\w-]+)==([\w.]+)", words(file), re.MULTILINE)]
+    builds = {build: traits.package for traits in ENGINES.values() for build in traits.builds}
+    seen = set()
+    for name, version in pins:
+        name = builds.get(name, name)
+        if name in TRIED:
+            seen.add(name)
+            assert version in {trial.version for trial in TRIED[name]}, f"{name}=={version}"
+    # pyproject.toml pins these two to one version each.
+    assert seen >= TRIED.keys() - {"python", "sglang", "megatron-core"}
+
+
+def words(file: str) -> str:
+    """A file's text with each word on a line of its own, without comments."""
+    lines = (line.partition("#")[0] for line in (ROOT / file).read_text().splitlines())
+    return "\n".join(" ".join(lines).replace('"', " ").split())
 
 
 def test_a_package_is_ok_too_old_or_missing() -> None:
     assert levels(s.package_lines(s.Probe(HERE), ("torch", "transformers"), "here")) == ["ok", "ok"]
     old = s.package_lines(s.Probe(HERE | {"torch": "2.4.0"}), ("torch", "vllm"), "here")
     assert levels(old) == ["warning", "missing"]
-    assert old[1].text == "missing  vllm: not here; pip install 'vllm==0.32.*'"
+    assert "rl-async[vllm]" in old[1].what_to_do
     (broken,) = s.package_lines(s.Probe({"error": "no libfoo"}), ("torch",), "here")
     assert broken.text == "missing  torch cannot be imported here: no libfoo; pip install -e ."
     (broken,) = s.package_lines(s.Probe({"error": "no such file"}), ("vllm",), "in /no/python")
     assert "in /no/python: no such file; give a Python" in broken.text and "rollout.python" in broken.text
+
+
+def test_versions_that_were_never_run_are_warned_of_by_series() -> None:
+    probe = s.Probe(HERE | {"torch": "2.99.0", "transformers": "5.0.1"})
+    new = s.package_lines(probe, ("torch", "transformers"), "here")
+    assert levels(new) == ["warning", "warning"] and "2.99.0" in new[0].what and "5.0.1" in new[1].what
+    assert s.untried_lines(s.Probe(HERE)) == []
+    others = HERE | {"python": "3.99.1", "peft": "99.0", "ray": ""}
+    named = [line.what.split()[:2] for line in s.untried_lines(s.Probe(others))]
+    assert named == [["python", "3.99.1"], ["peft", "99.0"]]
+    assert untried("sglang", "0.5.24") and not untried("sglang", "0.5.23") and not untried("unheard-of", "1")
 
 
 def test_engines_that_a_replay_does_not_start_need_nothing() -> None:
