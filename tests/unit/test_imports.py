@@ -2,11 +2,14 @@
 
 import ast
 import re
+import sys
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from rl_async import installation
 
 ROOT = Path(__file__).parents[2]
 MIDDLE = {"sandbox", "weight_sync", "transfer_queue", "rollout_server", "reward_loop"}
@@ -119,6 +122,26 @@ def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, set[str]
             at_home = any(where == home or where.startswith(home + "/") for home in HOME_OF[heavy])
             composition_root = path.name == "__main__.py" or where.startswith("launcher/")
             assert at_home or (composition_root and heavy != "ray"), f"{where}: {heavy}"
+
+
+PROVIDED = {"msgspec", "numpy", "psutil", "safetensors", "torch"}  # of our dependencies, those that every engine brings
+
+
+def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
+    """rl-async is installed there without its dependencies, and with those of ``installation.BESIDE_ENGINES``."""
+    left = [ROOT / "rollout_server" / name for name in ("sglang/__main__.py", "vllm/__main__.py")]
+    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "plugin", "slices", "transfer")]
+    inside, foreign = set(left), set[str]()
+    while left:
+        path = left.pop()
+        modules = imports(path, at_once="rollout_server" not in path.parts)
+        foreign |= {module.split(".")[0] for module in modules} - {*sys.stdlib_module_names, "rl_async"}
+        reached = our_files(modules) - inside
+        inside |= reached
+        left += reached
+    assert ROOT / "weight_sync/receiver.py" in inside
+    engines = {"vllm", "sglang", "uvicorn"}
+    assert foreign - engines == PROVIDED | set(installation.BESIDE_ENGINES)
 
 
 ROLES = {  # every role's own process; vLLM's and SGLang's --help are theirs
