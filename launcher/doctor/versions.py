@@ -25,6 +25,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 ALL = "`.ci/run`: all tests, on a CPU"
 GPU = "`tests/gpu` and runs of `calculator` and `smollm2`, on one H200 ([gpu.md](gpu.md))"
+SOME = "`tests/unit/trainer`, `tests/unit/weight_sync`, `tests/unit/rollout_server`; CUDA's build, on a CPU"
 TRIED: Mapping[str, Sequence[Trial]] = {
     "python": (
         Trial("3.11.7", ALL, "2026-11-28"),
@@ -33,6 +34,7 @@ TRIED: Mapping[str, Sequence[Trial]] = {
     "torch": (
         Trial("2.11.0", GPU, "2026-11-26"),
         Trial("2.13.0", ALL, "2026-11-28"),
+        Trial("2.15.0", SOME, "2026-11-28"),
     ),
     "transformers": (
         Trial("5.17.0", GPU, "2026-11-26"),
