@@ -4,18 +4,20 @@
 # SET='a.b=c ...' overrides config keys of these two, RUN_NAME=NAME names the run.
 # make docs: build the documentation site into build/site.
 # make test-slow: more tests, of faults in the middle of runs, and of vLLM, SGLang, and verl's and TRL's formulas where
-# they are installed.
+# they are installed; LISTED=FILE adds the tests that the file lists.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?=
 SET ?=
 FLAKES ?=
+LISTED ?=
 # Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
+WORKERS ?= 3
 # Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
-# compute: three at a time keep two cores busy.
-PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+# compute: three at a time (WORKERS) keep two cores busy.
+PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 RUN_TESTS := $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
 
 .PHONY: demo real test test-slow check docs setup setup-test clean
@@ -33,7 +35,7 @@ test: setup-test
 	$(RUN_TESTS) -m "not slow" $(TESTS)
 
 test-slow: setup-test
-	$(RUN_TESTS) -m slow $(if $(filter file,$(origin TESTS)),tests/e2e tests/contracts tests/unit,$(TESTS))
+	$(RUN_TESTS) $(if $(LISTED),--slow-or-listed=$(LISTED),-m slow) $(TESTS)
 
 check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

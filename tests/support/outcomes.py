@@ -1,4 +1,5 @@
-"""A pytest plugin that records the tests that failed, and those that were skipped for want of an installation.
+"""A pytest plugin that records the tests that failed, and those that were skipped for want of an installation, and that
+selects the latter together with the slow ones.
 
 Only the session's main process records: workers of pytest-xdist report to it.
 """
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write each failed test to FILE with its text, as lines of JSON, and at the end pytest's exit status",
     )
+    parser.addoption(
+        "--slow-or-listed",
+        type=Path,
+        metavar="FILE",
+        help="run only the slow tests and those that FILE lists, by their ids or those of their modules",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +39,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkipRecorder(file))
     if (file := config.getoption("--failures")) is not None:
         config.pluginmanager.register(FailureRecorder(file))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (file := config.getoption("--slow-or-listed")) is None:
+        return
+    listed = set(file.read_text().splitlines()) if file.exists() else set()
+
+    def wanted(item: pytest.Item) -> bool:
+        return "slow" in item.keywords or not listed.isdisjoint({item.nodeid, item.nodeid.split("::")[0]})
+
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = [item for item in items if wanted(item)]
 
 
 class SkipRecorder:

@@ -133,3 +133,23 @@ def test_a_file_that_cannot_be_imported_fails_the_run(there: Path) -> None:
     (there / "test_broken.py").write_text("import nowhere_to_be_found\n")
     record = first_session(there, "passes or broken")
     assert run_again(record, there / "flakes.txt") == 1
+
+
+def test_slow_tests_and_listed_ones_are_selected(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.outcomes\nmarkers = slow\n")
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_slow(): pass\ndef test_listed(): pass\ndef test_other(): pass\n"
+    )
+    (tmp_path / "test_two.py").write_text("def test_of_a_listed_module(): pass\n")
+    (tmp_path / "list").write_text("test_one.py::test_listed\ntest_two.py\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+
+    def selected(file: str) -> set[str]:
+        done = subprocess.run(
+            [*command, f"--slow-or-listed={file}"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+
+    assert selected("list") == {"test_slow", "test_listed", "test_of_a_listed_module"}
+    assert selected("none") == {"test_slow"}
