@@ -10,9 +10,11 @@ import json
 import struct
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xxhash import xxh3_128_hexdigest
+
+from tests.support.nothing_lost import stale, twice, whole_lines
 
 Row = tuple[int, int, int]  # group, sample, segment
 
@@ -38,16 +40,11 @@ def problems(run: Path, expected: Expected) -> list[str]:
     return found + _ledger(run, trained, expected)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Parse the whole lines; the last may have been torn by a kill."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-
-
 def _trained(run: Path) -> tuple[dict[int, tuple[int, dict[Row, str]]], list[str]]:
     """Return lineage and rows with their hashes of each step, as the newest lineage trained it."""
     steps: dict[int, dict[int, dict[Row, str]]] = defaultdict(lambda: defaultdict(dict))
     found = []
-    for line in _lines(run / "trained.jsonl"):
+    for line in whole_lines(run / "trained.jsonl"):
         rows, row = steps[line["step"]][line["lineage"]], (line["group"], line["sample"], line["segment"])
         if row in rows:
             found.append(f"row {row} was trained twice in step {line['step']} of lineage {line['lineage']}")
@@ -62,7 +59,7 @@ def _trained(run: Path) -> tuple[dict[int, tuple[int, dict[Row, str]]], list[str
 def _metrics(run: Path, trained: dict[int, tuple[int, dict[Row, str]]]) -> list[str]:
     """The newest lineage with metrics of a step is the one that trained it."""
     newest: dict[int, int] = {}
-    for line in _lines(run / "metrics.jsonl"):
+    for line in whole_lines(run / "metrics.jsonl"):
         if line["step"] >= 0 and "lineage" in line:
             newest[line["step"]] = max(line["lineage"], newest.get(line["step"], 0))
     wrong = [step for step, (lineage, _) in trained.items() if newest.get(step) != lineage]
@@ -71,17 +68,13 @@ def _metrics(run: Path, trained: dict[int, tuple[int, dict[Row, str]]]) -> list[
 
 def _once(trained: dict[int, tuple[int, dict[Row, str]]], expected: Expected) -> list[str]:
     """Every step has whole groups, and no group is in two steps."""
-    found, seen = [], {}
+    found = twice({step: {group for group, _, _ in rows} for step, (_, rows) in trained.items()})
     for step, (_, rows) in sorted(trained.items()):
         samples: dict[int, set[int]] = defaultdict(set)
         for group, sample, _ in rows:
             samples[group].add(sample)
         if len(samples) != expected.groups or any(got != set(range(expected.samples)) for got in samples.values()):
             found.append(f"step {step} trained the samples {dict(samples)}")
-        for group in samples:
-            if group in seen:
-                found.append(f"group {group} was trained in steps {seen[group]} and {step}")
-            seen[group] = step
     return found
 
 
@@ -98,7 +91,7 @@ def _trajectories(run: Path, step: int, lineage: int, rows: dict[Row, str], stal
                 if xxh3_128_hexdigest(struct.pack(f"<{len(tokens)}i", *tokens)) != rows.get(key):
                     found.append(f"step {step}: row {key} has other tokens than were trained")
                 oldest = min((version_step for (_, version_step), _, _ in row["versions"]), default=step)
-                if step - oldest > staleness:
+                if stale(step, oldest, staleness):
                     found.append(f"step {step}: row {key} was sampled by version {oldest}")
     if there != set(rows):
         found.append(f"step {step}: trajectories are missing, or too many: {sorted(there ^ set(rows))[:4]}")
@@ -108,7 +101,7 @@ def _trajectories(run: Path, step: int, lineage: int, rows: dict[Row, str], stal
 def _ledger(run: Path, trained: dict[int, tuple[int, dict[Row, str]]], expected: Expected) -> list[str]:
     """The queue reserved what was trained, announced with the same hashes, and forgot no group that it admitted."""
     admitted, dropped, announced, reserved = set(), set(), defaultdict(set), {}
-    for line in _lines(run / "ledger.jsonl"):
+    for line in whole_lines(run / "ledger.jsonl"):
         match line["event"]:
             case "admit" if line["partition"] == "train":
                 admitted.add(line["group"])

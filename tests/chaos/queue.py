@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.process.private_folder import make_private
+from tests.support.nothing_lost import Sample, lost, stale, twice, whole_lines
 from tests.support.queue_clients import make_run_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,18 +74,10 @@ class Processes:
             self.kill(role)
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file that its writer may have been killed in."""
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"}\n"):
-                yield json.loads(line)
-
-
 def surviving(run: Path) -> dict[int, list[dict[str, Any]]]:
     """Rows by step as the newest lineage of each step trained them, without what a resume went back behind."""
     steps: dict[int, list[dict[str, Any]]] = {}
-    for line in lines(run / "trained.jsonl"):
+    for line in whole_lines(run / "trained.jsonl"):
         if "resumed" in line:
             steps = {step: rows for step, rows in steps.items() if step < line["resumed"]}
         else:
@@ -93,33 +85,34 @@ def surviving(run: Path) -> dict[int, list[dict[str, Any]]]:
     return steps
 
 
-def check(run: Path, *, lost: bool) -> tuple[int, int]:
+def check(run: Path, *, journal_lost: bool) -> tuple[int, int]:
     """Ends the program if the files disagree; returns steps trained and samples acknowledged so far."""
     steps = surviving(run)
-    trained: dict[tuple[int, int], str] = {}
-    groups: dict[int, int] = {}
+    groups = {step: {row["group"] for row in rows} for step, rows in steps.items()}
+    found = twice(groups)
+    trained: dict[Sample, str] = {}
     for step, rows in steps.items():
         for row in rows:
             key = (row["group"], row["sample"])
-            if key in trained or groups.setdefault(row["group"], step) != step:
-                sys.exit(f"group {row['group']} was trained twice; see {run}")
+            if key in trained:
+                found.append(f"sample {key} was trained twice")
             trained[key] = row["tokens"]
-            if step - row["oldest"] > STALENESS:
-                sys.exit(f"step {step} trained tokens of version {row['oldest']}; see {run}")
+            if stale(step, row["oldest"], STALENESS):
+                found.append(f"step {step} trained tokens of version {row['oldest']}")
     if sorted(steps) != list(range(len(steps))):
-        sys.exit(f"the steps {sorted(steps)} were trained; see {run}")
-    acknowledged = [line for worker in run.glob("worker-*.jsonl") for line in lines(worker)]
-    ledger = list(lines(run / "ledger.jsonl"))
+        found.append(f"the steps {sorted(steps)} were trained")
+    acknowledged = [line for worker in run.glob("worker-*.jsonl") for line in whole_lines(worker)]
+    ledger = whole_lines(run / "ledger.jsonl")
     given_up = {e["group"] for e in ledger if e["event"] in ("drop", "dead_letter")}
     with_shards = {tuple(row) for e in ledger if e["event"] == "lost" for row in e["rows"]}  # and generated again
-    oldest_open = max(groups, default=-1) - 3 * (STALENESS + 1) * BATCH  # older groups were trained or given up
-    for line in [] if lost else acknowledged:
-        key = (line["group"], line["sample"])
-        if key in with_shards:
-            continue
-        done = key in trained or key[0] in given_up
-        if trained.get(key, line["tokens"]) != line["tokens"] or (not done and key[0] <= oldest_open):
-            sys.exit(f"{line} was acknowledged, and {trained.get(key)} was trained; see {run}")
+    newest = max((group for members in groups.values() for group in members), default=-1)
+    oldest_open = newest - 3 * (STALENESS + 1) * BATCH  # older groups were trained or given up
+    if not journal_lost:
+        kept = [((line["group"], line["sample"]), line["tokens"]) for line in acknowledged]
+        kept = [(key, tokens) for key, tokens in kept if key not in with_shards]
+        found += lost(kept, trained, lambda group: group in given_up or group > oldest_open)
+    if found:
+        sys.exit("\n".join([*found[:20], f"see {run}"]))
     return len(steps), len(acknowledged)
 
 
@@ -179,7 +172,7 @@ def main() -> int:
     roles = [*ROLES, *(f"shard-{n}" for n in range(arguments.shards))]
     killed = dict.fromkeys(roles, 0)
     began = time.monotonic()
-    lost = False
+    journal_lost = False
     try:
         for role in roles:
             processes.start(role)
@@ -187,18 +180,19 @@ def main() -> int:
         for _ in range(arguments.rounds):
             time.sleep(rng.random() * ROUND_S)
             role = rng.choice(roles)
-            lost = lost or (role == "queue" and arguments.journal == "memory")
+            journal_lost = journal_lost or (role == "queue" and arguments.journal == "memory")
             processes.kill(role)
             killed[role] += 1
-            trained, _ = check(run, lost=lost)
+            trained, _ = check(run, journal_lost=journal_lost)
             processes.start(role)
             wait_for_step(run, processes, trained - 1)
-        trained, acknowledged = check(run, lost=lost)
+        trained, acknowledged = check(run, journal_lost=journal_lost)
     finally:
         processes.stop()
+    but = " but with its journal" if journal_lost else ""
     print(
         f"{arguments.rounds} rounds in {time.monotonic() - began:.0f} s, killed {killed}: {trained} steps trained, "
-        f"{acknowledged} samples acknowledged; nothing acknowledged was lost{' but with its journal' if lost else ''}, "
+        f"{acknowledged} samples acknowledged; nothing acknowledged was lost{but}, "
         f"nothing was trained twice, no token was older than {STALENESS} steps; files: {run}"
     )
     return 0

@@ -24,7 +24,7 @@ PATIENCE_S = 0.3  # a killed queue is back soon
 
 
 def write(path: Path, line: dict[str, Any]) -> None:
-    """One whole line, in one call; begins a new one behind a torn line."""
+    """Append one whole line, in one call."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(descriptor, json.dumps(line).encode() + b"\n")

@@ -19,8 +19,8 @@ from rl_async.transfer_queue.state.transitions import (
     RolledBack,
 )
 from tests.simulation.disk import Disk
+from tests.support.nothing_lost import Sample, lost, stale, twice
 
-Sample = tuple[int, int]  # group, sample
 Tokens = list[str]  # by segment
 
 
@@ -121,13 +121,16 @@ class Rules:
     def trained(self, step: int, headers: Sequence[TrajectoryHeader], rows: Sequence[bytes]) -> None:
         """Nothing twice, nothing too old, nothing but what was put."""
         batch: dict[Sample, Tokens] = {}
-        earlier = {group for at, samples in self._trained.items() if at != step for group, _ in samples}
+        groups = {at: {group for group, _ in samples} for at, samples in self._trained.items()}
+        again = twice({**groups, step: {header.group_id for header in headers}})
+        self._check(not again, f"no group is trained twice: {again}")
         for header, row in zip(headers, rows, strict=True):
             name = f"sample {header.sample} of group {header.group_id}"
-            self._check(header.group_id not in earlier, f"no group is trained twice: group {header.group_id}")
             oldest = min(run.version.step for run in header.versions)
             bound = self._settings.max_staleness
-            self._check(step - oldest <= bound, f"staleness of {name} at step {step}: {step - oldest} > {bound}")
+            self._check(
+                not stale(step, oldest, bound), f"staleness of {name} at step {step}: {step - oldest} > {bound}"
+            )
             self._check(row.decode() == header.tokens_hash, f"{name} has the header of other tokens")
             batch.setdefault((header.group_id, header.sample), []).append(header.tokens_hash)
         for key, tokens in batch.items():
@@ -209,9 +212,8 @@ class Rules:
         self._check(recovered == store.dump(), "a replay gives the store that was there")
         trained = {key: tokens for batch in self._trained.values() for key, tokens in batch.items()}
         given_up = self._given_up(store, disk, now)
-        for key, tokens in self._taken.items():
-            if key[0] not in given_up:
-                self._check(trained.get(key) == tokens, f"taken {tokens} of {key}, trained {trained.get(key)}")
+        missing = lost(self._taken.items(), trained, given_up.__contains__)
+        self._check(not missing, f"what was taken is trained or given up: {missing}")
         both = {group for group, _ in trained} & given_up
         self._check(not both, f"the groups {both} were given up and trained")
         self._nothing_left(store, disk, now)

@@ -35,6 +35,7 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.reports.audit import audit
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import redis_server
+from tests.support.nothing_lost import lost
 from tests.support.queue_clients import async_client, make_run_keys
 
 KILLS, STEPS, BATCH, GROUP = 4, 40, 2, 4
@@ -193,8 +194,7 @@ async def test_nothing_acknowledged_is_lost(run: Path) -> None:
         victim.kill()
     assert "Traceback" not in (run / "queue.log").read_text()
     assert len(traffic.trained) == STEPS * BATCH * GROUP
-    lost = {key for key, digest in traffic.acknowledged.items() if traffic.trained.get(key) != digest}
-    assert not lost, f"acknowledged, but not what was trained: {sorted(lost)}"
+    assert lost(traffic.acknowledged.items(), traffic.trained) == []
     logged = [item for rows in traffic.logged.values() for item in rows.items()]
     assert len(logged) == len(traffic.trained) and dict(logged) == traffic.trained, "a logger has each row once"
     report = audit(run)

@@ -1,6 +1,7 @@
 """The model of the trainer's side: what each step's batch was, and what it may be when it comes again."""
 
 from rl_async.messages import Reserved, Task, TrajectoryHeader
+from tests.support.nothing_lost import stale, twice
 from tests.unit.transfer_queue.state.history import BATCH, GROUP, Announced, segments
 
 
@@ -31,9 +32,8 @@ class Batches:
         assert [header.key for header in batch.headers] == rows
         assert all(task == tasks[group] for group, task in batch.tasks.items())
         for header in batch.headers:
-            assert step - min(run.version.step for run in header.versions) <= self._bound
-        earlier = [group for at, groups in self.members.items() if at != step for group in groups]
-        assert not set(members) & set(earlier), "a group in two batches"
+            assert not stale(step, min(run.version.step for run in header.versions), self._bound)
+        assert twice({**self.members, step: members}) == []
         assert self.members.setdefault(step, members) == members
         if self._same_rows and step in self.rows:
             self._check_rows(step, batch, seen)
