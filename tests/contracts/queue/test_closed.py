@@ -30,7 +30,6 @@ from rl_async.transfer_queue.client.async_client import QueueClient
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from tests.contracts.queue.peers import HELLO, ID, PATIENCE_MS, SETTINGS, RunningQueue, disconnected, put_all
 
-STRANGER_S = 1.0  # over TCP a client is not told that it is refused, and waits for its deadline
 OPEN = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
 
 
@@ -74,19 +73,35 @@ def friend(closed: RunningQueue, folder: Path) -> Iterator[SyncQueueClient]:
         yield friend
 
 
+def deadlines_s(address: str) -> tuple[float, ...]:
+    """Over TCP a client that is refused waits for its deadline: a short one suffices unless the machine is busy."""
+    return (0.5, 2.0, 20.0) if address.startswith("tcp:") else (20.0,)
+
+
+def refused(address: str) -> type[Exception]:
+    return QueueLost if address.startswith("tcp:") else AccessDenied
+
+
 def stranger_s_error(address: str, keys: ClientKeys | None) -> str:
-    with (
-        SyncQueueClient(address, role="agent", name="stranger", timeout_s=STRANGER_S, keys=keys) as stranger,
-        pytest.raises(QueueLost if address.startswith("tcp:") else AccessDenied) as caught,
-    ):
-        stranger.status()
+    """The error of a client that has heard of its refusal before its deadline."""
+    for timeout_s in deadlines_s(address):
+        with (
+            SyncQueueClient(address, role="agent", name="stranger", timeout_s=timeout_s, keys=keys) as stranger,
+            pytest.raises(refused(address)) as caught,
+        ):
+            stranger.status()
+        if "key" in str(caught.value):
+            break
     return str(caught.value)
 
 
 async def async_stranger_s_error(address: str, keys: ClientKeys | None) -> str:
-    async with QueueClient(address, role="agent", name="stranger", timeout_s=STRANGER_S, keys=keys) as stranger:
-        with pytest.raises(QueueLost if address.startswith("tcp:") else AccessDenied) as caught:
-            await stranger.status()
+    for timeout_s in deadlines_s(address):
+        async with QueueClient(address, role="agent", name="stranger", timeout_s=timeout_s, keys=keys) as stranger:
+            with pytest.raises(refused(address)) as caught:
+                await stranger.status()
+        if "key" in str(caught.value):
+            break
     return str(caught.value)
 
 
@@ -142,11 +157,11 @@ def test_a_reader_reads_and_leases_nothing(either, folder):
 
 
 async def test_a_request_after_the_refusal_ends_at_its_deadline_too(closed, friend):
-    with SyncQueueClient(closed.address, role="agent", name="stranger", timeout_s=0.5) as stranger:
+    with SyncQueueClient(closed.address, role="agent", name="stranger", timeout_s=1.0) as stranger:
         for _ in range(2):  # libzmq does not try again after a refusal: the second finds no connection to send on
             with pytest.raises(QueueLost, match="key"):
                 stranger.status()
-    async with QueueClient(closed.address, role="agent", name="stranger", timeout_s=0.5) as stranger:
+    async with QueueClient(closed.address, role="agent", name="stranger", timeout_s=1.0) as stranger:
         for _ in range(2):
             with pytest.raises(QueueLost, match="key"):
                 await stranger.status()
