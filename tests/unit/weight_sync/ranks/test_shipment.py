@@ -117,12 +117,18 @@ async def test_a_group_that_opens_when_its_update_is_over_is_closed(
     sync = sync_of("disk", tmp_path, sync_timeout_s=60)
     fleet = make_fleet(directory := Directory(a=Engine()), "disk", sync=sync)
     loop = asyncio.get_running_loop()
-    may_open, has_opened = threading.Event(), threading.Event()
+    first_is_open, may_open, has_opened = threading.Event(), threading.Event(), threading.Event()
     with TrainerRanks(named(0), 2, sync) as trainer:
-        at_once = trainer.outlets[1].open
+        first_at_once, at_once = trainer.outlets[0].open, trainer.outlets[1].open
+
+        def first(key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
+            joins = first_at_once(key, members, needs)
+            first_is_open.set()
+            return joins
 
         def late(key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
-            # The clock passes the update's deadline only now that the group is being opened.
+            # The clock passes the update's deadline only now that the group is half open.
+            first_is_open.wait(30)
             now = time.monotonic()
             monkeypatch.setattr(time, "monotonic", lambda: now + 61)
             loop.call_soon_threadsafe(lambda: None)
@@ -131,6 +137,7 @@ async def test_a_group_that_opens_when_its_update_is_over_is_closed(
             has_opened.set()
             return joins
 
+        trainer.outlets[0].open = first  # type: ignore[method-assign]
         trainer.outlets[1].open = late  # type: ignore[method-assign]
         with pytest.raises(WeightSyncError):
             await fleet.publish(Version(0, 1), trainer.weights(named(1)))
