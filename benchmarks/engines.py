@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60, metavar="N", help="slices with and without a token")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    config = load_config("calculator", ["rollout.max_batch_size=256"])
+    config = load_config("calculator", ["model.dtype=float32", "rollout.max_batch_size=256"])
     if needs_preparation(config):
         prepare(config, print)
     torch.set_num_threads(1)

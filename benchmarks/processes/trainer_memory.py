@@ -40,7 +40,7 @@ def save_model(config: RunConfig, folder: Path) -> None:
 def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     """Prints the estimate and the peak in bytes."""
     assert trainer_process
-    config = load_config(name, [f"model.path={folder}", *overrides])
+    config = load_config(name, [f"model.path={folder}", "model.dtype=float32", *overrides])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     models = build_models(config, "cpu")

@@ -135,6 +135,7 @@ def overrides_of(folder: Path, shape: Shape, mode: str, steps: int) -> list[str]
     """Return what a run changes of the preset."""
     return [
         f"model.path={folder / 'model'}",
+        "model.dtype=bfloat16",
         "data.make=null",
         f"data.path={folder / 'prompts.jsonl'}",
         "data.eval_path=null",

@@ -82,6 +82,7 @@ def ours(setting: Setting, folder: Path) -> list[Step]:
     sums(folder)
     overrides = [
         f"model.path={Path(setting.model).absolute()}",
+        "model.dtype=bfloat16",
         "data.make=null",
         f"data.path={folder / 'train.parquet'}",
         "data.eval_path=null",

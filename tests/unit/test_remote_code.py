@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
+from tests.support.configs import float32_config
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("agent_loop", "launcher", "reward_loop", "rollout_server", "trainer")
@@ -18,7 +18,7 @@ PACKAGES = ("agent_loop", "launcher", "reward_loop", "rollout_server", "trainer"
 def describe(folder: Path) -> Any:
     from rl_async.launcher.sources.info import describe
 
-    return describe(folder, load_config(None, [f"model.path={folder}", "data.path=none"]))
+    return describe(folder, float32_config(None, [f"model.path={folder}", "data.path=none"]))
 
 
 def train(folder: Path) -> Any:
@@ -30,7 +30,7 @@ def train(folder: Path) -> Any:
 def serve(folder: Path) -> Any:
     from rl_async.rollout_server.embedded.process import load_model
 
-    return load_model(load_config(None, [f"model.path={folder}", "data.path=none", "model.device=cpu"]))
+    return load_model(float32_config(None, [f"model.path={folder}", "data.path=none", "model.device=cpu"]))
 
 
 @pytest.mark.parametrize("load", [describe, train, serve])

@@ -34,7 +34,7 @@ CONFIG = [
     *(f"trainer.steps={EXPECTED.steps}", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=100"),
     *(f"data.train_batch_groups={EXPECTED.groups}", f"rollout.group_size={EXPECTED.samples}", "agent.workers=1"),
     *("rollout.engines=1", "debug.min_train_s=0.3", "eval.every=0", "eval.tasks=4", "weight_sync.mismatch.action=stop"),
-    *("weight_sync.timeout_s=30", *HARDLY_WARM),
+    *("weight_sync.timeout_s=30", "model.dtype=float32", *HARDLY_WARM),
 ]
 WAIT_S = 120.0
 
