@@ -103,6 +103,7 @@ class RunningGateway:
         self._listener = bind("127.0.0.1", 0, "port")
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked = False
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -139,9 +140,13 @@ class RunningGateway:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.queue.takes.set)
 
-    def stop(self) -> None:
-        if self._loop is not None and self._thread.is_alive():
+    def ask_to_end(self) -> None:
+        if self._loop is not None and not self._asked and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.queue.over.set)
+        self._asked = True
+
+    def stop(self) -> None:
+        self.ask_to_end()
         self._thread.join(10)
         assert not self._thread.is_alive()
 

@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.launcher.cli.__main__ import main
@@ -29,37 +26,10 @@ from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_
 from tests.contracts.queue.peers import RunningQueue
 from tests.support.queue_clients import sync_client
 from tests.support.rounding import PlainPass, assert_near
-from tests.unit.agent_loop.conftest import demos
-from tests.unit.agent_loop.fakes import leased, run_config
 
 openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(demos("calculator", 300), 200)
-
-
-@pytest.fixture(scope="module")
-def renderer(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
-    return ChatRenderer(tokenizer)
-
-
-@pytest.fixture
-def start(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
-    started: list[RunningGateway] = []
-
-    def begin(*says: str, samples: int = 1, **options: Any) -> RunningGateway:
-        limits, kept = {"max_tokens": 100, "max_model_len": 4000}, GatewayConfig(**options)
-        config = run_config(limits, tools=("calculator",), max_tokens=3000, gateway=kept)
-        started.append(RunningGateway(config, leased(samples=samples), renderer, says))
-        return started[-1]
-
-    yield begin
-    for gateway in started:
-        gateway.stop()
 
 
 def take(gateway: RunningGateway) -> tuple[RemoteEpisode, Any]:

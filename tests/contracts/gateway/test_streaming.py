@@ -131,7 +131,7 @@ LAST = {"responses": "response.completed", "messages": "message_stop"}
 
 
 @pytest.fixture
-def held(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
+def held(renderer: ChatRenderer, ending: list[RunningGateway]) -> Iterator[Callable[..., RunningGateway]]:
     started: list[RunningGateway] = []
 
     def begin(ping_s: float = WAIT_S, chat: ChatRenderer = renderer) -> RunningGateway:
@@ -141,7 +141,8 @@ def held(renderer: ChatRenderer) -> Iterator[Callable[..., RunningGateway]]:
 
     yield begin
     for gateway in started:
-        gateway.stop()
+        gateway.ask_to_end()
+        ending.append(gateway)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
