@@ -4,10 +4,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -16,7 +18,8 @@ from rl_async.messages import Version
 from rl_async.trainer.monitoring.ranks import ranks_joined
 from rl_async.trainer.step.run import Run
 
-COLLECTIVE_S = 10.0  # also to meet the other rank, on a busy machine
+JOIN_S = 60.0
+COLLECTIVE_S = 3.0
 
 
 class Idle:
@@ -38,14 +41,18 @@ def main(folder: Path) -> None:
     config = RunConfig(
         model=ModelConfig(path="none"),
         data=DataConfig(path="none"),
-        trainer=TrainerConfig(collective_timeout_s=COLLECTIVE_S),
+        trainer=TrainerConfig(collective_timeout_s=JOIN_S),
     )
     with ranks_joined(config, folder):
+        # Only now: a busy machine may need longer to start both ranks.
+        _set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
         evaluations: Any = LongEvaluation() if dist.get_rank() == 0 else None
         tracking: Any = Idle() if dist.get_rank() == 0 else None
         names = [field.name for field in fields(Run) if field.default is MISSING]
         parts: dict[str, Any] = {name: Idle() for name in names} | {"config": config, "folder": folder}
+        begun = time.monotonic()
         Run(**parts, evaluations=evaluations, tracking=tracking).finish(Version(0, 1))
+        print(time.monotonic() - begun)
 
 
 if __name__ == "__main__":
