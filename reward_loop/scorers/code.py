@@ -6,26 +6,38 @@ that are code do enter it, and run in the program's own process.
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rl_async.configs.schema.reward import CodeConfig
+from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
+from rl_async.reward_loop.scorers import code_driver
+from rl_async.reward_loop.scorers.code_driver import MARK, MISSING
 from rl_async.reward_loop.scorers.code_tests import (
-    CALL,
-    MARK,
-    Code,
+    Asserts,
+    Call,
     Pair,
     Test,
+    TestFunction,
     parse_tests,
+    place_of,
     same_text,
     same_value,
+    starter_imports,
 )
 from rl_async.sandbox.api import Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
+DRIVER = Path(code_driver.__file__).read_text()
 MOST_TIMED = 16  # tests whose time is recorded each; of more, the sum and the longest
+
+
+class _ModuleMissing(Exception):
+    """Tests import a module that the sandbox does not have; the message is its name."""
 
 
 class CodeScorer:
@@ -42,46 +54,103 @@ class CodeScorer:
         An answer without a program gets 0. Tests that the first failure or a lack of time left out count as failed.
         """
         tests = parse_tests(conversation)
+        count = sum(test.checks for test in tests)
         program = last_program(conversation.solution_str)
         if program is None:
-            extra = {"extracted": 0.0, "tests": float(len(tests)), "passed": 0.0}
+            extra = {"extracted": 0.0, "tests": float(count), "passed": 0.0}
             return Score(0.0, extra, "the answer has no program")
         async with self._slots:
             try:
-                workspace = await self._sandbox.open()
-                try:
-                    results, times = await self._run(workspace, program, tests)
-                finally:
-                    await workspace.close()
+                results, times = await self._run(program, tests, starter_imports(conversation.extra_info))
+            except _ModuleMissing as error:
+                raise DataError(
+                    f"{place_of(conversation)}: its tests import {error}, which the sandbox does not have "
+                    "(sandbox.packages)"
+                ) from error
             except SandboxLost as error:
                 raise ScorerFailed(str(error)) from error
         passed = sum(results)
-        extra = {"extracted": 1.0, "tests": float(len(tests)), "passed": float(passed)}
+        extra = {"extracted": 1.0, "tests": float(count), "passed": float(passed)}
         extra |= {"seconds": sum(times), "longest_s": max(times, default=0.0)}
-        if len(tests) <= MOST_TIMED:
+        if count <= MOST_TIMED:
             extra |= {f"test_{number}_s": seconds for number, seconds in enumerate(times)}
-        share = passed / len(tests)
+        share = passed / count
         value = float(share == 1) if self._config.all_or_nothing else share
-        return Score(value, extra, _reason(results, len(tests)))
+        return Score(value, extra, _reason(results, count))
 
-    async def _run(self, workspace: Workspace, program: str, tests: list[Test]) -> tuple[list[bool], list[float]]:
-        """Return whether each test that ran passed, and its time."""
+    async def _run(
+        self, program: str, tests: list[Test], imports: list[dict[str, str]]
+    ) -> tuple[list[bool], list[float]]:
+        """Return whether each test that ran passed, and its time: that of its process, shared by the tests in it."""
         results, times = list[bool](), list[float]()
         end = time.monotonic() + self._config.timeout_s
         for test in tests:
-            seconds = min(self._config.test_timeout_s, end - time.monotonic())
-            if seconds <= 0:
+            if end <= time.monotonic():
                 break
-            began = time.monotonic()
-            good = await _passes(workspace, program, test, seconds)
-            times.append(time.monotonic() - began)
-            results.append(good)
-            if not good and self._config.all_or_nothing:
+            workspace = await self._sandbox.open()
+            try:
+                seconds = min(self._config.test_timeout_s * test.checks, end - time.monotonic())
+                if seconds <= 0:
+                    break
+                began = time.monotonic()
+                passed = await self._passed(workspace, program, test, imports, seconds)
+                times += [(time.monotonic() - began) / test.checks] * test.checks
+            finally:
+                await workspace.close()
+            results += passed
+            if not all(passed) and self._config.all_or_nothing:
                 break
         return results, times
 
+    async def _passed(
+        self, workspace: Workspace, program: str, test: Test, imports: list[dict[str, str]], seconds: float
+    ) -> list[bool]:
+        """Run a test's process; return whether each of its checks passed. Raises _ModuleMissing if the tests
+        import what the sandbox lacks."""
+        try:
+            if isinstance(test, Pair):
+                whole = f"{program}\n\n{test.after}" if test.after else program
+                result = await workspace.run("python", whole, stdin=test.stdin.encode(), seconds=seconds)
+                return [_ended_well(result) and same_text(result.stdout.decode(errors="replace"), test.stdout)]
+            given = {"program": program, "imports": imports, "modules": [], "seconds": self._config.test_timeout_s}
+            given |= (told := _told(test))
+            stdin = json.dumps(given).encode() + b"\n"
+            result = await workspace.run("python", DRIVER, stdin=stdin, seconds=seconds)
+        except SandboxRefused:  # a program that no process can be started with
+            return [False] * test.checks
+        reports = [
+            line.partition(MARK)[2] for line in result.stdout.decode(errors="replace").split("\n") if MARK in line
+        ]
+        if isinstance(test, Call):
+            return [_ended_well(result) and bool(reports) and _returned(reports[-1], test.expected)]
+        if missing := [line for line in reports if line.startswith(told["secret"] + MISSING)]:
+            module = missing[0].removeprefix(told["secret"] + MISSING)
+            raise _ModuleMissing(module)
+        if isinstance(test, Asserts):
+            return [told["statements"][place][1] in reports for place in test.checked]
+        return [_ended_well(result) and told["secret"] in reports]
+
     async def close(self) -> None:
-        """Do nothing: a workspace lasts as long as its answer is scored."""
+        """Do nothing: a workspace lasts as long as a test."""
+
+
+def _told(test: Call | Asserts | TestFunction) -> dict[str, Any]:
+    """Return a test as the driver reads it, with a new secret for each check, so that none can be reported unmade."""
+    if isinstance(test, Call):
+        return {"name": test.name, "arguments": test.arguments}
+    checked = set(test.checked) if isinstance(test, Asserts) else set[int]()
+    statements = [[text, secrets.token_hex() if n in checked else None] for n, text in enumerate(test.statements)]
+    own = None
+    if isinstance(test, TestFunction):
+        own = {"group": test.group, "name": test.name, "unittest": test.unittest}
+    return {"statements": statements, "modules": test.modules, "secret": secrets.token_hex(), "test": own}
+
+
+def _returned(said: str, expected: Any) -> bool:
+    try:
+        return same_value(json.loads(said), expected)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _reason(results: list[bool], tests: int) -> str:
@@ -93,49 +162,57 @@ def _reason(results: list[bool], tests: int) -> str:
     return "; ".join(parts)
 
 
-async def _passes(workspace: Workspace, program: str, test: Test, seconds: float) -> bool:
-    try:
-        if isinstance(test, Pair):
-            result = await workspace.run("python", program, stdin=test.stdin.encode(), seconds=seconds)
-            return _ended_well(result) and same_text(result.stdout.decode(errors="replace"), test.stdout)
-        secret = secrets.token_hex()
-        given: dict[str, Any] = {"program": program, "secret": secret}
-        given |= {"code": test.text} if isinstance(test, Code) else {"name": test.name, "arguments": test.arguments}
-        result = await workspace.run("python", CALL, stdin=json.dumps(given).encode() + b"\n", seconds=seconds)
-    except SandboxRefused:  # a program that no process can be started with
-        return False
-    _, mark, said = result.stdout.decode(errors="replace").rpartition(MARK)
-    if isinstance(test, Code):
-        return _ended_well(result) and said.strip() == secret
-    if not _ended_well(result) or not mark:
-        return False
-    try:
-        return same_value(json.loads(said), test.expected)
-    except (ValueError, RecursionError):
-        return False
-
-
 def _ended_well(result: Result) -> bool:
     return result.exit == 0 and not result.limit
+
+
+_LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")  # in an info string: `python title="x"`, `{.python}`, `python:main.py`
+_OPENING = re.compile(
+    r"(?P<before>(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])[ \t])*)"  # indentation, and marks of quotes and list items
+    r"(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)",
+    re.DOTALL,
+)
 
 
 def last_program(answer: str) -> str | None:
     """Return the last fenced block in Python, or else the last one without a language; None if there is neither."""
     blocks = list(_blocks(answer))
-    for languages in (("python", "python3", "py"), ("",)):
+    for languages in (("python", "python3", "py", "py3"), ("",)):
         if found := [text for language, text in blocks if language in languages]:
             return found[-1]
     return None
 
 
 def _blocks(answer: str) -> Iterator[tuple[str, str]]:
-    """Yield the language and the text of each fenced block that is closed."""
-    language, lines = None, list[str]()
-    for line in answer.splitlines():
-        if language is None and line.lstrip().startswith("```"):
-            language, lines = line.strip("` \t").lower(), []
-        elif language is not None and line.strip() == "```":
-            yield language, "\n".join(lines)
-            language = None
+    """Yield the language and the text of each fenced block that is closed, by CommonMark's rules.
+
+    A block ends with a fence of the same character that is at least as long and not indented by four columns more.
+    Lines lose the indentation and the quote marks of the opening fence. An opening fence may have any indentation,
+    as in a list item.
+    """
+    opening: re.Match[str] | None = None
+    lines = list[str]()
+    for line in re.split(r"\r\n|\n|\r", answer):
+        if opening is None:
+            opening, lines = _OPENING.fullmatch(line), []
+            continue
+        inner = _without(line, opening["before"])
+        fence = inner.strip(" \t")
+        indent = len(inner) - len(inner.lstrip(" "))
+        if len(fence) >= len(opening["fence"]) and set(fence) == {opening["fence"][0]} and indent < 4:
+            language = _LANGUAGE.match(opening["info"])
+            yield language[1].lower() if language else "", "\n".join(lines)
+            opening = None
         else:
-            lines.append(line)
+            lines.append(inner)
+
+
+def _without(line: str, before: str) -> str:
+    """Remove from a line of a block what stood before its opening fence: quote marks, and as much indentation."""
+    for mark in before:
+        if mark == ">":
+            stripped = line.lstrip(" ")
+            line = stripped[1:] if stripped.startswith(">") else line
+        elif line[:1] in (" ", "\t"):
+            line = line[1:]
+    return line

@@ -1,41 +1,31 @@
-"""Hidden tests of a program as ground truths write them, and the comparison of what came with what was expected."""
+"""Hidden tests of a program as ground truths write them, and the comparison of results with what was expected.
+
+A ground truth is parsed into one of the forms below, which docs/reference/sandbox.md lists; anything else, and anything
+without a check that could fail, is a DataError. `Asserts` and `TestFunction` are code that runs beside the program.
+"""
 
 import ast
+import builtins
 import json
 import math
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation
 
-MARK = "\x00rl-async: "  # before what CALL reports; whatever a program prints ahead of it does not matter
-
-# Loads the program as the module `solution`, whose `main` part does not run; then calls a function or runs a test.
-CALL = f"""
-import json, sys, types
-given = json.loads(sys.stdin.readline())
-module = types.ModuleType("solution")
-sys.modules["solution"] = module
-exec(compile(given["program"], "solution.py", "exec"), module.__dict__)
-if "code" in given:
-    exec(compile(given["code"], "test.py", "exec"), module.__dict__)
-    said = given["secret"]
-else:
-    name = given["name"]
-    function = getattr(module, name) if hasattr(module, name) else getattr(module.Solution(), name)
-    said = json.dumps(function(*given["arguments"]))
-sys.stdout.write({MARK!r} + said)
-sys.stdout.flush()
-"""
-
 
 class Pair(msgspec.Struct, frozen=True):
-    """A program gets ``stdin`` and prints ``stdout``."""
+    """A program gets ``stdin`` and prints ``stdout``. ``after`` is code that is appended to it, such as an assert."""
 
     stdin: str
     stdout: str
+    after: str = ""
+
+    checks: ClassVar[int] = 1
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -45,97 +35,461 @@ class Call(msgspec.Struct, frozen=True):
     arguments: list[Any]
     expected: Any
 
-
-class Code(msgspec.Struct, frozen=True):
-    """Code that raises nothing once the program is loaded."""
-
-    text: str
+    checks: ClassVar[int] = 1
 
 
-Test = Pair | Call | Code
+class Asserts(msgspec.Struct, frozen=True):
+    """Statements in their order, in one process; those at the places ``checked`` are tests, which pass unless they
+    raise. ``modules``: what the statements import.
+    """
+
+    statements: list[str]
+    checked: list[int]
+    modules: list[str] = []
+
+    @property
+    def checks(self) -> int:
+        """How many tests these are."""
+        return len(self.checked)
 
 
-class _Cases(msgspec.Struct):
+class TestFunction(msgspec.Struct, frozen=True):
+    """A function, or a method of the class ``group``: called after the statements, it passes unless it raises."""
+
+    statements: list[str]
+    name: str
+    group: str = ""
+    unittest: bool = False
+    modules: list[str] = []
+
+    checks: ClassVar[int] = 1
+    __test__: ClassVar[bool] = False
+
+
+Test = Pair | Call | Asserts | TestFunction
+
+
+class _Cases(msgspec.Struct, forbid_unknown_fields=True):
     """The form of PRIME's and verl's data sets."""
 
-    inputs: list[Any]
-    outputs: list[Any]
+    inputs: list[Any] | None = None
+    outputs: list[Any] | None = None
     fn_name: str | None = None
+    assert_case: list[str] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    func_name: str | None = None
+
+
+class _Case(msgspec.Struct, forbid_unknown_fields=True):
+    """An element of the lists of LiveCodeBench, DeepCoder and PrimeIntellect."""
+
+    input: Any
+    output: Any
+    testtype: str | None = None
+    type: str | None = None
+    fn_name: str | None = None
+    metadata: _Metadata | None = None
+
+
+class _HumanEval(msgspec.Struct, forbid_unknown_fields=True):
+    test: str
+    entry_point: str | None = None
+
+
+class _Mbpp(msgspec.Struct, forbid_unknown_fields=True):
+    test_list: list[str]
+    test_setup_code: str | None = None
+    test_imports: list[str] | None = None
+    challenge_test_list: list[str] | None = None
+
+
+_STDIN, _FUNCTIONAL = {"stdin", "stdin_stdout", "standard_input"}, {"functional", "function_call", "call_based"}
+_FORMS = (
+    '{"inputs": [...], "outputs": [...]}, a list of {"input", "output", "testtype"}, a list of asserts, '
+    "or tests as Python code"
+)
 
 
 def parse_tests(conversation: Conversation) -> list[Test]:
-    """Return the tests of a ground truth. Raises DataError, naming the row, for one that has none."""
+    """Return the tests of a ground truth, at least one. Raises DataError, naming row and field, if it is none."""
+    row = place_of(conversation)
     truth = conversation.ground_truth
-    row = f"{conversation.data_source or 'data'}, row {conversation.extra_info.get('index', '?')}: ground_truth"
-    if not truth.lstrip().startswith("{"):
-        return _from_code(truth, row)
+    if not truth.strip():
+        raise DataError(f"{row} is empty; the scorer code needs {_FORMS}")
+    value = _decoded(truth)
     try:
-        cases = msgspec.json.decode(truth, type=_Cases)
-    except msgspec.DecodeError as error:
-        raise DataError(f'{row}: {error}; write {{"inputs": [...], "outputs": [...]}}, or tests as code') from error
-    if not cases.inputs or len(cases.inputs) != len(cases.outputs):
-        raise DataError(
-            f"{row} has {len(cases.inputs)} inputs and {len(cases.outputs)} outputs; it needs as many, and one"
-        )
-    pairs = list(zip(cases.inputs, cases.outputs))
-    if cases.fn_name is None:
-        return [Pair(_lines(given, row), _lines(expected, row)) for given, expected in pairs]
-    return [Call(cases.fn_name, _arguments(given, row), _value(expected)) for given, expected in pairs]
+        if isinstance(value, dict):
+            return _from_mapping(value, conversation.extra_info, row)
+        if isinstance(value, list):
+            return _from_list(value, conversation.extra_info, row)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{row}: {error}; it may be {_FORMS}") from error
+    return _from_code(truth, conversation.extra_info, row)
 
 
-def _lines(value: Any, row: str) -> str:
+def place_of(conversation: Conversation) -> str:
+    """Name the ground truth of a conversation's row."""
+    return f"{conversation.data_source or 'data'}, row {conversation.extra_info.get('index', '?')}: ground_truth"
+
+
+def starter_imports(extra: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the imports of the row's starter code, ``extra_info.starter_code``, as module and statement."""
+    code = extra.get("starter_code")
+    lines = code.split("\n") if isinstance(code, str) else []
+    found = (re.match(r"(?:from|import)\s+(\w+)[\w.]*\s*(?:import\s+[\w, *]+|as\s+\w+)?\s*$", line) for line in lines)
+    return [{"module": match[1], "source": match[0].strip()} for match in found if match]
+
+
+def _decoded(truth: str) -> Any:
+    """Return a mapping or list that is written as JSON, or as Python writes it; None for anything else."""
+    if truth.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(truth)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(truth.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _from_mapping(value: dict[str, Any], extra: Mapping[str, Any], row: str) -> list[Test]:
+    if "test_list" in value:
+        mbpp = msgspec.convert(value, _Mbpp)
+        setup = [*(mbpp.test_imports or []), *filter(None, [mbpp.test_setup_code])]
+        return _from_texts([*setup, *mbpp.test_list, *(mbpp.challenge_test_list or [])], extra, row)
+    if "test" in value:
+        given = msgspec.convert(value, _HumanEval)
+        return _from_code(given.test, {**extra, "entry_point": given.entry_point or extra.get("entry_point")}, row)
+    cases = msgspec.convert(value, _Cases)
+    inputs, outputs, asserts = cases.inputs or [], cases.outputs or [], cases.assert_case or []
+    if len(inputs) != len(outputs) and not (asserts and not (any(inputs) and any(outputs))):
+        raise DataError(f"{row} has {len(inputs)} inputs and {len(outputs)} outputs; it needs as many")
+    if asserts and not any(inputs) and not any(outputs):
+        return _from_texts(asserts, extra, row)
+    if not inputs:
+        raise DataError(f"{row} has no tests; it may be {_FORMS}")
+    if cases.fn_name is not None:
+        called = [_call(cases.fn_name, *pair, f"{row}.inputs[{n}]") for n, pair in enumerate(zip(inputs, outputs))]
+        return [*called, *(_from_texts(asserts, extra, row) if asserts else [])]
+    if asserts and len(asserts) != len(inputs):
+        raise DataError(f"{row} has {len(inputs)} inputs and {len(asserts)} assert_case; it needs as many")
+    places = [(f"{row}.inputs[{n}]", f"{row}.outputs[{n}]") for n in range(len(inputs))]
+    lines = [(_lines(a, p), _lines(b, q)) for a, b, (p, q) in zip(inputs, outputs, places)]
+    return [Pair(*pair, after) for pair, after in zip(lines, asserts or [""] * len(lines))]
+
+
+def _from_list(value: list[Any], extra: Mapping[str, Any], row: str) -> list[Test]:
+    if not value:
+        raise DataError(f"{row} is an empty list; the scorer code needs {_FORMS}")
+    if all(isinstance(text, str) for text in value):
+        return _from_texts(value, extra, row)
+    tests = list[Test]()
+    for number, case in enumerate(msgspec.convert(value, list[_Case])):
+        place, kind = f"{row}[{number}]", case.testtype or case.type
+        named = case.fn_name or (case.metadata.func_name if case.metadata else None)
+        if kind in _FUNCTIONAL or (kind is None and named):
+            name = named or _function_name(extra)
+            if name is None:
+                raise DataError(
+                    f"{place} is functional, and no function is named: metadata.func_name, fn_name, or in extra_info "
+                    "metadata.func_name, func_name, fn_name, entry_point or starter_code"
+                )
+            tests.append(_call(name, case.input, case.output, f"{place}.input"))
+        elif kind is None or kind in _STDIN:
+            tests.append(Pair(_lines(case.input, f"{place}.input"), _lines(case.output, f"{place}.output")))
+        else:
+            known = ", ".join(sorted(_STDIN | _FUNCTIONAL))
+            raise DataError(f"{place}.{'testtype' if case.testtype else 'type'}: {kind!r:.80} is none of {known}")
+    return tests
+
+
+def _function_name(extra: Mapping[str, Any]) -> str | None:
+    """Return the name of the function that a row's extra_info says is tested."""
+    metadata = extra.get("metadata")
+    if isinstance(metadata, str):
+        metadata = _decoded(metadata)
+    named = [metadata.get("func_name")] if isinstance(metadata, dict) else []
+    named += [extra.get(key) for key in ("func_name", "fn_name", "entry_point")]
+    if isinstance(code := extra.get("starter_code"), str):
+        named += [name for name in re.findall(r"^\s*(?:async\s+)?def\s+(\w+)", code, re.MULTILINE) if name[:2] != "__"]
+    return next((name for name in named if isinstance(name, str) and name), None)
+
+
+def _call(name: str, given: Any, expected: Any, place: str) -> Call:
+    return Call(name.rpartition(".")[2], _arguments(given, place), expected)
+
+
+def _lines(value: Any, place: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
         raise DataError(
-            f"{row}: {value!r:.80} is neither a text nor a list of lines, as inputs and outputs without fn_name are"
+            f"{place}: {value!r:.80} is neither a text nor a list of lines, as inputs and outputs without fn_name are"
         )
     return value
 
 
-def _arguments(value: Any, row: str) -> list[Any]:
+def _arguments(value: Any, place: str) -> list[Any]:
     """Return a call's arguments: a list, or a text with one JSON value per line."""
     if isinstance(value, list):
         return value
     try:
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
-    except (AttributeError, ValueError):
-        raise DataError(f"{row}: {value!r:.80} is neither a list of arguments nor a JSON value per line") from None
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
+    except (AttributeError, ValueError, RecursionError):
+        raise DataError(f"{place}: {value!r:.80} is neither a list of arguments nor a JSON value per line") from None
 
 
-def _value(expected: Any) -> Any:
-    """Return an expected value, which may be written as JSON in a text; a text that is no JSON is itself expected."""
-    if not isinstance(expected, str):
-        return expected
+def _from_texts(texts: Sequence[str], extra: Mapping[str, Any], row: str) -> list[Test]:
+    """Take a list of asserts and of statements before them as one code. Each text must be Python by itself."""
+    for number, text in enumerate(texts):
+        _parsed(text, f"{row}[{number}]")
+    return _from_code("\n".join(texts), extra, row)
+
+
+def _parsed(text: str, place: str) -> ast.Module:
     try:
-        return json.loads(expected)
-    except ValueError:
-        return expected
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{place} is neither JSON in a known form nor Python: {error}; it may be {_FORMS}") from error
 
 
-def _from_code(text: str, row: str) -> list[Test]:
-    """Make a test of each assert and each function `test...` at the top; the rest precedes each of them.
+def _from_code(text: str, extra: Mapping[str, Any], row: str) -> list[Test]:
+    """Read tests that are code: statements with asserts, HumanEval's ``check``, unittest, and pytest's functions."""
+    body = [node for node in _inlined(_parsed(text, row).body) if not _runs_all_tests(node)]
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    if "check" in functions and not any(_calls(n, {"check"}) for n in body if n is not functions["check"]):
+        body += _parsed(f"check({_entry_point(extra, row)})", f"{row}: entry_point").body
+    if not _uses_program(body):
+        raise DataError(f"{row} tests nothing of the program: it uses no name that it does not define itself")
+    _refuse_unsupported(body, row)
+    modules = sorted(_modules(body))
+    checkers = _checkers({**functions, **classes})
+    tested = {name for name, node in functions.items() if name.startswith("test") and _can_fail(node, checkers)}
+    statements = [node for node in body if not _is_call_without_arguments(node, tested)]
+    sources = [ast.unparse(node) for node in statements]
+    checked = [n for n, node in enumerate(statements) if not _defines(node) and _can_fail(node, checkers)]
+    tests: list[Test] = [Asserts(sources, checked, modules)] if checked else []
+    for name in functions:
+        if name in tested:
+            _refuse_parameters(functions[name], f"{row}: {name}")
+            tests.append(TestFunction(sources, name, modules=modules))
+    for group, node in classes.items():
+        of_unittest = _is_unittest(node, classes)
+        if not of_unittest and not group.startswith("Test"):
+            continue
+        for name, method in _methods(node, classes).items():
+            if name.startswith("test") and _can_fail(method, checkers):
+                _refuse_parameters(method, f"{row}: {group}.{name}")
+                tests.append(TestFunction(sources, name, group, of_unittest, modules))
+    if not tests:
+        raise DataError(f"{row} has no test: neither an assert, nor a test function or class that asserts something")
+    return tests
 
-    Code with neither is one test.
-    """
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError) as error:
-        raise DataError(f"{row} is neither a JSON object nor Python: {error}") from error
-    if not body:
-        raise DataError(f"{row} is empty; the scorer code needs tests")
-    asserts = [node for node in body if isinstance(node, ast.Assert)]
-    functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    if not asserts and not functions:
-        return [Code(text)]
-    before = "\n".join(ast.unparse(node) for node in body if not isinstance(node, ast.Assert))
-    checks = [*map(ast.unparse, asserts), *(f"{name}()" for name in functions)]
-    return [Code(f"{before}\n{check}") for check in checks]
+
+def _entry_point(extra: Mapping[str, Any], row: str) -> str:
+    entry_point = extra.get("entry_point")
+    if not isinstance(entry_point, str) or not entry_point.strip():
+        raise DataError(
+            f"{row} defines check(candidate) and calls it nowhere; name the function in extra_info.entry_point"
+        )
+    return entry_point.strip()
+
+
+def _inlined(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, with those of ``if __name__ == "__main__"`` in its place."""
+    for node in body:
+        is_main = isinstance(node, ast.If) and {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} == {
+            "__name__"
+        }
+        if isinstance(node, ast.If) and is_main:
+            yield from _inlined(node.body)
+        else:
+            yield node
+
+
+def _runs_all_tests(node: ast.stmt) -> bool:
+    """Whether a statement calls ``unittest.main`` or ``pytest.main``: the tests are run one by one instead."""
+    return isinstance(node, ast.Expr) and any(
+        isinstance(call, ast.Call) and ast.unparse(call.func) in ("unittest.main", "pytest.main")
+        for call in ast.walk(node)
+    )
+
+
+def _defines(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _calls(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in names for n in ast.walk(node))
+
+
+def _is_call_without_arguments(node: ast.stmt, names: set[str]) -> bool:
+    """Whether a statement only calls a test function, which is run by itself."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and not call.args and not call.keywords and ast.unparse(call.func) in names
+
+
+def _can_fail(node: ast.AST, checkers: set[str]) -> bool:
+    """Whether code asserts or raises, itself or in a function of ``checkers``, and does not catch that again."""
+    if isinstance(node, ast.Raise):
+        return True
+    if isinstance(node, ast.Assert):
+        return not (isinstance(node.test, ast.Constant) and node.test.value)
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        if name in checkers or name in ("raises", "fail") or name.lower().startswith("assert"):
+            return True
+    if isinstance(node, ast.Try) and any(map(_catches_asserts, node.handlers)):
+        inside: list[ast.AST] = [*node.handlers, *node.orelse, *node.finalbody]
+        return any(_can_fail(part, checkers) for part in inside)
+    return any(_can_fail(part, checkers) for part in ast.iter_child_nodes(node))
+
+
+def _catches_asserts(handler: ast.ExceptHandler) -> bool:
+    caught = {"AssertionError", "Exception", "BaseException"}
+    return handler.type is None or any(isinstance(n, ast.Name) and n.id in caught for n in ast.walk(handler.type))
+
+
+def _checkers(defined: Mapping[str, ast.AST]) -> set[str]:
+    """Return the names of functions and classes that assert something, or call those that do."""
+    found = set[str]()
+    while more := {name for name, node in defined.items() if name not in found and _can_fail(node, found)}:
+        found |= more
+    return found
+
+
+# Tasks are to write functions of these names, so that tests that call them may mean the program's.
+_TASKS = {
+    "abs",
+    "bin",
+    "divmod",
+    "filter",
+    "format",
+    "hash",
+    "hex",
+    "max",
+    "min",
+    "oct",
+    "pow",
+    "reversed",
+    "round",
+    "sum",
+}
+
+
+def _uses_program(body: Sequence[ast.stmt]) -> bool:
+    """Whether code uses a name that neither it nor Python defines, or imports from the program."""
+    bound, used = set(dir(builtins)) - _TASKS, set[str]()
+    for node in (n for statement in body for n in ast.walk(statement)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module == "solution":
+            return True
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if any(alias.name.partition(".")[0] == "solution" for alias in node.names):
+                return True
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Constant) and node.value == "solution":
+            return True
+    return bool(used & {"globals", "eval", "exec"}) or bool(used - bound - {"__name__", "__file__"})
+
+
+def _modules(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the modules that code imports outside functions and ``try``, without the program."""
+    names = set[str]()
+    for node in body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - {"solution"}
+
+
+_PYTEST = {"raises", "approx", "fail", "param", "mark", "main"}
+_MARKS = {"parametrize", "asyncio"}
+_SKIPPING = {"skip", "skipIf", "skipUnless", "skipTest", "expectedFailure", "SkipTest"}
+
+
+def _refuse_unsupported(body: Sequence[ast.stmt], row: str) -> None:
+    """Raise DataError, naming it, for a part of pytest or unittest that would be run otherwise than it means."""
+    for node in (n for statement in body for n in ast.walk(statement)):
+        name = ""
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            known = {"pytest": _PYTEST, "pytest.mark": _MARKS}.get(owner)
+            if (known is not None and node.attr not in known) or (
+                owner in ("unittest", "self") and node.attr in _SKIPPING
+            ):
+                name = f"{owner}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
+            unknown = [alias.name for alias in node.names if _is_unsupported(node.module, alias.name)]
+            name = f"{node.module}.{unknown[0]}" if unknown else ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("param") and node.keywords:
+            name = next((f"param({word.arg}=...)" for word in node.keywords if word.arg == "marks"), "")
+        if name:
+            raise DataError(f"{row}: {name} is not supported in tests; pytest's {', '.join(sorted(_PYTEST))} are")
+
+
+def _is_unsupported(module: str, name: str) -> bool:
+    return name not in _PYTEST if module == "pytest" else name in _SKIPPING
+
+
+def _is_unittest(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int = 0) -> bool:
+    """Whether a class is a unittest.TestCase, itself or by classes of the same code."""
+    names = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    return any(
+        name in ("TestCase", "IsolatedAsyncioTestCase")
+        or (name in classes and depth < len(classes) and _is_unittest(classes[name], classes, depth + 1))
+        for name in names
+    )
+
+
+def _methods(
+    node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int = 0
+) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return a class's methods, and those that it inherits from classes of the same code."""
+    found = dict[str, ast.FunctionDef | ast.AsyncFunctionDef]()
+    for base in (ast.unparse(base) for base in node.bases):
+        if base in classes and depth < len(classes):
+            found |= _methods(classes[base], classes, depth + 1)
+    return found | {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _refuse_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> None:
+    """Raise DataError for a test function with parameters that no ``parametrize`` gives: fixtures, and patches."""
+    taken = function.args
+    named = [argument.arg for argument in (*taken.posonlyargs, *taken.args)]
+    required = {name for name in named[: len(named) - len(taken.defaults)] if name != "self"}
+    required |= {a.arg for a, default in zip(taken.kwonlyargs, taken.kw_defaults) if default is None}
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize") and decorator.args:
+            names = decorator.args[0]
+            try:
+                given = ast.literal_eval(names)
+            except ValueError:
+                raise DataError(f"{place}: parametrize needs its names as text, not {ast.unparse(names):.80}") from None
+            required -= {n.strip() for n in (given.split(",") if isinstance(given, str) else given)}
+    if required:
+        raise DataError(f"{place} needs {', '.join(sorted(required))}: fixtures are not supported in tests")
 
 
 def same_text(found: str, expected: str) -> bool:
     """Whether two outputs have the same words on the same lines; empty lines do not count, and numbers may be close."""
-    one, other = ([line.split() for line in text.splitlines() if line.strip()] for text in (found, expected))
+    one, other = (
+        [words for line in re.split(r"\r\n|\n|\r", text) if (words := re.findall(r"[^ \t\f\v]+", line))]
+        for text in (found, expected)
+    )
     return len(one) == len(other) and all(
         len(words) == len(others) and all(map(_same_word, words, others)) for words, others in zip(one, other)
     )
@@ -153,8 +507,24 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a function returned what was expected; as in PRIME's data, that may stand in a list of one."""
-    return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
+    """Whether a function returned what was expected. That may be written as JSON in a text, which is then compared both
+    as text and as JSON, and, as in PRIME's data, stand in a list of one.
+    """
+    return any(_same(found, value) for value in _meanings(expected))
+
+
+def _meanings(expected: Any) -> Iterator[Any]:
+    yield expected
+    if isinstance(expected, list) and len(expected) == 1:
+        yield from _meanings(expected[0])
+    elif isinstance(expected, str):
+        try:
+            value = json.loads(expected)
+        except (ValueError, RecursionError):
+            return
+        yield value
+        if isinstance(value, list) and len(value) == 1:
+            yield value[0]
 
 
 def _same(found: Any, expected: Any) -> bool:
@@ -170,8 +540,13 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def _close(found: float, expected: float) -> bool:
-    """Compare as NumPy's allclose does, which PRIME's scorer uses; an integer beyond all floats is close to none."""
+    """Compare as NumPy's allclose does, which PRIME's scorer uses, and a NaN with a NaN.
+
+    What is not finite is equal to itself alone; an integer beyond all floats is close to none.
+    """
     try:
-        return math.isfinite(found) and abs(found - expected) <= 1e-8 + 1e-5 * abs(expected)
+        if not (math.isfinite(found) and math.isfinite(expected)):
+            return found == expected or (math.isnan(found) and math.isnan(expected))
+        return abs(found - expected) <= 1e-8 + 1e-5 * abs(expected)
     except OverflowError:
         return False

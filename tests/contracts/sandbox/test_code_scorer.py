@@ -23,6 +23,49 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
 ASSERTS = "assert add(1, 2) == 3\nassert add(3, 4) == 7\n"
 ADD = "def add(a, b):\n    return a + b\n"
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+COUNTER = "class Counter:\n    n = 0\n    def inc(self):\n        self.n += 1\n        return self.n"
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(3, 4) == 7\n"
+UNITTEST = """
+import unittest
+class TestAdd(unittest.TestCase):
+    def setUp(self): self.one = 1
+    def test_right(self): self.assertEqual(add(self.one, 2), 3)
+    def test_wrong(self): self.assertEqual(add(self.one, 2), 4)
+class TestAsync(unittest.IsolatedAsyncioTestCase):
+    async def test_right(self): self.assertEqual(add(3, 4), 7)
+unittest.main()
+"""
+PYTEST = """
+import pytest
+from solution import add
+seen = []
+def test_first():
+    seen.append(1)
+    assert add(1, 2) == 3 and seen == [1]
+def test_second():
+    seen.append(1)
+    assert seen == [1] and add(1, 2) == pytest.approx(3.0000001)
+@pytest.mark.parametrize("b, c", [(2, 3), (3, 4)])
+def test_each(b, c):
+    assert add(1, b) == c
+def test_raises():
+    with pytest.raises(TypeError, match="str"):
+        add(1, "2")
+class TestClass:
+    def setup_method(self): self.b = 4
+    def test_in_class(self): assert add(3, self.b) == 7
+"""
+ASYNC = """
+import asyncio
+async def test_awaits():
+    assert await add(1, 3) == 4
+async def main():
+    assert await add(3, 4) == 7
+asyncio.run(main())
+assert await add(1, 2) == 3
+assert asyncio.run(add(2, 2)) == 4 if False else await add(2, 2) == 4
+"""
 
 
 async def score(settings: SandboxConfig, program: str, truth: Any, **code: Any) -> Trajectory:
@@ -55,6 +98,31 @@ async def score(settings: SandboxConfig, program: str, truth: Any, **code: Any) 
         ("raise SystemExit(0)", ASSERTS, 0.0),
         ("import os\nos._exit(0)", ASSERTS, 0.0),
         ("class Any:\n    __eq__ = lambda *_: True\ndef add(a, b):\n    return Any()", CALLS, 0.0),
+        (COUNTER, "c = Counter()\nassert c.inc() == 1\nassert c.inc() == 2\nc.inc()\nassert c.inc() == 4", 1.0),
+        (COUNTER, ["c = Counter()", "assert c.inc() == 7", "assert c.inc() == 2"], 0.5),
+        (ADD, {"inputs": ["", ""], "outputs": [None, None], "assert_case": ASSERTS.splitlines()}, 1.0),
+        (SUM, {"inputs": ["1 2"], "outputs": ["3"], "assert_case": ["assert True"]}, 1.0),
+        (SUM, {"inputs": ["1 2"], "outputs": ["3"], "assert_case": ["assert a == 5"]}, 0.0),
+        (SUM, [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}], 1.0),
+        ("print('nonsense')", [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}], 0.0),
+        (
+            "class Solution:\n    def gcd(self, a: List[int], b: Optional[int]) -> int:\n        return Counter(a)[b]",
+            [{"input": "[1, 1]\n1", "output": "2", "testtype": "functional", "metadata": {"func_name": "gcd"}}],
+            1.0,
+        ),
+        ("async def add(a, b):\n    return a + b", CALLS, 1.0),
+        ("def add(a, b):\n    return str(a + b)", {**CALLS, "outputs": ["3", "7"]}, 1.0),
+        ("def add(a, b):\n    return float('inf')", {**CALLS, "outputs": ["Infinity", 7]}, 0.5),
+        (ADD, {"test": CHECK, "entry_point": "add"}, 1.0),
+        ("def add(a, b):\n    return 3", {"test": CHECK, "entry_point": "add"}, 0.0),
+        (ADD, {"test_list": ASSERTS.splitlines(), "test_setup_code": "", "challenge_test_list": []}, 1.0),
+        (ADD, UNITTEST, 2 / 3),
+        (f"from time import sleep\n{ADD}", PYTEST, 1.0),
+        ("def add(a, b):\n    return 3", PYTEST, 2 / 5),
+        ("async def add(a, b):\n    return a + b", ASYNC, 1.0),
+        ("async def add(a, b):\n    return 3", ASYNC, 1 / 4),
+        ("def add(a, b):\n    raise SystemExit(0)", UNITTEST, 0.0),
+        ("open('left', 'x')\nprint(3)", {"inputs": ["", ""], "outputs": ["3", "3"]}, 1.0),
     ],
 )
 async def test_rewards(settings: SandboxConfig, program: str, truth: Any, reward: float) -> None:
@@ -85,6 +153,12 @@ async def test_what_takes_too_long_has_failed(settings: SandboxConfig) -> None:
     assert "code/test_2_s" not in scored.reward_parts
 
 
+async def test_an_assert_that_takes_too_long_leaves_the_next_its_time(settings: SandboxConfig) -> None:
+    program = "def add(a, b):\n    while a == 1: pass\n    return a + b"
+    scored = await score(settings, program, ASSERTS, test_timeout_s=3)
+    assert (scored.scored, scored.reward, scored.reward_reasons) == (True, 0.5, {"code": "failed: test 0"})
+
+
 async def test_no_program_is_no_reward_and_bad_tests_are_no_score(settings: SandboxConfig) -> None:
     config = RewardConfig(functions=(RewardTerm(name="code"),))
     async with RewardService(config, sandbox=settings) as service:
@@ -92,6 +166,18 @@ async def test_no_program_is_no_reward_and_bad_tests_are_no_score(settings: Sand
         assert (scored.reward, scored.reward_parts["code/extracted"]) == (0.0, 0.0)
         scored = await score_by(service, "```python\nprint(3)\n```", task("{}"))
         assert not scored.scored and "DataError" in scored.error
+
+
+@pytest.mark.parametrize(
+    ("truth", "named"),
+    [("42", "no name"), (CHECK, "entry_point"), (f"import nowhere\n{ASSERTS}", "nowhere")],
+)
+async def test_tests_that_cannot_be_run_leave_their_row_unscored(
+    settings: SandboxConfig, truth: str, named: str
+) -> None:
+    scored = await score(settings, ADD, truth)
+    assert not scored.scored and "DataError" in scored.error and "ground_truth" in scored.error
+    assert named in scored.error
 
 
 async def test_a_lost_sandbox_is_no_score() -> None:

@@ -1,19 +1,34 @@
 """What ground truths mean as tests, which program of an answer counts, and when outputs are the same."""
 
 import json
+import math
+import re
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.code import last_program
-from rl_async.reward_loop.scorers.code_tests import Call, Code, Pair, parse_tests, same_text, same_value
+from rl_async.reward_loop.scorers.code_tests import (
+    Asserts,
+    Call,
+    Pair,
+    TestFunction,
+    parse_tests,
+    same_text,
+    same_value,
+    starter_imports,
+)
+
+CHECK = "def check(candidate):\n    assert candidate(1) == 1"
 
 
-def conversation(truth: Any) -> Conversation:
+def conversation(truth: Any, **extra: Any) -> Conversation:
     text = truth if isinstance(truth, str) else json.dumps(truth)
-    return Conversation(data_source="apps", solution_str="", ground_truth=text, extra_info={"index": 7})
+    return Conversation(data_source="apps", solution_str="", ground_truth=text, extra_info={"index": 7, **extra})
 
 
 @pytest.mark.parametrize(
@@ -27,56 +42,232 @@ def conversation(truth: Any) -> Conversation:
         ("```bash\nls\n```", None),
         ("```python\ncut off", None),
         ("```python\na\n```\n```python\ncut off", "a"),
-        ("  ```Python\n  a\n  ```", "  a"),
+        ("  ```Python\n  a\n  ```", "a"),
+        ("  ```python\n    a\nb\n  ```", "  a\nb"),
+        ("````python\n```\na\n```\n````", "```\na\n```"),
+        ("~~~python\na\n```\n~~~", "a\n```"),
+        ("```python\na\n~~~\n```", "a\n~~~"),
+        ("```python\na\n`````", "a"),
+        ('```python title="x.py"\na\n```', "a"),
+        ("``` {.python .numberLines}\na\n```", "a"),
+        ("```python:main.py\na\n```", "a"),
+        ("```python3\r\na\r\nb\r\n```\r\n", "a\nb"),
+        ("1. this:\n\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
+        ("1. ```python\n   a\n   ```", "a"),
+        ("- - ~~~py\n    a\n    ~~~", "a"),
+        ("> ```python\n> a\n>\n> b\n> ```", "a\n\nb"),
+        ('```python\ndef f():\n    """\n    ```\n    """\n```', 'def f():\n    """\n    ```\n    """'),
+        ("```python\na = '\u2028\x85\x0b\x1c'\n```", "a = '\u2028\x85\x0b\x1c'"),
+        ("``` `a` ```\n```python\nb\n```", "b"),
+        ("Use ```python\na\n```", None),
+        ("```javascript\na\n```", None),
+        ("```python\na\n``", None),
     ],
 )
 def test_which_program_counts(answer: str, program: str | None) -> None:
     assert last_program(answer) == program
 
 
+@given(
+    fence=st.tuples(st.sampled_from("`~"), st.integers(3, 6)).map(lambda pair: pair[0] * pair[1]),
+    indent=st.integers(0, 3).map(lambda n: " " * n),
+    lines=st.lists(
+        st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=8), max_size=5
+    ),
+)
+def test_what_is_fenced_is_found(fence: str, indent: str, lines: list[str]) -> None:
+    text = "\n".join(f"{indent}{line}" for line in (f"{fence}python", *lines, fence))
+    inside = [line for line in lines if set(line.strip(" \t")) == {fence[0]} and len(line.strip(" \t")) >= len(fence)]
+    assume(not inside)
+    assert last_program(f"So:\n\n{text}\n\nDone.") == "\n".join(lines)
+
+
 def test_pairs() -> None:
-    truth = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]], "more": 1}
+    truth = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]], "fn_name": None}
     assert parse_tests(conversation(truth)) == [Pair("1 2\n", "3\n"), Pair("3\n4", "7")]
+    asserted = {"inputs": ["1", "2"], "outputs": ["1", "2"], "assert_case": ["assert f(1)", "assert f(2)"]}
+    assert parse_tests(conversation(asserted)) == [Pair("1", "1", "assert f(1)"), Pair("2", "2", "assert f(2)")]
 
 
 def test_calls() -> None:
     truth = {"fn_name": "f", "inputs": [[1, [2]], '1\n"x"', "[1, 2]"], "outputs": [[3], "[3]", "yes"]}
     assert parse_tests(conversation(truth)) == [
         Call("f", [1, [2]], [3]),
-        Call("f", [1, "x"], [3]),
+        Call("f", [1, "x"], "[3]"),
         Call("f", [[1, 2]], "yes"),
     ]
 
 
-def test_asserts_and_test_functions_are_tests_of_their_own() -> None:
-    text = "import math\nassert f(1) == 2\ndef test_two():\n    assert f(2) == 3\nassert f(3) == math.inf\n"
-    tests = parse_tests(conversation(text))
-    before = "import math\ndef test_two():\n    assert f(2) == 3"
-    assert tests == [
-        Code(f"{before}\n{check}") for check in ("assert f(1) == 2", "assert f(3) == math.inf", "test_two()")
-    ]
-    whole = "def check(f):\n    assert f(1)\ncheck(f)"
-    assert parse_tests(conversation(whole)) == [Code(whole)]
+def test_lists_of_cases() -> None:
+    stdin = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": ["1"], "output": "2"}]
+    assert parse_tests(conversation(stdin)) == [Pair("1\n", "2\n"), Pair("1", "2")]
+    case = {"input": '[1]\n"a"', "output": "3", "testtype": "functional"}
+    call = [Call("f", [[1], "a"], "3")]
+    assert parse_tests(conversation([case | {"metadata": {"func_name": "f"}}])) == call
+    assert parse_tests(conversation([case], metadata='{"func_name": "f"}')) == call
+    assert parse_tests(conversation([case], metadata={"func_name": "f"})) == call
+    starter = "from typing import List\n\nclass Solution:\n    def f(self, a: List[int], b: str) -> int:\n        "
+    assert parse_tests(conversation([case], starter_code=starter)) == call
+    assert starter_imports({"starter_code": starter}) == [{"module": "typing", "source": "from typing import List"}]
+    prime = [{"type": "function_call", "fn_name": "f", "input": [[1], "a"], "output": [3]}]
+    assert parse_tests(conversation(prime)) == [Call("f", [[1], "a"], [3])]
+
+
+ORDERED = ["c = Counter()", "c.inc()", "assert c.value == 1", "c.inc()", "assert c.value == 2"]
 
 
 @pytest.mark.parametrize(
     "truth",
     [
-        "",
-        "# nothing",
-        "not (python",
-        "{",
-        {},
-        {"inputs": [], "outputs": []},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": [1], "outputs": ["1"]},
-        {"fn_name": "f", "inputs": ["not json"], "outputs": [1]},
-        {"fn_name": "f", "inputs": [1], "outputs": [1]},
+        "\n".join(ORDERED),
+        ORDERED,
+        str(ORDERED),
+        {"test_list": ORDERED[2:], "test_setup_code": "\n".join(ORDERED[:2])},
+        {"assert_case": ORDERED, "inputs": [""] * 5, "outputs": [None] * 5},
     ],
 )
-def test_a_ground_truth_without_tests_names_its_row(truth: Any) -> None:
-    with pytest.raises(DataError, match=r"apps, row 7: ground_truth"):
+def test_statements_and_asserts_keep_their_order(truth: Any) -> None:
+    assert parse_tests(conversation(truth)) == [Asserts(ORDERED, [2, 4])]
+
+
+@pytest.mark.parametrize(
+    ("text", "checked"),
+    [
+        ("for n in range(3):\n    assert f(n) == n", [0]),
+        ("def check(f):\n    assert f(1)\ncheck(g)", [1]),
+        ("def run(f):\n    check(f)\ndef check(f):\n    assert f(1)\nrun(g)", [2]),
+        ("import numpy.testing as t\nt.assert_allclose(f(1), 1)", [1]),
+        ("if f(1) != 2:\n    raise ValueError", [0]),
+        ("async def main():\n    assert await f(1) == 1\nimport asyncio\nasyncio.run(main())", [2]),
+        ("assert await f(1) == 1", [0]),
+        ("if __name__ == '__main__':\n    assert f(1) == 1\n    print('ok')", [0]),
+        ("assert sum([1, 2]) == 3", [0]),
+        ("from solution import *\nassert f", [1]),
+    ],
+)
+def test_which_statements_are_tests(text: str, checked: list[int]) -> None:
+    (test,) = parse_tests(conversation(text))
+    assert isinstance(test, Asserts) and test.checked == checked
+
+
+def test_test_functions_and_classes_are_tests_of_their_own() -> None:
+    text = """
+import unittest, pytest
+from solution import f
+
+def test_one():
+    assert f(1) == 1
+
+async def test_two():
+    assert await f(2) == 2
+
+def test_nothing():
+    f(3)
+
+class TestMore:
+    def setup_method(self): self.x = 1
+    @pytest.mark.parametrize("a, b", [(1, 2), (3, 4)])
+    def test_three(self, a, b): assert f(a) == b
+
+class Base(unittest.TestCase):
+    def test_four(self): self.assertEqual(f(4), 4)
+
+class Sub(Base):
+    async def test_five(self): self.assertTrue(f(5))
+
+test_one()
+if __name__ == "__main__":
+    unittest.main()
+"""
+    tests = parse_tests(conversation(text))
+    found = [(test.group, test.name, test.unittest) for test in tests if isinstance(test, TestFunction)]
+    assert found == [
+        ("", "test_one", False),
+        ("", "test_two", False),
+        ("TestMore", "test_three", False),
+        ("Base", "test_four", True),
+        ("Sub", "test_four", True),
+        ("Sub", "test_five", True),
+    ]
+    assert len(found) == len(tests) and {
+        tuple(test.modules) for test in tests if not isinstance(test, Pair | Call)
+    } == {("pytest", "unittest")}
+
+
+@pytest.mark.parametrize("truth", [CHECK, {"test": CHECK, "entry_point": "f"}, {"test": CHECK}, f"{CHECK}\ncheck(f)"])
+def test_humanevals_check_is_called_with_the_entry_point(truth: Any) -> None:
+    assert parse_tests(conversation(truth, entry_point="f")) == [Asserts([CHECK, "check(f)"], [1])]
+
+
+@pytest.mark.parametrize(
+    ("truth", "named"),
+    [
+        ("", "empty"),
+        ("# nothing", "nothing of the program"),
+        ("not (python", "Python"),
+        ("{", "JSON"),
+        ("42", "nothing"),
+        ("x = 1", "nothing"),
+        ("add(1, 2) == 3", "no test"),
+        ("f(1)", "no test"),
+        ("assert True", "nothing"),
+        ("assert 1 + 1 == 2", "nothing"),
+        ("x = 2\nassert x == 2", "nothing"),
+        ("def f(x):\n    return x\nassert f(1) == 1", "nothing"),
+        ("def test_f():\n    f(1)", "no test"),
+        ("def test_f():\n    return f(1) == 1", "no test"),
+        ("try:\n    assert f(1) == 1\nexcept AssertionError as e:\n    print(e)", "no test"),
+        ("def check(candidate):\n    assert candidate(1) == 1", "entry_point"),
+        ("def test_f(tmp_path):\n    assert f(tmp_path)", "tmp_path"),
+        ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert f(x)", r"pytest\.fixture"),
+        ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", r"pytest\.mark\.skip"),
+        ("from pytest import monkeypatch\nassert f(1)", r"pytest\.monkeypatch"),
+        ("import unittest as u\nfrom unittest import skip\nassert f(1)", r"unittest\.skip"),
+        ("eJxVjsEKwjAMhl8l", "no test"),
+        ([], "empty list"),
+        ([1], r"\[0\]|\[\.\.\.\]"),
+        (["x = 1"], "nothing"),
+        (["assert f(1) ==", "assert f(2) == 2"], r"ground_truth\[0\]"),
+        ([{"input": "1", "output": "1", "testtype": "interactive"}], r"ground_truth\[0\]\.testtype"),
+        ([{"input": "1", "output": "1", "check": "x"}], "check"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "func_name"),
+        ([{"input": 1, "output": "1"}], r"ground_truth\[0\]\.input"),
+        ([{"input": "1"}], "output"),
+        ({}, "no tests"),
+        ({"inputs": ["1"], "outputs": ["1"], "more": 1}, "more"),
+        ({"inputs": [], "outputs": []}, "no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, r"inputs\[0\]"),
+        ({"inputs": ["1"], "outputs": [None]}, r"outputs\[0\]"),
+        ({"fn_name": "f", "inputs": ["not json"], "outputs": [1]}, r"inputs\[0\]"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, r"inputs\[0\]"),
+        ({"assert_case": ["x = 1"]}, "nothing"),
+        ({"test_list": []}, "nothing"),
+    ],
+)
+def test_a_ground_truth_without_tests_names_its_row_and_why(truth: Any, named: str) -> None:
+    with pytest.raises(DataError, match=r"^apps, row 7: ground_truth") as caught:
         parse_tests(conversation(truth))
+    assert re.search(named, str(caught.value))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["inputs", "outputs", "input", "output", "fn_name", "test", "x"]), inner)
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_ground_truth_is_tests_or_a_dataerror(truth: Any) -> None:
+    try:
+        tests = parse_tests(conversation(json.dumps(truth)))
+    except DataError as error:
+        assert "ground_truth" in str(error)
+    else:
+        assert sum(test.checks for test in tests) > 0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +282,13 @@ def test_a_ground_truth_without_tests_names_its_row(truth: Any) -> None:
         ("nan", "0.5", False),
         ("YES", "yes", False),
         ("", "1", False),
+        ("a\u2028b", "a\nb", False),
+        ("a\x1cb", "a b", False),
+        ("1\r\n2\r\n", "1\n2", True),
+        ("42", "Infinity", False),
+        ("1e308", "1e999", False),
+        ("1.5", "nan", False),
+        ("nan", "nan", True),
     ],
 )
 def test_when_outputs_are_the_same(found: str, expected: str, same: bool) -> None:
@@ -112,6 +310,23 @@ def test_when_outputs_are_the_same(found: str, expected: str, same: bool) -> Non
         (float("nan"), 1.5, False),
         ("1", 1, False),
         (None, [None], True),
+        ("134", "134", True),
+        (134, "134", True),
+        ([1, 2], "[1, 2]", True),
+        ("[1, 2]", "[1, 2]", True),
+        ("abc", '"abc"', True),
+        ([1, 2], ["[1, 2]"], True),
+        ("134", ["134"], True),
+        (135, "134", False),
+        (True, "true", True),
+        (42, "Infinity", False),
+        (math.inf, "Infinity", True),
+        (-math.inf, math.inf, False),
+        (math.inf, math.inf, True),
+        (math.nan, math.nan, True),
+        (10**400, math.inf, False),
+        (1.0, "NaN", False),
+        ([math.inf], [[1.0]], False),
     ],
 )
 def test_when_values_are_the_same(found: Any, expected: Any, same: bool) -> None:
