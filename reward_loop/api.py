@@ -72,7 +72,11 @@ def to_score(answer: object) -> Score:
         given = answer.get("score")
         if isinstance(text := answer.get("reason"), str):
             reason = text[:MOST_REASON].encode(errors="replace").decode()  # half a character could not be sent
-        numbers = {str(key): _number(value) for key, value in answer.items() if key != "score"}
+        numbers = {
+            str(key).encode(errors="replace").decode(): _number(value)
+            for key, value in answer.items()
+            if key != "score"
+        }
         extra = {key: number for key, number in numbers.items() if number is not None}
     value = _number(given)
     if value is None:

@@ -3,12 +3,15 @@
 Frames are msgpack, preceded by a four-byte length.
 """
 
+import asyncio
+import inspect
 import math
 import os
 import resource
 import signal
 import struct
 import sys
+from collections.abc import Awaitable
 from typing import BinaryIO
 
 import msgspec
@@ -50,14 +53,22 @@ def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
         # The pool kills a process that misses its deadline; if the pool itself is dead, the kernel does.
         signal.alarm(math.ceil(request.timeout_s + GRACE_S))
         try:
-            score = to_score(functions[request.scorer](request.conversation))
+            answer = functions[request.scorer](request.conversation)
+            if inspect.isawaitable(answer):  # of a decorator that hides a coroutine function
+                answer = asyncio.run(_awaited(answer))
+            score = to_score(answer)
             reply = ScoreReply(score.value, score.extra, score.reason)
         except MemoryError:
             reply = ScoreReply(error="needs more memory than reward.process_bytes")
-        except Exception as error:  # the user's code may raise anything; only this conversation fails
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # The user's code may raise anything; only this conversation fails.
             reply = ScoreReply(error=describe(error))
         signal.alarm(0)
         _write(replies, reply)
+
+
+async def _awaited(answer: Awaitable[object]) -> object:
+    return await answer
 
 
 def _write(stream: BinaryIO, reply: ScoreReply) -> None:

@@ -1,11 +1,12 @@
 """Scores finished trajectories by the weighted scorers of the config; a failing scorer only marks its trajectory."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -27,6 +28,63 @@ from rl_async.reward_loop.scorers.verdicts import Verdicts
 from rl_async.sandbox.registry import make_sandbox
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
+
+
+STOP_S = 1.0  # for the users' loop, which a function that blocks keeps from ending
+
+
+class _UsersLoop:
+    """An event loop in a thread of its own for users' coroutine functions.
+
+    One that blocks, swallows its cancellation or exits holds up neither the worker's loop nor the worker's end.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def call(
+        self, function: Callable[..., Awaitable[object]], conversation: Conversation, within_s: float
+    ) -> Any:
+        """Return a coroutine function's result. Raises ScorerFailed for a missed deadline and for any error of it."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+            self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(_outcome(function, conversation), self._loop)
+        try:
+            done, _ = await asyncio.wait([waiting := asyncio.wrap_future(future)], timeout=within_s)
+            if not done:
+                raise ScorerFailed(f"did not answer within {within_s:g} s (reward.timeout_s)")
+            value, problem = waiting.result()
+        finally:
+            future.cancel()
+        if problem:
+            raise ScorerFailed(problem)
+        return value
+
+    async def close(self) -> None:
+        """Cancel what still runs and end the loop; a function that does not let it end is left to the process's end."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(_stop, self._loop)
+        await asyncio.to_thread(self._thread.join, STOP_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)
+
+
+async def _outcome(function: Callable[..., Awaitable[object]], conversation: Conversation) -> tuple[object, str]:
+    """Return a function's result, or its error as text: one like SystemExit would end the loop."""
+    try:
+        return await function(conversation), ""
+    except BaseException as error:
+        return None, describe(error)
 
 
 class RewardService:
@@ -51,6 +109,7 @@ class RewardService:
         self._terms = [(self._spec(term.name), term) for term in config.functions]
         blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
         self._pool = ProcessPool(blocking, config.processes, config.process_bytes)
+        self._users = _UsersLoop()
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._rate = RateLimit(config.per_minute, MINUTE_S)
 
@@ -62,6 +121,7 @@ class RewardService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._pool.__aexit__(kind, error, trace)
+        await self._users.close()
         for model in self._models.values():
             await model.close()
 
@@ -128,18 +188,9 @@ class RewardService:
                 await self._rate.wait()
                 if spec.place == "process":
                     return await self._pool.score(spec.name, conversation, self._config.timeout_s)
-                return await self._awaited(spec, conversation)
+                return to_score(await self._users.call(spec.function, conversation, self._config.timeout_s))
         except Exception as error:  # the user's code may raise anything; only this trajectory fails
             return describe(error)
-
-    async def _awaited(self, spec: ScorerSpec, conversation: Conversation) -> Score:
-        try:
-            async with asyncio.timeout(self._config.timeout_s) as deadline:
-                return to_score(await spec.function(conversation))
-        except TimeoutError:
-            if not deadline.expired():  # the function's own
-                raise
-            raise ScorerFailed(f"did not answer within {self._config.timeout_s:g} s (reward.timeout_s)") from None
 
 
 def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[str, RewardModel | Judge]:

@@ -2,8 +2,8 @@
 
 A user's function has verl's signature, with keyword arguments: ``def compute_score(data_source, solution_str,
 ground_truth, extra_info)``; it may omit parameters that it does not need, and add ``turns`` and ``finish_reason``. It
-returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are awaited on the
-event loop; others may block, so they run in a separate process.
+returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are awaited on an
+event loop of their own; others may block, so they run in a separate process.
 """
 
 import importlib.util
@@ -23,8 +23,9 @@ _FIELDS = Conversation.__struct_fields__
 class ScorerSpec(NamedTuple):
     """A function of one conversation, and where it runs.
 
-    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function; ``process``: in a separate process
-    (may block); ``served``: a coroutine function that sends requests to a server and limits their rate itself.
+    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, on the users' loop; ``process``: in a
+    separate process (may block); ``served``: a coroutine function that sends requests to a server and limits their rate
+    itself.
     """
 
     name: str
@@ -62,7 +63,7 @@ def get_scorer(name: str) -> ScorerSpec:
     """Return a built-in scorer or the user's ``path.py:name``. Raises ConfigError if it, or its package, is missing."""
     if is_user_reference(name):
         function = load_user_object(name, KEY)
-        place: Literal["awaited", "process"] = "awaited" if inspect.iscoroutinefunction(function) else "process"
+        place: Literal["awaited", "process"] = "awaited" if _is_asynchronous(function) else "process"
         return ScorerSpec(name, _by_keyword(name, function), place)
     if name in SERVED:
         raise ConfigError(f"{KEY}: {name} needs the section reward.{SERVED[name]}")
@@ -75,6 +76,12 @@ def get_scorer(name: str) -> ScorerSpec:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"{KEY}: {name} needs `pip install rl-async[{extra}]`")
     return BUILT_IN[name]
+
+
+def _is_asynchronous(function: Any) -> bool:
+    """Whether a function is a coroutine function, also behind decorators, or an object with ``async __call__``."""
+    plain = inspect.unwrap(function) if callable(function) else function
+    return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
 def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
@@ -103,4 +110,6 @@ def describe(error: BaseException) -> str:
     """Describe a scorer's error in one line, with the file and line that raised it."""
     if isinstance(error, ScorerFailed):
         return str(error)
-    return f"raised {type(error).__name__}: {error}".rstrip(": ") + f" ({raised_at(error)})"
+    text = f"raised {type(error).__name__}: {error}".rstrip(": ") + f" ({raised_at(error)})"
+    # Half a character could not be sent.
+    return text.encode(errors="replace").decode()

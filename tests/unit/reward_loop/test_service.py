@@ -88,6 +88,33 @@ async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
     assert re.search(r"\(\S+\.py:\d+\)$", errors[0]), "the line that raised"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cancelled", "CancelledError"),
+        ("leaves", "SystemExit"),
+        ("leaves_too", "SystemExit"),
+        ("swallows", "reward.timeout_s"),
+        ("raises_half_a_character", "ValueError"),
+    ],
+)
+async def test_nothing_that_a_function_raises_ends_the_service(name: str, reason: str) -> None:
+    async with RewardService(config(user(name), user("judge"), timeout_s=3.0)) as service:
+        for _ in range(2):
+            scored = await score(service, "x")
+            assert not scored.scored and f"reward {user(name)}: " in scored.error and reason in scored.error
+            assert scored.reward_parts == {user("judge"): 0.5}
+            scored.error.encode()
+
+
+@pytest.mark.parametrize("name", ["decorated", "hides_a_coroutine", "callable_object", "odd_keys"])
+async def test_functions_of_any_make_are_called_and_awaited(name: str) -> None:
+    async with RewardService(config(user(name))) as service:
+        scored = await score(service, "x")
+    assert (scored.scored, scored.reward, scored.error) == (True, 1.0, "")
+    assert all(key.encode() for key in scored.reward_parts)
+
+
 async def test_a_scorer_that_hangs_is_killed_and_its_place_is_served_again() -> None:
     async with RewardService(config(user("hangs_on_request"), timeout_s=1.0, limit=10**7)) as service:
         first = await score(service, "go on")

@@ -1,7 +1,10 @@
 """Reward functions as a user writes them; the tests name them as path.py:name."""
 
 import asyncio
+import contextlib
+import functools
 import os
+import sys
 import time
 from typing import Any
 
@@ -60,3 +63,58 @@ def nonsense(solution_str: str) -> str:
 
 def asks_for_more(solution_str: str, weather: str) -> float:
     return 0.0
+
+
+async def cancelled(solution_str: str) -> float:
+    raise asyncio.CancelledError("its own")
+
+
+async def leaves(solution_str: str) -> float:
+    sys.exit(3)
+
+
+def leaves_too(solution_str: str) -> float:
+    sys.exit(3)
+
+
+async def swallows(solution_str: str) -> float:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+async def raises_half_a_character(solution_str: str) -> float:
+    raise ValueError("\ud800")
+
+
+def odd_keys(solution_str: str) -> dict[str, float]:
+    return {"score": 1.0, "\ud800": 2.0}
+
+
+def _decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return call
+
+
+@_decorated
+async def decorated(solution_str: str) -> float:
+    return 1.0
+
+
+async def _hidden(solution_str: str) -> float:
+    return 1.0
+
+
+def hides_a_coroutine(solution_str: str) -> Any:
+    return _hidden(solution_str)
+
+
+class _Callable:
+    async def __call__(self, solution_str: str) -> float:
+        return 1.0
+
+
+callable_object = _Callable()
