@@ -14,7 +14,7 @@ from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.derived.sandbox import CODE_SCORER
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.sandbox import SandboxConfig
-from rl_async.extraction import Extraction, extract
+from rl_async.extraction import Extraction, behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
@@ -26,6 +26,7 @@ from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.scorers.registry import ScorerSpec, describe, get_scorer
 from rl_async.reward_loop.scorers.verdicts import Verdicts
 from rl_async.sandbox.registry import make_sandbox
+from rl_async.userload import is_user_reference
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 
@@ -162,8 +163,12 @@ class RewardService:
     async def _extracted(self, spec: ScorerSpec, chain: Extraction, conversation: Conversation) -> Score | str:
         """Score the part of the last answer that ``chain`` finds; 0 if it finds nothing, and the scorer is not asked.
 
+        Built-in scorers see the answer behind the reasoning, users' functions all that was said.
+
         Whether something was found is recorded beside the score.
         """
+        if not is_user_reference(spec.name):
+            conversation = msgspec.structs.replace(conversation, solution_str=conversation.answer)
         if not chain:
             return await self._term(spec, conversation)
         try:
@@ -222,9 +227,12 @@ def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
     given = {k.removeprefix(prefix): v for k, v in trajectory.reward_parts.items() if k.startswith(prefix)}
     if ENVIRONMENT in trajectory.reward_parts:
         given["score"] = trajectory.reward_parts[ENVIRONMENT]
+    reasoning, answer = behind_reasoning(said[-1] if said else "")
     return Conversation(
         data_source=task.data_source,
         solution_str=said[-1] if said else "",
+        reasoning=reasoning,
+        answer=answer,
         ground_truth=task.ground_truth,
         extra_info=task.extra,
         turns=trajectory.turns,

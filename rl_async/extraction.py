@@ -62,6 +62,18 @@ def answer_tag(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+def behind_reasoning(text: str) -> tuple[str, str]:
+    """Split what a model said into its reasoning and its answer, at the last ``</think>``.
+
+    Reasoning that was opened and not ended has no answer. The opening tag may be missing: templates write it.
+    """
+    reasoning, closed, answer = text.rpartition("</think>")
+    before, opened, unfinished = answer.partition("<think>")
+    if opened:
+        return f"{reasoning}{closed}{before}{opened}{unfinished}", ""
+    return (reasoning.replace("<think>", "", 1).strip(), answer.lstrip()) if closed else ("", text)
+
+
 def compiled(rule: str) -> "regex.Pattern[str]":
     """Return the pattern of a rule ``regex:PATTERN``. Raises regex.error if it is none."""
     return regex.compile(rule.removeprefix(REGEX), regex.DOTALL | regex.MULTILINE)

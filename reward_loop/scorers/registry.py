@@ -23,9 +23,9 @@ _FIELDS = Conversation.__struct_fields__
 class ScorerSpec(NamedTuple):
     """A function of one conversation, and where it runs.
 
-    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, on the users' loop; ``process``: in a
-    separate process (may block); ``served``: a coroutine function that sends requests to a server and limits their rate
-    itself.
+    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, on the users' loop;
+    ``process``: in a separate process (may block); ``served``: a coroutine function that
+    sends requests to a server and limits their rate itself.
     """
 
     name: str

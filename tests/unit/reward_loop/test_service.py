@@ -88,6 +88,12 @@ async def test_a_failing_scorer_marks_its_trajectory_and_names_itself() -> None:
     assert re.search(r"\(\S+\.py:\d+\)$", errors[0]), "the line that raised"
 
 
+async def test_built_in_scorers_see_the_answer_and_functions_all_that_was_said() -> None:
+    async with RewardService(config("exact_answer", user("sees_all"))) as service:
+        whole, unfinished = await score(service, "<think>41?</think>42"), await score(service, "<think>42")
+    assert (whole.reward, unfinished.reward, unfinished.scored) == (2.0, 0.0, True)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -65,6 +65,10 @@ def asks_for_more(solution_str: str, weather: str) -> float:
     return 0.0
 
 
+def sees_all(solution_str: str, answer: str, reasoning: str) -> float:
+    return float((solution_str, answer, reasoning) == ("<think>41?</think>42", "42", "41?"))
+
+
 async def cancelled(solution_str: str) -> float:
     raise asyncio.CancelledError("its own")
 

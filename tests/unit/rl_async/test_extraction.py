@@ -7,7 +7,7 @@ import pytest
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
-from rl_async.extraction import Found, boxed, extract, trace
+from rl_async.extraction import Found, behind_reasoning, boxed, extract, trace
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,18 @@ def test_a_chain_narrows_down_and_a_list_takes_the_first_that_finds_something() 
 def test_a_mistake_in_the_config_is_named(extract: str, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward\.functions: .*{named}"):
         check(load_config("sort", [f"reward.functions=[{{name: exact_answer, extract: {extract}}}]"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("7", "", "7"),
+        ("<think>a</think>7", "a", "7"),
+        ("a\n</think>\n\n7", "a", "7"),
+        ("<think>a</think>b<think>c</think>7", "a</think>b<think>c", "7"),
+        ("<think> maybe 7", "<think> maybe 7", ""),
+        ("<think>a</think> so <think> 7", "<think>a</think> so <think> 7", ""),
+    ],
+)
+def test_the_answer_stands_behind_the_reasoning(text: str, reasoning: str, answer: str) -> None:
+    assert behind_reasoning(text) == (reasoning, answer)
