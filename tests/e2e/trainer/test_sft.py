@@ -95,9 +95,10 @@ def test_a_run_shows_its_losses_and_writes_a_model(home: Path, undisturbed: "sub
     assert [line["eval/step"] for line in evaluations] == [0, 6, 12, STEPS]
     assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"] - 0.3
     shown = undisturbed.stdout.splitlines()
-    assert shown[0].startswith("base on chats.jsonl: 63 conversations, 7 held out; ")
-    assert shown[2].split() == ["steps", "epoch", "loss", "held-out", "tokens/s", "rate", "left"]
-    assert len(shown) == 3 + 1 + STEPS + 1, undisturbed.stdout
+    assert "float32" in shown[0] and "launcher.threads" in shown[1]
+    assert shown[2].startswith("base on chats.jsonl: 63 conversations, 7 held out; ")
+    assert shown[4].split() == ["steps", "epoch", "loss", "held-out", "tokens/s", "rate", "left"]
+    assert len(shown) == 5 + 1 + STEPS + 1, undisturbed.stdout
     assert f"{evaluations[-1]['eval/loss']:.4f}" in shown[-1] and "model: plain" in shown[-1]
     model = AutoModelForCausalLM.from_pretrained(home / "plain")
     assert AutoTokenizer.from_pretrained(home / "plain").chat_template
