@@ -25,6 +25,8 @@ class Accelerator(NamedTuple):
     handles: bool  # whether torch hands its memory to other processes on the machine
     # The compute capability from which torch's FlashAttention for rows of several sequences runs; None: never tried.
     flash_capability: tuple[int, int] | None
+    # The compute capability from which it has units for bfloat16; None: torch says whether it has.
+    bfloat16_capability: tuple[int, int] | None
 
     @property
     def interface(self) -> str:
@@ -33,11 +35,13 @@ class Accelerator(NamedTuple):
 
 
 ACCELERATORS = (
-    Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True, (8, 0)),
+    Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True, (8, 0), (8, 0)),
     Accelerator(
-        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, None
+        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, None, None
     ),  # ROCm keeps torch's names
-    Accelerator("Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False, None),
+    Accelerator(
+        "Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False, None, None
+    ),
 )
 
 

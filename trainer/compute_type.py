@@ -1,16 +1,17 @@
 """Measures in which type this machine multiplies the matrices of a model's layers faster.
 
 The launcher runs it as a process of its own before a run starts, since importing torch takes seconds and keeps its
-memory; it prints one line of JSON, a ``Measured``:
+memory; it prints one line of JSON, ``Measured`` of ``launcher/plan/processor.py``:
 
     python -m rl_async.trainer.compute_type --device cpu --hidden 576 --inner 1536 --threads 1
 """
 
 import argparse
-import sys
+import json
 import time
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -21,28 +22,18 @@ TOKENS = 128
 # only emulates would take seconds.
 PRODUCTS = 1 << 27
 TRIES = 5
-# A type this many times slower than another is not measured a second time.
+# A type this many times slower than another, and slower than this, is not measured a second time.
 HOPELESS = 4.0
+BRIEF_S = 0.1
 TYPES = (torch.float32, torch.bfloat16)
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """Describes what torch finds here. ``rates``: GFLOP/s of each type on the CPU; ``accelerator``: its name, or empty
-    on the CPU; ``has_bfloat16``: whether the accelerator has units for it."""
-
-    torch: str
-    rates: dict[str, float] = {}
-    accelerator: str = ""
-    has_bfloat16: bool = False
-
-
-def measure_rates(hidden: int, inner: int, threads: int) -> dict[str, float]:
+def measure_rates(hidden: int, inner: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Time one layer's product ``x [TOKENS, hidden] @ W [inner, hidden].T`` with its two gradients in each type.
 
     Types alternate, and each counts with its fastest try, so that a moment in which the processor is busy elsewhere
     changes little. Returns GFLOP/s by type.
     """
-    torch.set_num_threads(threads)
     hidden = min(hidden, PRODUCTS // TOKENS)
     inner = max(1, min(inner, PRODUCTS // (TOKENS * hidden)))
     generator = torch.Generator().manual_seed(0)
@@ -55,38 +46,37 @@ def measure_rates(hidden: int, inner: int, threads: int) -> dict[str, float]:
 
     def timed(kind: torch.dtype) -> float:
         inputs, weight, gradient = operands[kind]
-        begun = time.perf_counter()
+        begun = clock()
         _ = inputs @ weight.T, gradient @ weight, gradient.T @ inputs
-        return time.perf_counter() - begun
+        return clock() - begun
 
     # The first try also pays for what a kernel sets up once.
     first = {kind: timed(kind) for kind in TYPES}
     fastest = dict(first)
     for _ in range(TRIES):
         for kind in TYPES:
-            if first[kind] <= HOPELESS * min(first.values()):
+            if first[kind] <= max(BRIEF_S, HOPELESS * min(first.values())):
                 fastest[kind] = min(fastest[kind], timed(kind))
     operations = 3 * 2 * TOKENS * hidden * inner
     return {str(kind).removeprefix("torch."): operations / seconds / 1e9 for kind, seconds in fastest.items()}
 
 
-def measure(device: str, hidden: int, inner: int, threads: int) -> Measured:
-    """Look at the accelerator, or for ``device`` "cpu" time the products."""
-    if device == "cpu" or not torch.accelerator.is_available():
-        rates = measure_rates(hidden, inner, threads)
-        return Measured(str(torch.__version__), rates)
-    module = torch.get_device_module()
-    return Measured(str(torch.__version__), accelerator=module.get_device_name(0), has_bfloat16=has_bfloat16())
+def measure(device: str, hidden: int, inner: int) -> dict[str, Any]:
+    """Look at the accelerator if torch finds one and ``device`` is "auto"; else time the products on the CPU."""
+    found: dict[str, Any] = {"torch": str(torch.__version__)}
+    if device == "cpu":
+        return found | {"rates": measure_rates(hidden, inner)}
+    if not torch.accelerator.is_available():
+        return found
+    name = torch.get_device_module().get_device_name(0)
+    return found | {"accelerator": name, "has_bfloat16": has_bfloat16()}
 
 
 def has_bfloat16() -> bool:
-    """Whether every visible accelerator multiplies bfloat16 numbers in hardware.
-
-    torch's own answer also counts emulation on CUDA; there, hardware has it from compute capability 8.0 on.
-    """
-    module = torch.get_device_module()
-    if accelerator_here().torch_device == "cuda" and torch.version.hip is None:
-        return all(module.get_device_capability(index) >= (8, 0) for index in range(module.device_count()))
+    """Whether every visible accelerator has units for bfloat16; torch's own answer also counts emulation."""
+    module, least = torch.get_device_module(), accelerator_here().bfloat16_capability
+    if least is not None:
+        return all(module.get_device_capability(index) >= least for index in range(module.device_count()))
     supported = getattr(module, "is_bf16_supported", None)
     return bool(supported is not None and supported())
 
@@ -98,8 +88,8 @@ def main() -> None:
     parser.add_argument("--inner", type=int, required=True, help="size of the hidden layer of the MLP")
     parser.add_argument("--threads", type=int, required=True)
     given = parser.parse_args()
-    found = measure(given.device, given.hidden, given.inner, given.threads)
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    torch.set_num_threads(given.threads)
+    print(json.dumps(measure(given.device, given.hidden, given.inner)))
 
 
 if __name__ == "__main__":

@@ -88,8 +88,9 @@ def plan_devices(
 
 
 def planned_accelerator(device: str, shape: tuple[int, int], threads: int) -> Measured:
-    """Stand in for devices that are planned with and need not be here: an H100 has bfloat16. See ``ask_torch``."""
-    return ask_torch(device, shape, threads) if device == "cpu" else Measured("", accelerator="H100", has_bfloat16=True)
+    """Stand in for devices that are planned with and need not be here, and that have bfloat16. See ``ask_torch``."""
+    planned = Measured("", accelerator="the planned device", has_bfloat16=True)
+    return ask_torch(device, shape, threads) if device == "cpu" else planned
 
 
 def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeShape], str]:

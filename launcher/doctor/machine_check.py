@@ -15,7 +15,6 @@ from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, TRIED, holds, untried
@@ -23,7 +22,16 @@ from rl_async.launcher.plan.machine import EngineMissing, check_engine_python, h
 from rl_async.launcher.plan.memory import engine_bytes, model_size, queue_bytes, trainer_bytes, worker_bytes
 from rl_async.launcher.plan.planning import engines, workers
 from rl_async.launcher.plan.ports import HOST
-from rl_async.launcher.plan.processor import CGROUP, cores
+from rl_async.launcher.plan.processor import (
+    CGROUP,
+    USUAL,
+    MachineRecord,
+    ask_torch,
+    choose,
+    cores,
+    processor_name,
+    threads_of_user,
+)
 
 Level = Literal["ok", "warning", "missing"]
 PROBE_S = 120.0
@@ -255,18 +263,21 @@ def cores_line(count: float) -> Finding:
 def settled(config: RunConfig | None) -> tuple[RunConfig | None, list[Finding]]:
     """Say which compute type and how many threads a run of the config would get here, or one of a model of usual size.
 
-    Returns the config with that type, too. If torch cannot be asked, which is a warning, float32 stands for it.
+    Returns the config with that type, too. If the choice fails, as it then would for a run, float32 stands for it.
     """
-    wanted = config or RunConfig(model=ModelConfig(path=""), data=DataConfig(path=""))
     try:
-        wanted, machine = settle_here(wanted, None)
+        if config is None:
+            choice = choose(count_gpus(), USUAL, threads := threads_of_user() or max(1, int(cores())), ask_torch)
+            machine = MachineRecord(processor_name(), cores(), threads, choice)
+        else:
+            config, machine = settle_here(config, None)
     except UserError as error:
-        wanted = msgspec.structs.replace(wanted, model=msgspec.structs.replace(wanted.model, dtype="float32"))
-        lines = [Finding("warning", str(error))]
-    else:
-        name = [f"processor: {machine.processor}"] if machine.processor else []
-        lines = [Finding("ok", line) for line in (*name, *machine.lines)]
-    return None if config is None else wanted, lines
+        if config is not None:
+            config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float32"))
+        return config, [Finding("missing", str(error))]
+    name = [f"processor: {machine.processor}"] if machine.processor else []
+    usual = [] if config else [f"for a model with layers of {USUAL[0]} x {USUAL[1]} that has the machine to itself:"]
+    return config, [Finding("ok", line) for line in (*name, *usual, *machine.lines)]
 
 
 def shm_line(free: int) -> Finding:

@@ -18,6 +18,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import make_durable_folder, replace_file
 from rl_async.launcher.plan.artifacts import checkpoints
+from rl_async.launcher.plan.processor import read_machine
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
 from rl_async.transfer_queue.reports.ledger import tells_end, tells_samples
 
@@ -66,7 +67,7 @@ def resumed_run(
         config = msgspec.structs.replace(config, mode=mode)
         check(config)
     _refuse_another_run(kept, config, preset, folder)
-    if found := differences(config, preset):
+    if found := differences(config, as_settled(preset, folder)):
         print(
             f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "
             f"{', '.join(found)}; to change one, give it as KEY=VALUE",
@@ -76,11 +77,9 @@ def resumed_run(
 
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
-    """Return the keys in which two configs differ, except the name and the mode of the run, and a compute type that the
-    machine chose."""
+    """Return the keys in which two configs differ, except the name and the mode of the run."""
     old, new = (dict(leaves(msgspec.to_builtins(config))) for config in (kept, given))
-    settled_at_start = {"model.dtype"} if given.model.dtype == "auto" else set()
-    keys = (old.keys() | new.keys()) - {"name", "mode"} - settled_at_start
+    keys = (old.keys() | new.keys()) - {"name", "mode"}
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
@@ -88,7 +87,15 @@ def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str
     """Return the keys in which a config differs from the one that the run in ``folder`` was started with."""
     kept = load_resolved(folder / "config.yaml")
     given = kept_sources(load_config(name_or_path, overrides, mode=mode), kept, _fetched(folder))
-    return ["mode"] * (kept.mode != given.mode) + differences(kept, given)
+    return ["mode"] * (kept.mode != given.mode) + differences(kept, as_settled(given, folder))
+
+
+def as_settled(given: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the compute type that a machine chose for the run in ``folder`` in place of ``auto``."""
+    record = read_machine(folder)
+    if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
+        return given
+    return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -99,9 +99,12 @@ def settle_here(
     Without a folder nothing was started before; a run that was keeps its type. ``gpus`` is the number of GPUs of a
     cluster, which ``measure`` asks. Raises UserError if torch cannot be asked.
     """
-    available, gpus = cores(), count_gpus() if gpus is None else gpus
-    ranks = 0 if config.finetune is not None else engines(config) * config.rollout.ranks
-    threads = with_threads(config, model_size(config), available, engine_ranks=ranks).launcher.threads or 1
+    available = cores()
+    if gpus is None:
+        gpus, ranks = count_gpus(), 0 if config.finetune is not None else engines(config) * config.rollout.ranks
+        threads = with_threads(config, model_size(config), available, engine_ranks=ranks).launcher.threads or 1
+    else:
+        threads = config.launcher.threads or 1
     before = None if folder is None else read_machine(folder)
     config, choice = settle(config, gpus, threads, measure or ask_torch, None if before is None else before.compute)
     on_cpu = gpus == 0 or config.model.device == "cpu"

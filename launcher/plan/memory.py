@@ -60,16 +60,28 @@ def model_size(config: RunConfig) -> ModelSize | None:
     return replace(policy, critic=critic.parameters) if critic else None
 
 
-def _read_size(key: str, folder: Path) -> ModelSize | None:
-    """Return the size of the model in ``folder``, or in the ``model`` folder of a saved critic; None if unknown."""
+def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
+    """Return the ``config.json`` of the model in ``folder``, or in the ``model`` folder of a saved critic, if any.
+
+    Raises UserError, naming the key, for one that is no JSON object.
+    """
     saved = folder / "model" / "config.json"
     file = saved if saved.is_file() else folder / "config.json"
     if not file.is_file():
         return None
     try:
-        return size_of(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
+        shape = json.loads(file.read_text())
+    except ValueError as error:
         raise UserError(f"{key}: {file} is not valid JSON: {error}") from error
+    if not isinstance(shape, dict):
+        raise UserError(f"{key}: {file} must hold a JSON object")
+    return shape
+
+
+def _read_size(key: str, folder: Path) -> ModelSize | None:
+    """Return the size of the model in ``folder``; None if unknown."""
+    shape = read_shape(key, folder)
+    return None if shape is None else size_of(shape)
 
 
 def _policy_size(config: RunConfig) -> ModelSize | None:

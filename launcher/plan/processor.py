@@ -2,13 +2,12 @@
 the weights (``model.dtype: auto``). The choice is told at the start of a run and kept in its folder.
 """
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -18,12 +17,12 @@ from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
 from rl_async.files import replace_file
-from rl_async.launcher.plan.memory import ModelSize, model_size, tiny_shape
+from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
+from rl_async.launcher.plan.spec import THREADS
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
-THREADS = "OMP_NUM_THREADS"
 FILE = "machine.json"
 PROBE_S = 120.0
 # Parameters. The layers of a smaller model are neither worth dividing among threads nor faster in a smaller type.
@@ -54,10 +53,14 @@ class Choice(msgspec.Struct, frozen=True):
     why: str
     by: Literal["machine", "config"] = "machine"
     measured: Measured | None = None
+    # Of a run that is resumed, where ``why`` and ``measured`` are those of its first start.
+    here: str = ""
 
     @property
     def line(self) -> str:
         """Tell the choice in one line, with the key that overrides it."""
+        if self.here:
+            return f"compute type: {self.dtype} (as at the run's first start; {self.here})"
         how = "" if self.by == "config" else "; model.dtype overrides it"
         return f"compute type: {self.dtype} ({self.why}{how})"
 
@@ -140,16 +143,12 @@ def settle(
     """Return the config with a compute type in place of ``model.dtype: auto``, and the choice.
 
     ``threads`` are those of a trainer rank. ``measure`` is called only if the choice depends on it. ``before`` is the
-    choice at the run's first start; if a machine made it, the run keeps it, and the result says if this machine would
-    choose another type.
+    choice at the run's first start: if a machine made it, the run keeps it, and ``here`` says if this machine would
+    choose another type. Raises UserError if torch cannot be asked about a new run.
     """
     given = config.model.dtype
     if before is not None and before.by == "machine" and given in ("auto", before.dtype):
-        now = _choose(config, gpus, threads, measure)
-        why = "as at the run's first start"
-        if now.dtype != before.dtype:
-            why += f"; this machine would choose {now.dtype}: {now.why}"
-        choice = Choice(before.dtype, why, measured=now.measured)
+        choice = msgspec.structs.replace(before, here=_compare(config, gpus, threads, measure, before.dtype))
     elif given == "auto":
         choice = _choose(config, gpus, threads, measure)
     else:
@@ -157,29 +156,36 @@ def settle(
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=choice.dtype)), choice
 
 
+def _compare(config: RunConfig, gpus: int, threads: int, measure: Measure, kept: ComputeType) -> str:
+    """Say whether this machine would choose the type that the run keeps, which does not depend on the answer."""
+    try:
+        now = _choose(config, gpus, threads, measure)
+    except UserError as error:
+        return f"this machine could not be compared: {error}"
+    return f"this machine would choose {f'{now.dtype}: {now.why}' if now.dtype != kept else 'the same'}"
+
+
 def _choose(config: RunConfig, gpus: int, threads: int, measure: Measure) -> Choice:
     if len(able := types_of_engines(config)) == 1:
         kinds = ",".join(sorted(set(engine_kinds(config))))
         return Choice(able[0], f"for rollout.quantization={config.rollout.quantization} with rollout.engine={kinds}")
     size = model_size(config)
-    if gpus and config.model.device != "cpu":
-        return of_accelerator(measure("auto", USUAL, threads))
     if size is not None and size.parameters < SMALL:
         return Choice("float32", f"the model has fewer than {SMALL // 10**6} million parameters")
-    return of_rates(measure("cpu", layer_shape(config) or USUAL, threads), threads)
+    return choose(gpus if config.model.device != "cpu" else 0, layer_shape(config) or USUAL, threads, measure)
 
 
-def of_accelerator(found: Measured) -> Choice:
-    """Choose bfloat16 if the accelerator has units for it; without an accelerator in torch, by its rates."""
-    if not found.accelerator:
-        return of_rates(found, 1)
-    if found.has_bfloat16:
-        return Choice("bfloat16", f"{found.accelerator} has units for it", measured=found)
-    return Choice("float32", f"{found.accelerator} has no units for bfloat16", measured=found)
+def choose(gpus: int, shape: tuple[int, int], threads: int, measure: Measure) -> Choice:
+    """Choose a type for a model with layers of this shape, which is not small.
 
-
-def of_rates(found: Measured, threads: int) -> Choice:
-    """Choose the type that this processor multiplies faster."""
+    An accelerator gets bfloat16 if it has units for it, and a CPU the type that it multiplies faster. A file of a GPU
+    that torch cannot use counts as none.
+    """
+    if gpus and (found := measure("auto", shape, threads)).accelerator:
+        if found.has_bfloat16:
+            return Choice("bfloat16", f"{found.accelerator} has units for it", measured=found)
+        return Choice("float32", f"{found.accelerator} has no units for bfloat16", measured=found)
+    found = measure("cpu", shape, threads)
     best, other = sorted(TYPES, key=lambda kind: -found.rates[kind])
     rates = f"{found.rates[best]:.3g} GFLOP/s here, {found.rates[other]:.3g} in {other}"
     return Choice(best, f"{rates}, with {threads} {'thread' if threads == 1 else 'threads'}", measured=found)
@@ -197,14 +203,11 @@ def types_of_engines(config: RunConfig) -> tuple[ComputeType, ...]:
 def layer_shape(config: RunConfig) -> tuple[int, int] | None:
     """Return the hidden size of the policy and that of its MLPs (of one expert), if its ``config.json`` names them."""
     makes = warm_start_of(config)
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file() and makes is not None and makes.pretrained is not None:
-        file = Path(makes.pretrained.path) / "config.json"
-    shape: dict[str, Any] = {}
-    if file.is_file():
-        shape = json.loads(file.read_text())
-    elif makes is not None and makes.pretrained is None:
-        shape = tiny_shape(makes)
+    shape = read_shape("model.path", Path(config.model.path))
+    if shape is None and makes is not None:
+        started = makes.pretrained
+        shape = tiny_shape(makes) if started is None else read_shape("warm_start.pretrained.path", Path(started.path))
+    shape = shape or {}
     shape = shape | (shape.get("text_config") or {})
     inner = shape.get("moe_intermediate_size") or shape.get("intermediate_size")
     return (int(shape["hidden_size"]), int(inner)) if shape.get("hidden_size") and inner else None
@@ -239,7 +242,7 @@ def read_machine(folder: Path) -> MachineRecord | None:
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise UserError(f"{folder / FILE} is damaged ({error}); delete it, and set model.dtype") from error
+        raise UserError(f"{folder / FILE} is damaged ({error}); delete it") from error
 
 
 def write_machine(folder: Path, record: MachineRecord) -> None:

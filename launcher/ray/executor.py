@@ -74,10 +74,13 @@ class Cluster:
         """Ask torch on a node with a GPU, or here about the processor. See ``ask_torch``. Raises UserError."""
         if device == "cpu":
             return ask_torch(device, shape, threads)
+        asked = ray.remote(ask_torch).options(num_gpus=1).remote(device, shape, threads)
         try:
-            asked = ray.remote(ask_torch).options(num_gpus=1).remote(device, shape, threads)
             return ray.get(asked, timeout=NODE_ANSWER_S + PROBE_S)
+        except RayTaskError as error:
+            raise error.cause from None
         except RayError as error:
+            ray.cancel(asked, force=True)
             raise UserError(
                 f"model.dtype=auto: no node with a GPU answered ({_first_line(error)}); set float32 or bfloat16"
             ) from error

@@ -32,7 +32,7 @@ from rl_async.launcher.plan.machine import check_trainer, settle_here
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
 from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.plan.processor import cores, with_threads
+from rl_async.launcher.plan.processor import cores, read_machine, with_threads
 from rl_async.launcher.runs.launch import log_into, note_machine, shown
 from rl_async.launcher.supervise.children import Interrupted, keep_ranks
 from rl_async.launcher.supervise.executor import ThisMachine
@@ -72,7 +72,7 @@ def finetune(config: RunConfig) -> int:
     folder = out.with_name(f"{out.name}.run")
     _check(config)
     with hold(folder), hold_private_folder(folder):
-        config, machine = settle_here(config, folder)
+        config, machine = settle_here(_as_begun(config, folder), folder if checkpoints(folder) else None)
         resumes = _resumes(config, folder)
         if out.exists():
             _require_finished(config, folder, resumes)
@@ -123,6 +123,14 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
         return EXIT_SIGNAL + interrupted.number
     view.show_new()
     return 0
+
+
+def _as_begun(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the compute type of a run to continue that has no record of its machine."""
+    if config.model.dtype != "auto" or not checkpoints(folder) or read_machine(folder) is not None:
+        return config
+    dtype = load_resolved(folder / "config.yaml").model.dtype
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
 
 
 def _check(config: RunConfig) -> None:

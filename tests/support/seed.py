@@ -9,6 +9,7 @@ import random
 import sys
 import zlib
 from collections.abc import Generator
+from typing import Any
 
 import hypothesis.core
 import pytest
@@ -37,8 +38,16 @@ class SessionSeed:
             reporter.write_line(f"{VARIABLE}={self._seed}")
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        seed = zlib.crc32(f"{self._seed} {item.nodeid}".encode())
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+        """Seed each fixture by itself, so that it draws the same whichever test is the first to ask for it."""
+        self._seed_generators(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param', '')}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self._seed_generators(item.nodeid)
+
+    def _seed_generators(self, name: str) -> None:
+        seed = zlib.crc32(f"{self._seed} {name}".encode())
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)

@@ -30,7 +30,7 @@ def uv() -> str:
     if found is None:
         pytest.skip("uv is not here; install it with pip install 'rl-async[test]'")
     if _resolve(found, "xxhash").returncode != 0:
-        pytest.skip("no package index can be reached")
+        pytest.skip("no package index answers uv: the test needs one to install packages from")
     return found
 
 

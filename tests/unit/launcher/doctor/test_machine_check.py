@@ -171,4 +171,4 @@ def test_the_choice_for_a_config_and_for_a_model_of_usual_size_is_told(monkeypat
     assert config is None and any("GFLOP/s" in line.what for line in lines)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     config, lines = s.settled(load_config("calculator-moe", ["warm_start.hidden_size=2048"]))
-    assert config is not None and config.model.dtype == "float32" and levels(lines) == ["warning"]
+    assert config is not None and config.model.dtype == "float32" and levels(lines) == ["missing"]

@@ -10,6 +10,7 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
+from rl_async.launcher.folder.run_folder import as_settled, differences
 from rl_async.launcher.plan.machine import plan_here, settle_here
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.launcher.plan.processor import (
@@ -20,7 +21,6 @@ from rl_async.launcher.plan.processor import (
     ask_torch,
     cores,
     layer_shape,
-    of_rates,
     processor_name,
     read_machine,
     settle,
@@ -155,9 +155,8 @@ def test_the_machine_chooses_the_faster_type(found: Measured, gpus: int, chosen:
     asked: list[tuple[str, tuple[int, int], int]] = []
     config, choice = settle(config_of(tmp_path), gpus, 2, measuring(found, asked))
     assert config.model.dtype == choice.dtype == chosen and choice.by == "machine"
-    assert len(asked) == 1 and asked[0][0] == ("auto" if gpus else "cpu")
-    if not gpus:
-        assert asked[0] == ("cpu", (2048, 8192), 2)
+    devices = ["auto"] * bool(gpus) + ["cpu"] * (not found.accelerator)
+    assert asked == [(device, (2048, 8192), 2) for device in devices]
     assert chosen in choice.line and "model.dtype" in choice.line
 
 
@@ -165,8 +164,9 @@ def test_small_models_and_given_types_are_not_measured(tmp_path: Path) -> None:
     def never(device: str, shape: tuple[int, int], threads: int) -> Measured:
         raise AssertionError("measured")
 
-    config, choice = settle(load_config("calculator"), 0, 1, never)
-    assert config.model.dtype == "float32" and choice.by == "machine"
+    for gpus in (0, 1):
+        config, choice = settle(load_config("calculator"), gpus, 1, never)
+        assert config.model.dtype == "float32" and choice.by == "machine"
     config, choice = settle(config_of(tmp_path, "model.dtype=bfloat16"), 0, 1, never)
     assert config.model.dtype == "bfloat16" and choice.by == "config"
 
@@ -189,15 +189,38 @@ def test_quantised_engines_restrict_the_choice(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_its_type_and_says_that_another_would_be_chosen(tmp_path: Path) -> None:
     _, first = settle(config_of(tmp_path), 0, 2, measuring(SLOW_BFLOAT16, []))
-    assert first.dtype == "float32"
+    assert first.dtype == "float32" and not first.here
     for given in ("auto", "float32"):
         resumed = config_of(tmp_path, f"model.dtype={given}")
-        config, here = settle(resumed, 0, 2, measuring(SLOW_BFLOAT16, []), first)
-        assert config.model.dtype == "float32" and "bfloat16" not in here.why and here.by == "machine"
-        config, elsewhere = settle(resumed, 0, 2, measuring(FAST_BFLOAT16, []), first)
-        assert config.model.dtype == "float32" and "bfloat16" in elsewhere.why and elsewhere.by == "machine"
+        config, same = settle(resumed, 0, 2, measuring(SLOW_BFLOAT16, []), first)
+        assert config.model.dtype == "float32" and same.here and "bfloat16" not in same.line
+        config, other = settle(resumed, 0, 2, measuring(FAST_BFLOAT16, []), first)
+        assert config.model.dtype == "float32" and "bfloat16" in other.line
+        assert (other.why, other.measured, other.by) == (first.why, first.measured, "machine")
     config, changed = settle(config_of(tmp_path, "model.dtype=bfloat16"), 0, 2, measuring(SLOW_BFLOAT16, []), first)
     assert config.model.dtype == "bfloat16" and changed.by == "config"
+
+
+def test_a_run_is_resumed_where_torch_cannot_be_asked(tmp_path: Path) -> None:
+    def fails(device: str, shape: tuple[int, int], threads: int) -> Measured:
+        raise UserError("no answer")
+
+    _, first = settle(config_of(tmp_path), 0, 2, measuring(SLOW_BFLOAT16, []))
+    config, choice = settle(config_of(tmp_path), 0, 2, fails, first)
+    assert config.model.dtype == "float32" and "no answer" in choice.line
+    with pytest.raises(UserError, match="no answer"):
+        settle(config_of(tmp_path), 0, 2, fails)
+
+
+def test_a_type_that_was_set_by_hand_differs_from_auto_and_one_that_was_chosen_does_not(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    run.mkdir()
+    given = config_of(model)
+    for dtype in ("float32", "auto"):
+        kept, choice = settle(config_of(model, f"model.dtype={dtype}"), 0, 2, measuring(SLOW_BFLOAT16, []))
+        write_machine(run, MachineRecord("AMD EPYC", 2.0, 2, choice))
+        assert differences(kept, as_settled(given, run)) == (["model.dtype"] if dtype == "float32" else [])
 
 
 def test_the_record_of_a_run_is_read_as_written_and_damage_is_named(tmp_path: Path) -> None:
@@ -233,11 +256,20 @@ def test_a_name_of_the_processor_is_optional(tmp_path: Path) -> None:
     assert [processor_name(tmp_path / name) for name in ("arm", "x86", "none")] == ["", "AMD EPYC 7B13", ""]
 
 
-@pytest.mark.parametrize("widest", ["", "AVX2", "SSE41"])
-def test_torch_answers_with_rates_of_both_types(widest: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if widest:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", widest)
+def test_a_config_that_is_no_object_is_refused_by_its_path(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(UserError, match=r"config\.json"):
+        layer_shape(config)
+
+
+def test_torch_answers_with_rates_of_both_types() -> None:
     found = ask_torch("cpu", (64, 192), 1)
     assert found.torch == torch_version("torch") and not found.accelerator
-    assert set(found.rates) == {"float32", "bfloat16"} and all(0 < rate < 1e6 for rate in found.rates.values())
-    assert of_rates(found, 1).dtype in found.rates
+    assert set(found.rates) == {"float32", "bfloat16"}
+
+
+def test_a_failed_question_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(UserError, match=r"model\.dtype"):
+        ask_torch("cpu", (64, 192), 1)

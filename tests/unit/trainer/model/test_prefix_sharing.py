@@ -18,6 +18,7 @@ from rl_async.trainer.model.heads import Head
 from rl_async.trainer.model.kernels import why_prefixes_apart
 from tests.support.prefixes import loss_of, shared_rows
 from tests.support.rounding import (
+    LARGEST,
     allowance,
     allowances,
     assert_as_close,
@@ -104,8 +105,11 @@ def test_shared_prefixes_in_bfloat16_differ_by_its_rounding(tmp_path: Path) -> N
         exact = computed(exactly, apart, EVERYTHING)
     backend = built(tmp_path, "bfloat16", "policy", TrainerConfig())
     together, alone = (computed(backend, x, EVERYTHING) for x in (batch, apart))
-    bound = allowance(alone["logprobs"].bfloat16(), exact["logprobs"], TERMS)
-    assert_near(together["logprobs"], exact["logprobs"], bound)
+    errors = [(found["logprobs"].double() - exact["logprobs"]) for found in (together, alone)]
+    # Both round the same values to bfloat16 and sum in float32, so their errors are draws from one distribution.
+    off, usual = (error.square().mean().sqrt().item() for error in errors)
+    assert off <= 2 * usual, f"off by {off:.3g}, where separate rows are off by {usual:.3g}"
+    assert errors[0].abs().max() <= LARGEST * errors[1].abs().max()
 
 
 @pytest.mark.parametrize(
