@@ -19,7 +19,6 @@ from rl_async.trainer.model.kernels import why_prefixes_apart
 from tests.support.prefixes import loss_of, shared_rows
 from tests.support.rounding import (
     LARGEST,
-    allowance,
     allowances,
     assert_as_close,
     assert_near,
