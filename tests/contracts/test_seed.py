@@ -51,7 +51,7 @@ def session(folder: Path, *options: str, passed: int = 3, **environment: str) ->
     """What the tests drew, in some order, and what was printed."""
     drawn = folder / "drawn"
     drawn.unlink(missing_ok=True)
-    plain = {name: value for name, value in os.environ.items() if name != "TEST_SEED"}
+    plain = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTEST_ADDOPTS")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."],
         env=plain | {"PYTHONPATH": str(ROOT), "DRAWN": str(drawn)} | environment,
