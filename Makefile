@@ -12,12 +12,14 @@ RUN_NAME ?=
 SET ?=
 FLAKES ?=
 LISTED ?=
-# Whole runs come first, since they take longest; a worker that has nothing left takes over tests of the other.
+# Whole runs come first, since they take longest.
 TESTS ?= tests/e2e tests/contracts tests/gpu tests/unit
 WORKERS ?= 3
 # Bytecode is kept, since the tests start many processes that import the same modules. Most tests wait more than they
-# compute: three at a time (WORKERS) keep two cores busy.
-PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# compute: three at a time (WORKERS) keep two cores busy. The tests of a file run on one worker, since what they share costs
+# the most: groups of ranks, engines, runs.
+PYTEST := env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RUN_TESTS := $(if $(FLAKES),$(BIN)/python -m tests.support.flakes repeat $(FLAKES) --) $(PYTEST)
 
 .PHONY: demo real test test-slow check docs setup setup-test clean

@@ -36,7 +36,8 @@ def commit() -> str:
     try:
         head = _git(folder, "rev-parse", "HEAD")
         return head + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):  # no git here, or one that refuses this folder
+    # There may be no git here, or one that refuses this folder.
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 
@@ -74,7 +75,7 @@ def _source() -> dict[str, Any]:
 
 
 def _local(source: dict[str, Any]) -> Path | None:
-    """Return the folder or file on this machine that rl-async was installed from; None if it was none."""
+    """Return the folder or file on this machine that rl-async was installed from; None if it came from elsewhere."""
     url = urlsplit(source.get("url", ""))
     return Path(unquote(url.path)) if url.scheme == "file" else None
 
