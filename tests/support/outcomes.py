@@ -5,6 +5,7 @@ Only the session's main process records: workers of pytest-xdist report to it.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
+    # Tests that run pytest themselves must not write into the files of this session.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     if (file := config.getoption("--not-installed")) is not None:
         config.pluginmanager.register(SkipRecorder(file))
     if (file := config.getoption("--failures")) is not None:

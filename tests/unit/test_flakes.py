@@ -74,6 +74,14 @@ def test_passes():
 def test_twice():
     assert pathlib.Path(__file__).with_name("mended").exists()
 
+def test_nested():
+    import subprocess, sys
+    here = pathlib.Path(__file__).with_name("nested")
+    here.mkdir(exist_ok=True)
+    (here / "test_it.py").write_text("def test_it(): pass")
+    subprocess.run([sys.executable, "-m", "pytest", str(here)], check=True)
+    assert False, "behind a session of its own"
+
 def test_skips_later():
     if pathlib.Path(__file__).with_name("mended").exists():
         pytest.skip("nothing was tried")
@@ -86,8 +94,8 @@ def first_session(folder: Path, chosen: str, *options: str) -> Path:
     (folder / "test_them.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.outcomes -p no:cacheprovider\n")
     record = folder / "failures.jsonl"
-    command = [sys.executable, "-m", "pytest", f"--failures={record}", "-k", chosen, *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    command = [sys.executable, "-m", "pytest", "-k", chosen, *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": f"--failures={record}"}
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=60, check=False)
     return record
 
@@ -127,6 +135,12 @@ def test_a_second_try_that_is_skipped_does_not_pass(there: Path) -> None:
 def test_a_session_records_failures_and_its_end(there: Path) -> None:
     recorded = read_session(first_session(there, "twice"))
     assert list(recorded.failures) == ["test_them.py::test_twice"] and recorded.status == FAILED
+
+
+def test_a_session_within_a_test_does_not_write_into_the_record(there: Path) -> None:
+    recorded = read_session(first_session(there, "twice or nested"))
+    assert sorted(recorded.failures) == ["test_them.py::test_nested", "test_them.py::test_twice"]
+    assert recorded.status == FAILED
 
 
 def test_a_file_that_cannot_be_imported_fails_the_run(there: Path) -> None:
