@@ -46,6 +46,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
     Consumes ScoreRequests; produces a ScoreReply for each; waits for the next one, unblocked by the end of the stream.
     """
     functions = {name: get_scorer(name).function for name in names}
+    process = os.getpid()
     decoder = msgspec.msgpack.Decoder(ScoreRequest)
     _write(replies, ScoreReply())
     while head := requests.read(LENGTH.size):
@@ -63,6 +64,9 @@ def serve(requests: BinaryIO, replies: BinaryIO, names: list[str]) -> None:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # The user's code may raise anything; only this conversation fails.
             reply = ScoreReply(error=describe(error))
+        if os.getpid() != process:
+            # A child that a scorer forked came back from it: its reply would be taken for another conversation's.
+            os._exit(1)
         signal.alarm(0)
         _write(replies, reply)
 

@@ -94,6 +94,11 @@ async def test_built_in_scorers_see_the_answer_and_functions_all_that_was_said()
     assert (whole.reward, unfinished.reward, unfinished.scored) == (2.0, 0.0, True)
 
 
+async def test_a_child_that_a_function_forks_answers_for_no_conversation() -> None:
+    async with RewardService(config(user("forks"), processes=1)) as service:
+        assert [(await score(service, str(number))).reward for number in range(6)] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -122,3 +122,11 @@ class _Callable:
 
 
 callable_object = _Callable()
+
+
+def forks(solution_str: str) -> float:
+    """Its child leaves by an exception that the server of scorers catches."""
+    if (child := os.fork()) == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    return float(solution_str)
