@@ -18,7 +18,7 @@ IMPORTS = {
 def add_config_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("list", help="the presets").set_defaults(command=_list)
-    show = commands.add_parser("show", help="a preset or file with every value")
+    show = commands.add_parser("show", help="a preset or file with every value, as a run here would have it")
     show.add_argument("config", metavar="NAME|PATH")
     add_overrides(show)
     show.set_defaults(command=_show)
@@ -51,8 +51,11 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load.loader import dump, load_config
+    from rl_async.launcher.plan.machine import settle_here
 
-    print(dump(load_config(arguments.config, arguments.overrides)), end="")
+    # As a run on this machine would have it: roles that are started by hand read it from the run's folder.
+    config, _ = settle_here(load_config(arguments.config, arguments.overrides), None)
+    print(dump(config), end="")
     return 0
 
 

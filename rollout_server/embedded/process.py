@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async import tracing
+from rl_async.configs.derived.models import compute_type
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
@@ -31,11 +32,11 @@ def load_model(config: RunConfig) -> torch.nn.Module:
     """Load the model of ``model.path`` onto its device, quantised as configured. Raises UserError if there is none."""
     if not Path(config.model.path).is_dir():  # Transformers would look for it on the Hub
         raise UserError(f"model.path: there is no folder {config.model.path}")
-    device = pick_device(config.model.device)
+    device, dtype = pick_device(config.model.device), getattr(torch, compute_type(config.model))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             config.model.path,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=dtype,
             attn_implementation=ATTENTION,
             trust_remote_code=False,
             use_safetensors=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rl_async.configs.derived.models import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.torch_device import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
@@ -69,7 +70,7 @@ def build_models(config: RunConfig, device: str) -> Models:
     Raises UserError naming the key whose model cannot be loaded.
     """
     model, critic, kl = config.model, config.critic, config.algorithm.kl
-    make = functools.partial(BACKENDS[config.trainer.backend](), dtype=model.dtype, device=device)
+    make = functools.partial(BACKENDS[config.trainer.backend](), dtype=compute_type(model), device=device)
     shared = critic is not None and critic.shared
     models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))
     if kl.coef > 0:

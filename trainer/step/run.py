@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rl_async.configs.derived.models import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
 from rl_async.process.heartbeat import Phase, beat
@@ -91,7 +92,7 @@ class Run:
         if self.tracking is None:
             return
         metrics["tokens/per_s"] = metrics["rollout/tokens"] / max(metrics["time/step_s"], 1e-9)
-        device, dtype = device_name(self.models.policy.device), self.config.model.dtype
+        device, dtype = device_name(self.models.policy.device), compute_type(self.config.model)
         metrics |= compute_rates(metrics, dist.get_world_size(), device, dtype)
         metrics |= self.depth.depth() if self.depth else {}
         metrics |= self.engines.metrics() if self.engines else {}

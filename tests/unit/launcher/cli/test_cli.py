@@ -198,7 +198,8 @@ def test_a_key_is_explained_and_a_config_shown(capsys: pytest.CaptureFixture[str
     assert main(["config", "explain", "queue.max_staleness"]) == 0
     assert "staleness" in capsys.readouterr().out
     assert main(["config", "show", "calculator", "trainer.steps=17"]) == 0
-    assert "steps: 17" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "steps: 17" in shown and "dtype: float32" in shown, "roles that are started by hand need a settled type"
 
 
 def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
