@@ -1,5 +1,6 @@
 """The server without its socket: what parked requests of silent and lost workers get."""
 
+import gc
 import math
 import sys
 from typing import Any
@@ -66,11 +67,14 @@ def calls_of_a_put(groups: int) -> int:
         nonlocal calls
         calls += event == "call"
 
+    # A collection of garbage of earlier tests would call their finalizers.
+    gc.disable()
     sys.setprofile(count)
     try:
         (answer,) = served.ask("a", m.Put(worker="a", samples=[[HEADER]], lengths=[3]), b"row")
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert answer.response.reply == m.Taken(refused=[None])
     return calls
 
