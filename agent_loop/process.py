@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import uvloop
 
 from rl_async import tracing
-from rl_async.agent_loop.chat_formats.format import ChatFormat
+from rl_async.agent_loop.chat_formats.format import ChatFormat, reasoning_and_answer
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
@@ -55,7 +56,8 @@ async def played_and_scored(
         hosted = HostedEnvironments(config, logs, owner) if config.agent.environment_hosts else None
         runner = EpisodeRunner(config, chat, generator, toolbox, hosted)
         stack.push_async_callback(runner.close)
-        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
+        read = functools.partial(reasoning_and_answer, chat)
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox, read=read)
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
         if hosted is not None:

@@ -23,7 +23,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     extra_info: dict[str, Any] = {}
     turns: list[Turn] = []
     finish_reason: str = "stop"
-    reasoning: str = ""  # in solution_str, up to the last ``</think>``
+    reasoning: str = ""  # of that turn, as the chat format reads it
     answer: str = ""  # what follows the reasoning, which built-in scorers get as solution_str
     environment: dict[str, float] = {}  # what the episode's environment gave: ``score``, and further numbers
 

@@ -12,9 +12,9 @@ import msgspec
 
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.derived.sandbox import CODE_SCORER
-from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.sandbox import SandboxConfig
-from rl_async.extraction import Extraction, behind_reasoning, extract
+from rl_async.extraction import behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
@@ -92,7 +92,8 @@ class RewardService:
     """An async context manager. Its constructor raises ConfigError for scorers that are missing or lack a dependency.
 
     ``model_url``: URL of the run's own reward model. ``folder``: the run folder, which has that model's
-    token and the judge's verdicts. ``sandbox``: where the scorer ``code`` runs programs.
+    token and the judge's verdicts. ``sandbox``: where the scorer ``code`` runs programs. ``read``: the reasoning and
+    the answer of a turn, as the run's chat format reads its tokens, given those and the tokens before them.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class RewardService:
         model_url: str = "",
         folder: Path | None = None,
         sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008  frozen
+        read: Callable[[Sequence[int], Sequence[int]], tuple[str, str]] | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._read = config, read
         self._models: dict[str, RewardModel | Judge | CodeScorer] = {**_models(config, model_url, folder)}
         if CODE_SCORER in {term.name for term in config.functions}:
             self._models[CODE_SCORER] = CodeScorer(config.code, make_sandbox(sandbox))
@@ -134,8 +136,8 @@ class RewardService:
         its episode without the last answer, which get the same score; their turns' rewards have the limit, too.
         """
         began, at = time.monotonic(), time.time()
-        conversation = as_conversation(task, trajectory)
-        outcomes = await asyncio.gather(*(self._extracted(spec, t.extract, conversation) for spec, t in self._terms))
+        conversation = as_conversation(task, trajectory, self._said(trajectory))
+        outcomes = await asyncio.gather(*(self._extracted(spec, term, conversation) for spec, term in self._terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
         for (spec, term), outcome in zip(self._terms, outcomes):
             problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)
@@ -160,19 +162,24 @@ class RewardService:
         model = self._models.get(name)
         return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
 
-    async def _extracted(self, spec: ScorerSpec, chain: Extraction, conversation: Conversation) -> Score | str:
-        """Score the part of the last answer that ``chain`` finds; 0 if it finds nothing, and the scorer is not asked.
+    def _said(self, trajectory: Trajectory) -> tuple[str, str] | None:
+        """Return reasoning and answer of the last turn, read from its tokens; None without these or a reader."""
+        last = next((turn for turn in reversed(trajectory.turns) if turn.role == "assistant"), None)
+        if self._read is None or last is None or not trajectory.loss_mask[last.start : last.end].any():
+            return None
+        row = trajectory.token_ids.tolist()
+        return self._read(row[last.start : last.end], row[: last.start])
 
-        Built-in scorers see the answer behind the reasoning, users' functions all that was said.
+    async def _extracted(self, spec: ScorerSpec, term: RewardTerm, conversation: Conversation) -> Score | str:
+        """Score the part of the last turn that the term extracts; 0 if there is none, and the scorer is not asked.
 
         Whether something was found is recorded beside the score.
         """
-        if not is_user_reference(spec.name):
-            conversation = msgspec.structs.replace(conversation, solution_str=conversation.answer)
-        if not chain:
+        conversation = msgspec.structs.replace(conversation, solution_str=seen_by(term, conversation))
+        if not term.extract:
             return await self._term(spec, conversation)
         try:
-            found = await asyncio.to_thread(extract, conversation.solution_str, chain)
+            found = await asyncio.to_thread(extract, conversation.solution_str, term.extract)
         except TimeoutError as error:
             return describe(error)
         if found is None:
@@ -220,14 +227,26 @@ def _unbounded_turn(rows: Sequence[Trajectory], limit: float) -> str | None:
     return None
 
 
-def as_conversation(task: Task, trajectory: Trajectory) -> Conversation:
-    """Return what scorers get to see of an episode."""
+def seen_by(term: RewardTerm, conversation: Conversation) -> str:
+    """Return the text of the last turn that a term of the reward works on (``reward.functions[].text``)."""
+    raw = is_user_reference(term.name) if term.text == "auto" else term.text == "raw"
+    return conversation.solution_str if raw else conversation.answer
+
+
+def as_conversation(task: Task, trajectory: Trajectory, read: tuple[str, str] | None = None) -> Conversation:
+    """Return what scorers get to see of an episode.
+
+    ``read``: the reasoning and the answer of the last turn. Where a chat format found no reasoning, and without
+    ``read``, the tags ``<think>`` and ``</think>`` separate the two.
+    """
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
     prefix = f"{ENVIRONMENT}/"
     given = {k.removeprefix(prefix): v for k, v in trajectory.reward_parts.items() if k.startswith(prefix)}
     if ENVIRONMENT in trajectory.reward_parts:
         given["score"] = trajectory.reward_parts[ENVIRONMENT]
-    reasoning, answer = behind_reasoning(said[-1] if said else "")
+    reasoning, answer = read or ("", said[-1] if said else "")
+    if not reasoning:
+        reasoning, answer = behind_reasoning(answer)
     return Conversation(
         data_source=task.data_source,
         solution_str=said[-1] if said else "",

@@ -44,6 +44,12 @@ class Answer(NamedTuple):
     reasoning: str = ""
 
 
+def reasoning_and_answer(chat: "ChatFormat", token_ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, str]:
+    """Split a turn sampled after ``prompt_ids`` into its reasoning and all else that was said, its calls included."""
+    answer = chat.parse(token_ids, prompt_ids=prompt_ids)
+    return answer.reasoning, answer.text
+
+
 class Settled(NamedTuple):
     """The beginnings of an answer's reasoning and content that no further token changes."""
 

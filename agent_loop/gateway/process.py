@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 from pathlib import Path
 
 import uvloop
 
 from rl_async import tracing
+from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.registry import load_format
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
 from rl_async.agent_loop.gateway.server import GatewayServer
@@ -45,7 +47,8 @@ async def run_gateway(
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
         chat = load_format(config.model.path, config.agent)
-        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox)
+        read = functools.partial(reasoning_and_answer, chat)
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox, read=read)
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
         client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))

@@ -98,6 +98,13 @@ class RewardTerm(Config, frozen=True):
             "answer_tag], last_number]. If nothing is found, this part of the reward is 0."
         ),
     ] = ()
+    text: Annotated[
+        Literal["auto", "answer", "raw"],
+        doc(
+            "What extract and the scorer see of the last turn: answer, which follows the reasoning; raw, all that was "
+            "sampled; auto: raw for your functions, answer for built-in scorers."
+        ),
+    ] = "auto"
 
 
 class RewardConfig(Config, frozen=True):

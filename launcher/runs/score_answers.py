@@ -15,7 +15,7 @@ from rl_async.errors import DataError
 from rl_async.extraction import Extraction, trace
 from rl_async.launcher.sources.fetch import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
-from rl_async.reward_loop.service import RewardService
+from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
 from rl_async.transfer_queue.data.dataset import open_rows, to_task
 from rl_async.transfer_queue.data.templates import templated
 
@@ -65,7 +65,7 @@ def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
             lines += [f"    reason: {_short(reason[:SHOWN])}"] if reason else []
             more = {key: number for key, number in trajectory.reward_parts.items() if key.startswith(f"{term.name}/")}
             lines += [f"    {key.removeprefix(f'{term.name}/')} {number:g}" for key, number in more.items()]
-            lines += [f"    {step}" for step in _steps(trajectory.turns[-1].text, term.extract)]
+            lines += [f"    {step}" for step in _steps(seen_by(term, as_conversation(task, trajectory)), term.extract)]
     mean = sum(trajectory.reward for _, _, trajectory in scored) / len(scored)
     return [*lines, f"{len(scored)} answers, mean reward {mean:.4f}"]
 

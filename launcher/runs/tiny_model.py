@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
@@ -96,7 +98,9 @@ async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRend
         runner = EpisodeRunner(config, renderer, engine, toolbox)
         stack.push_async_callback(runner.close)
         stack.callback(engine.close)  # its thread delivers to this event loop
-        rewards = await stack.enter_async_context(RewardService(config.reward, sandbox=config.sandbox))
+        read = functools.partial(reasoning_and_answer, renderer)
+        service = RewardService(config.reward, sandbox=config.sandbox, read=read)
+        rewards = await stack.enter_async_context(service)
 
         async def play(number: int, task: Task) -> float:
             group = LeasedGroup(

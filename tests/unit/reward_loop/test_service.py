@@ -1,6 +1,7 @@
 """Rewards: parts and weights, failures that mark one trajectory, limits."""
 
 import asyncio
+import functools
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from rl_async import extraction
+from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
@@ -17,6 +19,8 @@ from rl_async.reward_loop.api import MOST_REASON, Score, ScorerFailed, to_score
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.data.dataset import open_rows, to_task
+from tests.unit.agent_loop.chat_formats.test_harmony import THOUGHT
+from tests.unit.agent_loop.chat_formats.test_settled import CHATS
 from tests.unit.reward_loop.rows import score, task, trajectory
 
 USER = Path(__file__).with_name("user_scorers.py")
@@ -92,6 +96,49 @@ async def test_built_in_scorers_see_the_answer_and_functions_all_that_was_said()
     async with RewardService(config("exact_answer", user("sees_all"))) as service:
         whole, unfinished = await score(service, "<think>41?</think>42"), await score(service, "<think>42")
     assert (whole.reward, unfinished.reward, unfinished.scored) == (2.0, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("chat", "prompt", "said", "reward"),
+    [
+        ("thinking", "x<think>\n", "maybe 42", 0.0),
+        ("thinking", "x<think>\n", "41?</think>42", 1.0),
+        ("thinking", "x<think>\n\n</think>\n\n", "42", 1.0),
+        ("thinking", "x", "<think>42", 0.0),
+        ("thinking", "x", "<think>41?</think>42", 1.0),
+        ("thinking", "x", "42", 1.0),
+        ("hermes", "x", "<think>42", 0.0),
+        ("hermes", "x", "<think>41?</think>42", 1.0),
+        ("mistral", "x", "[THINK]42", 0.0),
+        ("mistral", "x", "[THINK]41?[/THINK]42", 1.0),
+        ("gpt-oss", "x", "<|channel|>analysis<|message|>42", 0.0),
+        ("gpt-oss", "x", "<|channel|>analysis<|message|>42<|end|>", 0.0),
+        ("gpt-oss", "x", f"{THOUGHT}<|channel|>final<|message|>42<|return|>", 1.0),
+    ],
+)
+async def test_reasoning_is_what_the_chat_format_reads_as_such(
+    chat: str, prompt: str, said: str, reward: float
+) -> None:
+    before, sampled = CHATS[chat].encode(prompt), CHATS[chat].encode(said)
+    row = trajectory(CHATS[chat].turn_text(sampled))
+    row.token_ids = np.array(before + sampled, np.int32)
+    row.loss_mask = np.arange(len(row.token_ids)) >= len(before)
+    row.turns[-1].start, row.turns[-1].end = len(before), len(row.token_ids)
+    terms = (RewardTerm(name="exact_answer", extract=("last_number",)),)
+    read = functools.partial(reasoning_and_answer, CHATS[chat])
+    async with RewardService(RewardConfig(functions=terms), read=read) as service:
+        await service.score(task(), row)
+    assert (row.reward, row.scored, row.error) == (reward, True, "")
+
+
+async def test_a_term_says_whether_it_sees_the_reasoning() -> None:
+    for text, rewards in (("auto", (0.0, 1.0)), ("answer", (0.0, 0.0)), ("raw", (1.0, 1.0))):
+        terms = tuple(
+            RewardTerm(name=name, extract=("last_number",), text=text) for name in ("exact_answer", user("verl_style"))
+        )
+        async with RewardService(RewardConfig(functions=terms)) as service:
+            parts = (await score(service, "<think>42")).reward_parts
+        assert (parts["exact_answer"], parts[user("verl_style")]) == rewards
 
 
 async def test_a_child_that_a_function_forks_answers_for_no_conversation() -> None:
