@@ -3,14 +3,14 @@
 from collections.abc import Awaitable
 from typing import Protocol
 
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Task, Trajectory
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory
 
 
 class SampleQueue(Protocol):
     """The agents' verbs of the transfer queue."""
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
-    async def renew(self, held: list[SampleKey]) -> Done: ...
+    async def renew(self, held: list[SampleKey]) -> Renewed: ...
     def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
 

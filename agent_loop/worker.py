@@ -62,6 +62,8 @@ class AgentWorker:
         self._replays = bool(config.rollout.replay)
         self._slots = asyncio.Semaphore(config.agent.concurrency)
         self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
+        self._playing: dict[SampleKey, asyncio.Task[list[Trajectory] | str]] = {}
+        self._taken_back: set[asyncio.Task[list[Trajectory] | str]] = set()  # which another worker plays by now
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses = Pauses()
@@ -109,16 +111,24 @@ class AgentWorker:
                     self._spawn(tasks, self._play(group, sample), f"sample {group.group_id}.{sample}")
 
     async def _renew(self) -> None:
-        """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
+        """Renew the leases until cancelled, and stop the samples that others play by now. Waits for the clock."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            await self._queue.renew(list(self._held))
+            for key in (await self._queue.renew(list(self._held))).gone:
+                if (playing := self._playing.get(key)) is not None:
+                    self._taken_back.add(playing)
+                    playing.cancel()
 
     async def _play(self, group: LeasedGroup, sample: int) -> None:
-        """Play one sample and put all its rows, or report its failure."""
+        """Play one sample and put all its rows, or report its failure; do neither if the queue has taken it back."""
+        key = group.group_id, sample, group.attempt
         try:
             async with self._slots:
-                rows = await self._rows(group, sample)
+                rows = await self._played(key, group, sample)
+                if rows is None:
+                    self.refused += 1
+                    log.info("sample %d.%d was stopped: another worker plays it by now", group.group_id, sample)
+                    return
                 if isinstance(rows, str):
                     reply = await self._queue.fail(group.group_id, sample, group.attempt, rows)
                     self.failed += 1
@@ -131,8 +141,22 @@ class AgentWorker:
                 if self._replays and reply.code not in OUTDATED:
                     raise ConfigError(f"rollout.replay: the queue refused a recorded sample: {reply.reason}")
         finally:
-            self._held.remove((group.group_id, sample, group.attempt))
+            self._held.remove(key)
             self._less_work.set()
+
+    async def _played(self, key: SampleKey, group: LeasedGroup, sample: int) -> list[Trajectory] | str | None:
+        """Return what ``_rows`` does, or None if the queue took the sample back meanwhile."""
+        playing = self._playing[key] = asyncio.create_task(self._rows(group, sample))
+        try:
+            await asyncio.wait([playing])
+        finally:
+            self._playing.pop(key, None)
+            playing.cancel()
+            await asyncio.wait([playing])
+        if playing in self._taken_back:
+            self._taken_back.remove(playing)
+            return None
+        return "CancelledError: raised by the episode" if playing.cancelled() else playing.result()
 
     async def _rows(self, group: LeasedGroup, sample: int) -> list[Trajectory] | str:
         """Return the sample's scored rows, or the error as text. In a replay, raises the error."""

@@ -126,6 +126,10 @@ class QueueLost(RlAsyncError):
     """The transfer queue did not answer within the deadline."""
 
 
+class QueueReplaced(QueueLost):
+    """Another queue answers at the address, which knows nothing of what the one before had promised."""
+
+
 class RowsLost(RlAsyncError):
     """Rows of a batch were lost with a payload shard; they are generated again, so reserve the batch again."""
 

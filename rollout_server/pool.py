@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from rl_async.errors import EngineLost, EngineRejected, QueueLost
+from rl_async.errors import EngineLost, EngineRejected, QueueLost, QueueReplaced
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
@@ -225,8 +225,11 @@ class EnginePool:
         while True:
             try:
                 engines = await registry.engines(revision, WATCH_S)
+            except QueueReplaced:
+                raise
             except QueueLost as error:
                 log.warning("cannot reach the engine registry, keeping the engines known so far: %s", error)
+                await asyncio.sleep(BACKOFF_S)
                 continue
             if engines.revision != revision:
                 revision = engines.revision

@@ -30,7 +30,7 @@ from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, Outcome
 from rl_async.launcher.runs.launch import log_into
 from rl_async.launcher.runs.prepare import prepare_data
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import Done, Leased, LeasedGroup, Reserved, SampleKey, Task, Trajectory, Turn, Version
+from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, SampleKey, Task, Trajectory, Turn, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.data.task_stream import held_out_tasks
 
@@ -183,9 +183,9 @@ class HeldOutSamples:
         groups = [self._waiting.popleft() for _ in range(min(max_groups, len(self._waiting)))]
         return Leased(groups=groups, finished=self.done == self.count)
 
-    async def renew(self, held: list[SampleKey]) -> Done:
+    async def renew(self, held: list[SampleKey]) -> Renewed:
         """Do nothing: nobody else plays."""
-        return Done()
+        return Renewed()
 
     async def put(self, *rows: Trajectory) -> Done:
         """Keep the rows of a sample."""

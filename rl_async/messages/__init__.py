@@ -13,4 +13,4 @@ from rl_async.messages.data import *  # noqa: F403
 from rl_async.messages.replies import *  # noqa: F403
 from rl_async.messages.requests import *  # noqa: F403
 
-SCHEMA = 11
+SCHEMA = 12

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rl_async.messages.data import Task, TrajectoryHeader, Version
+from rl_async.messages.data import SampleKey, Task, TrajectoryHeader, Version
 
 
 class Reply(msgspec.Struct, kw_only=True, tag=True, gc=False):
@@ -78,6 +78,12 @@ class Reserved(Reply):
     step: int
     headers: list[TrajectoryHeader]
     tasks: dict[int, Task] = {}  # by group, for records and replays
+
+
+class Renewed(Reply):
+    """The leases are kept, except ``gone``: samples that others play by now, so that their rows would be refused."""
+
+    gone: list[SampleKey] = []
 
 
 class Taken(Reply):

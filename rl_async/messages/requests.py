@@ -28,6 +28,7 @@ from rl_async.messages.replies import (
     NotReady,
     Peeked,
     Refused,
+    Renewed,
     Reserved,
     Resumed,
     ShardList,
@@ -87,7 +88,7 @@ class Lease(LongPoll[Leased]):
     idle_s: float | None = None
 
 
-class Renew(Request[Done]):
+class Renew(Request[Renewed]):
     """Keep this worker's leases alive. Agent worker -> queue.
 
     Leases that ``held`` has not listed for a lease time end: the worker has forgotten them. None: all are held.

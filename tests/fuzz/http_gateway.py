@@ -16,7 +16,7 @@ from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineRejected
-from rl_async.messages import Done, Leased, LeasedGroup, SampleKey, Task, Trajectory, Version, VersionRun
+from rl_async.messages import Done, Leased, LeasedGroup, Renewed, SampleKey, Task, Trajectory, Version, VersionRun
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import server_of
 from rl_async.reward_loop.service import RewardService
@@ -61,8 +61,8 @@ class EndlessQueue:
         )
         return Leased(groups=[group])
 
-    async def renew(self, held: list[SampleKey]) -> Done:
-        return Done()
+    async def renew(self, held: list[SampleKey]) -> Renewed:
+        return Renewed()
 
     async def put(self, *rows: Trajectory) -> Done:
         self.put_rows += len(rows)

@@ -7,7 +7,7 @@ nothing opens a new connection, says hello, and sends its unanswered requests ag
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 import zmq
 
@@ -24,6 +24,13 @@ from rl_async.transfer_queue.client.verbs import ClientSettings, ClientVerbs
 T = TypeVar("T")
 
 
+class _Pending(NamedTuple):
+    """A request that was sent, and its answer once there is one."""
+
+    frames: Sequence[Frame]
+    answer: asyncio.Future[wire.ReplyMessage]
+
+
 class QueueClient(ClientVerbs):
     """Any number of concurrent requests over one DEALER. Use it as ``async with``, on one event loop."""
 
@@ -34,7 +41,7 @@ class QueueClient(ClientVerbs):
         self._socket: LoopSocket | None = None
         self._hello_id = b""
         self._connection = 0  # counts connections
-        self._pending: dict[bytes, asyncio.Future[wire.ReplyMessage]] = {}
+        self._pending: dict[bytes, _Pending] = {}
         self._broken: QueueLost | ProtocolError | None = None
         self._outbox = Outbox(self.put_parcels)
 
@@ -82,11 +89,18 @@ class QueueClient(ClientVerbs):
             self._socket.close()
 
     def _reconnect(self, connection: int) -> None:
-        """Replace the connection, unless another request has done so since ``connection`` was counted."""
+        """Replace the connection, unless another request has done so since ``connection`` was counted.
+
+        All that is unanswered is sent again at once: its answers would go to the old connection.
+        """
         if connection == self._connection and self._broken is None:
             self._session.check_place()  # the old connection stays if there is no place for another
             self._disconnect()
             self._connect()
+            assert self._socket is not None
+            for pending in self._pending.values():
+                if not pending.answer.done():
+                    self._socket.send(pending.frames)
 
     def _receive(self, parts: Sequence[Any]) -> None:
         """Give a reply to the request that waits for it.
@@ -100,16 +114,16 @@ class QueueClient(ClientVerbs):
         except (QueueLost, ProtocolError) as error:
             self._end(error)
             return
-        future = self._pending.get(message.request_id)
-        if future is not None and not future.done():
-            future.set_result(message)
+        pending = self._pending.get(message.request_id)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(message)
 
     def _end(self, error: QueueLost | ProtocolError) -> None:
         """Fail every request, present and future, with ``error``."""
         self._broken = error
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(error)
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
 
     async def exchange(
         self, request: m.Request[Any], payload: Sequence[Frame] = (), *, timeout_s: float | None = None
@@ -122,7 +136,7 @@ class QueueClient(ClientVerbs):
                 if self._broken is not None:
                     raise self._broken
                 future = asyncio.get_running_loop().create_future()
-                self._pending[exchange.request_id] = future
+                self._pending[exchange.request_id] = _Pending(exchange.frames, future)
                 connection = self._connection
                 if self._socket is None:
                     raise RuntimeError("use the queue client as `async with`")

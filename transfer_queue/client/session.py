@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import zmq
 
 from rl_async import messages as m
-from rl_async.errors import AccessDenied, ProtocolError, QueueLost, TrainerReplaced, UserError
+from rl_async.errors import AccessDenied, ProtocolError, QueueLost, QueueReplaced, TrainerReplaced, UserError
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.handshakes import HandshakeWatch
@@ -67,8 +67,8 @@ class Session:
     def welcome(self, reply: m.Reply) -> None:
         """Check the answer to hello; remember for ``lost`` that the queue has no place for another client now.
 
-        Raises ProtocolError if it is refused for good (AccessDenied: for want of a key), QueueLost if this is another
-        queue.
+        Raises ProtocolError if it is refused for good (AccessDenied: for want of a key), QueueReplaced if this is
+        another queue.
         """
         if isinstance(reply, m.Refused) and reply.code == wire.DENIED:
             raise AccessDenied(f"the transfer queue at {self.address} refused the connection: {reply.reason}")
@@ -78,7 +78,7 @@ class Session:
         if not isinstance(reply, m.Welcome):
             raise ProtocolError(f"the transfer queue at {self.address} refused the connection: {reply}")
         if self._run_id is not None and self._run_id != reply.run_id:
-            raise QueueLost(f"the transfer queue at {self.address} was restarted and has lost its state")
+            raise QueueReplaced(f"the transfer queue at {self.address} was restarted and has lost its state")
         self._run_id = reply.run_id
 
     def lost(self, request: m.Request[Any], seconds: float) -> QueueLost:

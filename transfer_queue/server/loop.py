@@ -6,6 +6,7 @@ No reply, to a request or to one that was parked, leaves before the flush that m
 one flush serves many requests (group commit); without load every request has its own.
 """
 
+import itertools
 import logging
 import resource
 import time
@@ -34,9 +35,13 @@ PROBE_S, PROBES = 5, 2  # a host that has been silent for PROBE_S is probed, and
 OTHER_FILES = 256  # open files besides those of connections
 
 
+SLOW_FLUSH_S = 1.0  # and longer is logged
+
+
 class RequestServer(Protocol):
     """What answers requests. All that its methods return is to be sent after the next flush."""
 
+    def begin_turn(self) -> None: ...
     def handle(self, parts: Sequence[Any], user: bytes = b"") -> list[Outgoing]: ...
     def tick(self) -> list[Outgoing]: ...
     def undelivered(self, message: Outgoing) -> list[Outgoing]: ...
@@ -57,20 +62,32 @@ def serve(
     the next tick, which ends leases and waits that are due. Raises what ``flush`` raises, and then does not send the
     replies that were to follow it.
     """
-    next_tick = clock()
+    next_tick, flush_s = clock(), 0.0
+
+    def timed_flush() -> None:
+        nonlocal flush_s
+        began = clock()
+        flush()
+        flush_s = clock() - began
+        if flush_s > SLOW_FLUSH_S:
+            log.warning("the journal took %.1f s to write: its disk or server is slow", flush_s)
+
     while not stopped():
-        outgoing: list[Outgoing] = []
-        if clock() >= next_tick:
-            outgoing = server.tick()
-            flush()  # even if there is nothing: a journal may have to say that it is alive
-            next_tick = clock() + TICK_S
-        if not outgoing:
-            _wait(socket, auth, max(0, int((next_tick - clock()) * 1000)) + 1)
+        _wait(socket, auth, max(0, int((next_tick - clock()) * 1000)) + 1)
+        server.begin_turn()
         if auth is not None:
             auth.answer()
-        for parts, user in _waiting(socket, encrypted=auth is not None):
+        outgoing: list[Outgoing] = []
+        # Where flushes are slow, each serves more requests: as many as can be handled in the time of the last one.
+        for parts, user in _waiting(socket, clock, clock() + flush_s, encrypted=auth is not None):
             outgoing += server.handle(parts, user)
-        _deliver(socket, server, flush, outgoing)
+        # Deadlines are looked at after all that has come was heard: a worker's renewal may have waited here.
+        if clock() >= next_tick:
+            outgoing += server.tick()
+            if not outgoing:
+                timed_flush()  # a journal may have to say that it is alive
+            next_tick = clock() + TICK_S
+        _deliver(socket, server, timed_flush, outgoing)
 
 
 def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: int) -> None:
@@ -81,10 +98,15 @@ def _wait(socket: "zmq.Socket[bytes]", auth: Authenticator | None, timeout_ms: i
         zmq.select([socket, auth.socket], [], [], timeout_ms / 1000)
 
 
-def _waiting(socket: Any, *, encrypted: bool) -> Iterator[tuple[list[zmq.Frame], bytes]]:
-    """The messages that have come, as many as one flush should serve, each with the key that encrypted it."""
+def _waiting(
+    socket: Any, clock: Callable[[], float], until: float, *, encrypted: bool
+) -> Iterator[tuple[list[zmq.Frame], bytes]]:
+    """The messages that have come, each with the key that encrypted it: as many as one flush should serve, and those
+    that can be had ``until`` then."""
     nbytes = 0
-    for _ in range(MOST_REQUESTS):
+    for number in itertools.count():
+        if number >= MOST_REQUESTS and clock() >= until:
+            return
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:

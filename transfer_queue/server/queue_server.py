@@ -9,6 +9,7 @@ One thread does all of it, so handlers need no locks. A request that cannot be u
 counted; one that does not apply is answered Refused. Neither changes anything.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ from rl_async.transfer_queue.state import transitions as t
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.store import Store
 
+log = logging.getLogger("rl_async.queue")
+
+HELD_UP_S = 1.0  # beyond which a turn of the loop is logged
 _VERBS = {verb.request: verb for verb in VERBS}
 
 
@@ -46,7 +50,9 @@ class QueueServer:
         limits: QueueLimits | None = None,
         allowed: AllowList | None = None,
     ) -> None:
-        self._store, self._clock = store, clock
+        self._store, self._read_clock = store, clock
+        self._began, self._held_up_s, self._latest = clock(), 0.0, clock()
+        clock = self._clock
         self._gate = Gate(limits or QueueLimits(), clock, store.count, journal.run_id, allowed)
         self._leasing, self._rates = Leasing(store.delivery), Rates(clock())
         self._announcing = Announcing(store.engines)
@@ -54,6 +60,26 @@ class QueueServer:
         self._changed: set[type[t.Transition]] = set()
         self._parking = Parking(VERBS)
         feed.subscribe(self._see)
+
+    def begin_turn(self) -> None:
+        """Note that the loop is at work again.
+
+        Time beyond an eighth of a lease since the turn before is not counted in any deadline: meanwhile the queue heard
+        nobody, so nobody was silent.
+        """
+        now = self._read_clock()
+        held_up_s = now - self._began - self._store.settings.lease_s / 8
+        if held_up_s > 0:
+            self._held_up_s += held_up_s
+            if held_up_s > HELD_UP_S:
+                self._store.count("held_up")
+                log.warning("the queue was held up for %.1f s; no lease and no shard ends by that", now - self._began)
+        self._began = now
+
+    def _clock(self) -> float:
+        """Seconds in which the queue has served."""
+        self._latest = max(self._latest, self._read_clock() - self._held_up_s)
+        return self._latest
 
     def _see(self, transition: t.Transition) -> None:
         self._changed.add(type(transition))

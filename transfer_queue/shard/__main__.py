@@ -78,6 +78,9 @@ class ShardServer:
         """Ids of the groups of which rows are kept. Safe to call from any thread."""
         return self._payloads.groups()
 
+    def begin_turn(self) -> None:
+        """Do nothing: a shard has no deadlines."""
+
     def handle(self, parts: Sequence[Any], user: bytes = b"") -> list[Outgoing]:
         """Answer one message of a worker or reader."""
         answer = self._gate.answer(parts, self._answer, user)

@@ -137,15 +137,16 @@ class Delivery:
         )
         return leased_group(group, lent)
 
-    def renew(self, worker: str, now: float, held: Sequence[m.SampleKey] | None = None) -> m.Done:
+    def renew(self, worker: str, now: float, held: Sequence[m.SampleKey] | None = None) -> m.Renewed:
         """Renew the worker's leases, of which it still plays those that it ``held`` (None: all)."""
         self._book.leases.hear(worker, now)
-        if held is not None:
-            groups = self._book.groups
-            listed = {(at, index) for at, index, attempt in held if at in groups and groups[at].is_at(index, attempt)}
-            lost = self._book.leases.forgotten(worker, listed, now)
-            self._take_back(lost, f"worker {worker} has forgotten it")
-        return m.Done()
+        if held is None:
+            return m.Renewed()
+        groups = self._book.groups
+        own = [key for key in held if key[0] in groups and groups[key[0]].is_at(key[1], key[2])]
+        lost = self._book.leases.forgotten(worker, {(at, index) for at, index, _ in own}, now)
+        self._take_back(lost, f"worker {worker} has forgotten it")
+        return m.Renewed(gone=[key for key in held if key not in own])
 
     def put(self, worker: str, headers: Headers, now: float) -> m.Done | m.Refused:
         """Take in all rows of one sample; see ``put_all``."""

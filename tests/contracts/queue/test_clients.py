@@ -9,8 +9,11 @@ import zmq.asyncio
 from rl_async.errors import QueueLost
 from rl_async.messages import (
     SCHEMA,
-    Done,
     Hello,
+    Lease,
+    Leased,
+    Renew,
+    Renewed,
     Welcome,
 )
 from rl_async.transfer_queue import wire
@@ -73,14 +76,36 @@ async def test_requests_without_answer_are_sent_again_on_one_new_connection(addr
                 connections.add(identity)
                 if len(connections) > 1:
                     message = wire.decode_request(parts)
-                    reply = Welcome(schema=SCHEMA, run_id="r") if isinstance(message.request, Hello) else Done()
+                    reply = Welcome(schema=SCHEMA, run_id="r") if isinstance(message.request, Hello) else Renewed()
                     await router.send_multipart([identity, *wire.encode(message.request_id, reply)])
 
         answering = asyncio.create_task(answer_later_connections())
         async with QueueClient(address, role="agent", name="w", timeout_s=60, patience_s=2) as client:
-            assert await asyncio.gather(*(client.renew() for _ in range(requests))) == [Done()] * requests
+            assert await asyncio.gather(*(client.renew() for _ in range(requests))) == [Renewed()] * requests
         answering.cancel()
         assert len(connections) == 2
+
+
+async def test_a_new_connection_sends_all_that_is_unanswered_again(address):
+    """A request that may wait for minutes is not silent that long because another one found the queue silent."""
+    replies = {Hello: Welcome(schema=SCHEMA, run_id="r"), Renew: Renewed(), Lease: Leased(groups=[])}
+    with zmq.asyncio.Context() as context, bind(context, address) as router:
+
+        async def answer_later_connections() -> None:
+            first = b""
+            while True:
+                identity, *parts = await router.recv_multipart()
+                first = first or identity
+                if identity != first:
+                    message = wire.decode_request(parts)
+                    answer = wire.encode(message.request_id, replies[type(message.request)])
+                    await router.send_multipart([identity, *answer])
+
+        answering = asyncio.create_task(answer_later_connections())
+        async with QueueClient(address, role="agent", name="w", timeout_s=600, patience_s=0.5) as client:
+            async with asyncio.timeout(60):
+                assert await asyncio.gather(client.lease(1, 500.0), client.renew()) == [Leased(groups=[]), Renewed()]
+        answering.cancel()
 
 
 def test_worker_names_are_unique_to_a_client():

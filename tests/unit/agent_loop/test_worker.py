@@ -17,7 +17,7 @@ from rl_async.agent_loop.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWork
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Trajectory, Version, VersionRun
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.conftest import make_rows
@@ -34,6 +34,7 @@ class FakeQueue:
         self.failures: list[tuple[int, int, str]] = []
         self.asked: list[int] = []
         self.renewed: list[list[SampleKey]] = []
+        self.gone: list[SampleKey] = []
         self.changed, self.renewal = asyncio.Event(), asyncio.Event()
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased:
@@ -46,10 +47,10 @@ class FakeQueue:
             await self.changed.wait()
         return Leased(groups=[], finished=True)
 
-    async def renew(self, held: list[SampleKey]) -> Done:
+    async def renew(self, held: list[SampleKey]) -> Renewed:
         self.renewed.append(held)
         self.renewal.set()
-        return Done()
+        return Renewed(gone=self.gone)
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
         self.rows += rows
@@ -82,6 +83,23 @@ class Engine:
         return GenerateResult(
             token_ids=self.spoken, logprobs=[-1.0] * len(self.spoken), versions=runs, finish_reason="stop"
         )
+
+
+class StoppedAtOne(Engine):
+    """An engine that never answers sample 1, and ends the queue's run once it is not waited for any more."""
+
+    def __init__(self, renderer: ChatRenderer, queue: FakeQueue) -> None:
+        super().__init__(renderer)
+        self.queue = queue
+
+    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
+        if session.startswith("7.1."):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.queue.hold = False
+                self.queue.changed.set()
+        return await super().generate(request, session=session)
 
 
 async def run(
@@ -204,6 +222,21 @@ async def test_renewals_list_what_is_played(renderer: ChatRenderer) -> None:
     queue.hold = False
     queue.changed.set()
     await running
+
+
+async def test_a_sample_that_another_worker_plays_is_stopped(renderer: ChatRenderer) -> None:
+    queue = FakeQueue([leased(samples=2)], hold=True)
+    queue.gone, queue.wanted = [(7, 1, 1)], 1
+    async with asyncio.timeout(30):
+        await run(queue, renderer, StoppedAtOne(renderer, queue), episode_timeout_s=60.0)
+    assert ([row.sample for row in queue.rows], queue.failures) == ([0], [])
+
+
+async def test_an_episode_that_cancels_itself_has_failed(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("import asyncio\nasync def quits(episode):\n    raise asyncio.CancelledError\n")
+    queue = FakeQueue([leased(samples=2)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/loop.py:quits")
+    assert len(queue.failures) == 2 and "CancelledError" in queue.failures[0][2]
 
 
 async def test_late_rows_are_counted(renderer: ChatRenderer) -> None:

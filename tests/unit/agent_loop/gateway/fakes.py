@@ -11,7 +11,7 @@ from rl_async.agent_loop.gateway.episode import GatewayEpisode
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import EngineLost
-from rl_async.messages import Done, Leased, LeasedGroup, Refused, SampleKey, Trajectory
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Trajectory
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from tests.unit.agent_loop.fakes import run_config
@@ -37,10 +37,10 @@ class FakeQueue:
         await self.over.wait()
         return Leased(groups=[], finished=True)
 
-    async def renew(self, held: list[SampleKey]) -> Done:
+    async def renew(self, held: list[SampleKey]) -> Renewed:
         self.renewed.append(held)
         self.renewal.set()
-        return Done()
+        return Renewed()
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
         self.rows.append(rows)

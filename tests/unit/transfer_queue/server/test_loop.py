@@ -58,26 +58,28 @@ class Loop:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.router = Router(self.log)
-        self.full = False
+        self.full, self.flush_s, self.now = False, 0.0, 0.0
         journal = MemoryJournal()
         feed = Feed(journal.append, lambda transition: self.log.append(type(transition).__name__))
-        store = Store(QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0), Counted(), [], feed)
-        self._server = QueueServer(store, journal, feed)
+        settings = QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0, lease_s=LEASE_S)
+        self._server = QueueServer(Store(settings, Counted(), [], feed), journal, feed, lambda: self.now)
         for client in ("t", "a", "b"):
             self.router.ask(client, m.Hello(schema=m.SCHEMA, role="test", name=client))
         self.run()
 
     def flush(self) -> None:
         self.log.append("flush")
+        self.now += self.flush_s
         if self.full:
             raise JournalError("no room")
 
     def run(self) -> None:
         """Until all is answered."""
         turns = iter([False] * (1 + len(self.router.inbox)))
-        serve(self.router, self._server, self.flush, lambda: next(turns, True), lambda: 0.0)  # type: ignore[arg-type]
+        serve(self.router, self._server, self.flush, lambda: next(turns, True), lambda: self.now)  # type: ignore[arg-type]
 
 
+LEASE_S = 10.0
 PUBLISH = m.Publish(version=m.Version(0, 0), engines=[])
 
 
@@ -118,6 +120,35 @@ def test_what_follows_from_a_lost_answer_is_flushed_before_it_is_sent() -> None:
     loop.run()
     taken_back = loop.log.index("LeaseLost")
     assert loop.log[taken_back:] == ["LeaseLost", "GrantVoided", "LeaseGiven", "flush", "to b"]
+
+
+def test_a_renewal_that_waits_is_heard_before_leases_end() -> None:
+    loop = Loop()
+    loop.router.ask("a", lease("a"))
+    loop.router.ask("t", PUBLISH)
+    loop.run()
+    for _ in range(15):
+        loop.now += LEASE_S / 16
+        loop.run()
+    loop.now += LEASE_S / 16
+    loop.router.ask("a", m.Renew(worker="a"))
+    loop.run()
+    assert "LeaseLost" not in loop.log
+    for _ in range(16):
+        loop.now += LEASE_S / 16
+        loop.run()
+    assert "LeaseLost" in loop.log
+
+
+def test_a_slow_flush_serves_more_requests() -> None:
+    loop = Loop()
+    loop.flush_s = 10.0
+    for _ in range(2 * MOST_REQUESTS + 1):
+        loop.router.ask("b", m.Status())
+    loop.log.clear()
+    loop.run()
+    answers = "".join("." if entry == "to b" else "|" for entry in loop.log).strip("|").split("|")
+    assert [len(part) for part in answers if part] == [MOST_REQUESTS, MOST_REQUESTS + 1]
 
 
 def test_a_flush_does_not_wait_for_ever_more_requests() -> None:

@@ -16,7 +16,7 @@ from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.server.peers import IDLE_S
 from rl_async.transfer_queue.server.queue_server import Outgoing
-from rl_async.transfer_queue.state.transitions import Admitted, LeaseLost, SamplesStored, Submitted
+from rl_async.transfer_queue.state.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
 from tests.unit.transfer_queue.server.served import EVAL_TASK, HEADER, LEASE_S, Served
 
 
@@ -52,6 +52,36 @@ def test_parked_requests_keep_no_leases(served: Served) -> None:
     served.now = LEASE_S
     served.server.tick()
     assert {lost.worker for lost in served.seen if isinstance(lost, LeaseLost)} == {"a"}
+
+
+@pytest.mark.parametrize("stood_still", [1.5 * LEASE_S, 20 * LEASE_S])
+def test_time_in_which_the_queue_stood_still_ends_no_lease_and_no_shard(stood_still: float) -> None:
+    served = Served(replicas=1)
+    served.hello("t", "a", "s")
+    served.ask("s", m.RegisterShard(shard_id="s1", name="s", url="tcp://x:1"))
+    served.publish()
+    served.lease("a", groups=2)
+    served.server.begin_turn()
+    served.now += stood_still
+    served.server.begin_turn()
+    served.server.tick()
+    assert not [change for change in served.seen if isinstance(change, LeaseLost | ShardLost)]
+    # Whoever is silent while the queue serves is lost as ever.
+    for _ in range(20):
+        served.now += LEASE_S / 16
+        served.server.begin_turn()
+        served.server.tick()
+    assert [type(change) for change in served.seen if isinstance(change, LeaseLost | ShardLost)]
+
+
+def test_a_renewal_says_what_others_play_by_now(served: Served) -> None:
+    served.lease("a")
+    served.publish()
+    assert served.ask("a", m.Renew(worker="a", held=[(0, 0, 0)]))[0].response.reply == m.Renewed()
+    served.now = LEASE_S
+    served.server.tick()
+    answer, *_ = served.ask("a", m.Renew(worker="a", held=[(0, 0, 0)]))
+    assert answer.response.reply == m.Renewed(gone=[(0, 0, 0)])
 
 
 def calls_of_a_put(groups: int) -> int:
