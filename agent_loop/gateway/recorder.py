@@ -22,7 +22,7 @@ from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
 from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
-from rl_async.rollout_server.api import GenerateResult
+from rl_async.rollout_server.api import GenerateResult, Routes
 
 OFFERS = 256  # sets of tools whose print is remembered
 _PROBE: tuple[Message, ...] = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
@@ -290,8 +290,16 @@ def cut_at_stop(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) 
         token_ids=result.token_ids[:low],
         logprobs=result.logprobs[:low],
         versions=[VersionRun(run.version, run.start, min(run.end, low)) for run in result.versions if run.start < low],
+        routes=_without_last(result.routes, len(result.token_ids) - low),
         finish_reason="stop",
     )
+
+
+def _without_last(routes: Routes | None, tokens: int) -> Routes | None:
+    """Leave out the experts of as many tokens at the end."""
+    if routes is None or not tokens:
+        return routes
+    return Routes(routes.start, routes.experts[: max(0, len(routes.experts) - tokens)])
 
 
 def stopped_by(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) -> str:

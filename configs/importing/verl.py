@@ -217,10 +217,10 @@ def _advantage(t: Translation) -> None:
 
 def _loss(t: Translation) -> None:
     mode = t.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    bounds = [t.take(f"{ACTOR}.clip_ratio_{side}", None) for side in ("low", "high")]
+    bounds = [t.take(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high")]
     shared = t.take(f"{ACTOR}.clip_ratio", 0.2)
     theirs = [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"]
-    low, high = (0.2 if bound is None else bound for bound in bounds)
+    low, high = (shared if bound is None else bound for bound in bounds)
     if shared not in (low, high):
         t.notes.append(f"{ACTOR}.clip_ratio={shared} holds in verl only where clip_ratio_low and _high are null")
     if mode in ("dppo_tv", "dppo_kl"):

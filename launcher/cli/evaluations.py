@@ -71,7 +71,7 @@ def _endpoint(arguments: argparse.Namespace) -> list[str]:
         arguments.fail("--endpoint needs --model, the name of the model at that server")
     if not arguments.endpoint and any(given.values()):
         arguments.fail("--model and --api-key-env belong to --endpoint; a folder is given as model.path=FOLDER")
-    return [f"eval.endpoint.{key}={json.dumps(value)}" for key, value in given.items() if value]
+    return [f"eval.endpoint.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value]
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ def _sft(arguments: argparse.Namespace) -> int:
         missing = [f"--{option}" for option in ("model", "data", "out") if SFT_KEYS[option] not in given]
         if missing:
             raise UserError(f"missing {', '.join(missing)}; or give --config, a YAML file or a preset")
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
     config = fetch_sources(load_config(arguments.config, [*overrides, *arguments.overrides]))
     if config.finetune is not None:
         from rl_async.launcher.runs.finetune import finetune
@@ -144,7 +144,8 @@ def _info(arguments: argparse.Namespace) -> int:
 
     folder = model_folder(arguments.model, "DIR")
     check_model_folder(folder, "DIR")
-    paths = [f"model.path={json.dumps(str(folder))}", *([] if arguments.config else ["data.path=none"])]
+    path = json.dumps(str(folder), ensure_ascii=False)
+    paths = [f"model.path={path}", *([] if arguments.config else ["data.path=none"])]
     config, machine = settle_here(load_config(arguments.config, [*arguments.overrides, *paths]), None)
     for line in (*describe(folder, config), *machine.lines):
         print(line)

@@ -30,7 +30,8 @@ def _test(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.runs.score_answers import report, score_answers
     from rl_async.launcher.watch.terminal import printable
 
-    needed = [] if arguments.config else ["model.path=none", f"data.path={json.dumps(arguments.data)}"]
+    path = json.dumps(arguments.data, ensure_ascii=False)
+    needed = [] if arguments.config else ["model.path=none", f"data.path={path}"]
     config = load_config(arguments.config, [*needed, *arguments.overrides])
     scored = asyncio.run(score_answers(config, arguments.data, arguments.answers))
     for line in report(config, scored):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rl_async.errors import UserError
-from rl_async.evaluation.statistics import Interval, mean_change_of, mean_of, paired_p
+from rl_async.evaluation.statistics import Interval, average, change_of, mean_change_of, mean_of, paired_p
 from rl_async.evaluation.summary import line_of
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
 
@@ -56,12 +56,16 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     sources: dict[str, list[TaskKey]] = {}
     for key in both:
         sources.setdefault(line_of(*key[:2]), []).append(key)
-    if len(sources) > 1:
-        sources["all"] = both
+    lines = [_change(source, first, second, [[key] for key in keys]) for source, keys in sources.items()]
+    if len(sources) > 1:  # there a task counts once, with the mean of its roles
+        tasks: dict[tuple[str, str], list[TaskKey]] = {}
+        for key in both:
+            tasks.setdefault((key[0], key[2]), []).append(key)
+        lines.append(_change("all", first, second, list(tasks.values())))
     return Comparison(
         before=before.name,
         after=after.name,
-        sources=[_change(source, keys, first, second) for source, keys in sources.items()],
+        sources=lines,
         tasks=sorted(
             (
                 TaskChange(
@@ -85,13 +89,16 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 Means = Mapping[TaskKey, float]
 
 
-def _change(source: str, keys: Sequence[TaskKey], first: Means, second: Means) -> Change:
-    changes = [second[key] - first[key] for key in keys]
+def _change(source: str, first: Means, second: Means, tasks: Sequence[Sequence[TaskKey]]) -> Change:
+    """Compare tasks, each given by its keys, of which it has one for each role."""
+    before = [average([first[key] for key in keys]) for keys in tasks]
+    after = [average([second[key] for key in keys]) for keys in tasks]
+    changes = list(map(change_of, before, after))
     return Change(
         source=source,
-        tasks=len(keys),
-        before=mean_of([first[key] for key in keys]),
-        after=mean_of([second[key] for key in keys]),
+        tasks=len(tasks),
+        before=mean_of(before),
+        after=mean_of(after),
         change=mean_change_of(changes),
         better=sum(change > 0 for change in changes),
         worse=sum(change < 0 for change in changes),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.errors import UserError
+from rl_async.evaluation.statistics import average
 from rl_async.evaluation.summary import Answer, answers_of
 from rl_async.launcher.evaluation.lines import last_answer, number_of, prompt_of, question_of, read_lines
 from rl_async.messages import Trajectory
@@ -93,7 +94,7 @@ def _rewards(answers: Sequence[Answer]) -> tuple[dict[TaskKey, float], int]:
     rewards: dict[TaskKey, list[float]] = {}
     for answer in answers:
         rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
-    means = {key: sum(values) / len(values) for key, values in rewards.items()}
+    means = {key: average(values) for key, values in rewards.items()}
     return means, sum(not answer.scored for answer in answers)
 
 

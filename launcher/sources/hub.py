@@ -71,7 +71,8 @@ def snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
             repo_type=kind,
             revision=wanted.revision,
             allow_patterns=file_patterns(kind, wanted),
-            ignore_patterns=["*/*"] if kind == "model" else None,
+            # Files of subfolders, and Mistral's second copy of the weights.
+            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
         )
     except GatedRepoError as error:
         raise ConfigError(

@@ -91,7 +91,7 @@ class Children:
         said = said_last(child.output()) or "it wrote nothing"
         log.warning("%s ended (%s), starting it again; it said last: %s", spec.name, describe_exit(code), said)
         self.set_state(spec.name, "restarting", restarts)
-        await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**restarts))
+        await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(restarts, 16)))
         return restarts + 1
 
     def give_up(self, child: Process, code: int, restarts: int) -> NoReturn:

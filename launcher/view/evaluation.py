@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.errors import RequestRefused, UserError
+from rl_async.evaluation.statistics import ROUNDING
 from rl_async.evaluation.summary import Tried, line_of, summary
 from rl_async.launcher.evaluation.compare import compare
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
@@ -32,7 +33,7 @@ def table(connection: sqlite3.Connection, solved: float) -> list[dict[str, Any]]
     rows = connection.execute(
         "SELECT step, source, role, count(*), avg(earned), sum(earned >= ?) "
         f"FROM ({EPISODES.format(condition='TRUE')}) GROUP BY step, source, role, task ORDER BY step, source, role",
-        (solved,),
+        (solved - ROUNDING,),
     )
     lines = [
         {"step": step, **msgspec.structs.asdict(summary(line_of(source, role), [Tried(*row[3:]) for row in part]))}

@@ -10,6 +10,7 @@ import numpy as np
 Z = NormalDist().inv_cdf(0.975)  # of a 95 % interval
 EXACT = 14  # changes of which all 2^n signs are tried
 DRAWS = 1 << 14  # of signs for more changes
+ROUNDING = 1e-9  # rewards that differ by less are equal: weighted sums such as 0.7 + 0.2 + 0.1 miss by the last bit
 
 
 class Interval(NamedTuple):
@@ -18,6 +19,22 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
+
+
+def passes(reward: float, solved: float) -> bool:
+    """Whether a reward is ``solved`` or more."""
+    return reward >= solved - ROUNDING
+
+
+def change_of(before: float, after: float) -> float:
+    """Return by how much a number has changed; 0 for what rounding alone may have changed."""
+    change = after - before
+    return 0.0 if abs(change) < ROUNDING else change
+
+
+def average(values: Sequence[float]) -> float:
+    """Return the mean of numbers, the same in whatever order they come."""
+    return math.fsum(values) / len(values)
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
@@ -41,7 +58,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 def mean_of(values: Sequence[float]) -> Interval:
     """Return the mean of one number per task: Wilson's interval for numbers between 0 and 1, else as for changes."""
-    mean = sum(values) / len(values)
+    mean = average(values)
     if all(0.0 <= value <= 1.0 for value in values):
         return Interval(mean, *wilson(min(max(mean, 0.0), 1.0), len(values)))
     return mean_change_of(values)
@@ -57,9 +74,9 @@ def mean_change_of(values: Sequence[float]) -> Interval:
 
     Other numbers have Student's interval, which has no bounds for fewer than three numbers or for equal ones.
     """
-    count, mean = len(values), sum(values) / len(values)
+    count, mean = len(values), average(values)
     if all(-1.0 <= value <= 1.0 for value in values):
-        centre = sum(values) / (count + 2)
+        centre = math.fsum(values) / (count + 2)
         variance = (sum(value * value for value in values) + 1) / (count + 2) - centre * centre
         half = Z * math.sqrt(variance / (count + 2))
         return Interval(mean, max(-1.0, centre - half), min(1.0, centre + half))

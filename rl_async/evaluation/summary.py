@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rl_async.evaluation.statistics import Interval, mean_of, pass_at
+from rl_async.evaluation.statistics import Interval, average, mean_of, pass_at, passes
 from rl_async.messages import TrajectoryHeader, role_rewards
 
 
@@ -75,16 +75,34 @@ def summarize(answers: Iterable[Answer], solved: float) -> list[Summary]:
 
 
 def _tried(rewards: Sequence[float], solved: float) -> Tried:
-    return Tried(len(rewards), sum(rewards) / len(rewards), sum(reward >= solved for reward in rewards))
+    return Tried(len(rewards), average(rewards), sum(passes(reward, solved) for reward in rewards))
 
 
 def summarize_with_total(answers: Sequence[Answer], solved: float) -> list[Summary]:
-    """Return what ``summarize`` does and, if that has several lines, one over all of them, called ``all``."""
+    """Return what ``summarize`` does and, if that has several lines, one over all of them, called ``all``.
+
+    There a task with several roles counts once, with the mean of its roles, and has no pass@k: one game is not as many
+    attempts as it has roles.
+    """
     summaries = summarize(answers, solved)
-    if len(summaries) > 1:
-        everything = (answer._replace(source="all", task="/".join(answer[:2]), role="") for answer in answers)
-        summaries += summarize(everything, solved)
-    return summaries
+    if len(summaries) <= 1:
+        return summaries
+    if not any(answer.role for answer in answers):
+        everything = (answer._replace(source="all", task="/".join(answer[:2])) for answer in answers)
+        return summaries + summarize(everything, solved)
+    tasks: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for answer in answers:
+        tasks.setdefault(answer[:2], {}).setdefault(answer.role, []).append(answer.reward)
+    tried = [[_tried(rewards, solved) for rewards in roles.values()] for roles in tasks.values()]
+    total = Summary(
+        source="all",
+        tasks=len(tried),
+        episodes=sum(max(role.samples for role in roles) for roles in tried),
+        k=min(role.samples for roles in tried for role in roles),
+        average=mean_of([average([role.mean for role in roles]) for roles in tried]),
+        passed={1: mean_of([average([role.passed / role.samples for role in roles]) for roles in tried])},
+    )
+    return [*summaries, total]
 
 
 def line_of(source: str, role: str) -> str:

@@ -19,6 +19,7 @@ from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest
 from rl_async.trainer.checkpoints.shards import write_tensors, write_whole
 from rl_async.trainer.model.lora import NAMES
+from rl_async.trainer.model.pretrained import StoredWeights
 from rl_async.weight_sync.buckets.adapters import add
 
 ADAPTER_FOLDER = "adapter"
@@ -36,12 +37,8 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def base_of(path: str) -> Base:
     """Describe the model in ``path``, reading its weight files. Raises UserError if there are none."""
-    files = {file.name: digest(file) for file in sorted(Path(path).glob("*.safetensors"))}
-    if not files:
-        raise UserError(
-            f"trainer.lora: {path} has no *.safetensors, which merging adapters needs; save the model in that format"
-        )
-    return Base(str(Path(path).absolute()), files)
+    stored = StoredWeights(Path(path), "trainer.lora")
+    return Base(str(Path(path).absolute()), {file.name: digest(file) for file in stored.files})
 
 
 def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:

@@ -55,6 +55,11 @@ class StoredWeights:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{key}: cannot read {path}: {error}") from error
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that have the tensors: a folder may hold others, such as Mistral's consolidated weights."""
+        return sorted(set(self._files.values()))
+
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
         """Read a tensor, or the ``part`` of it, in the type in which it is stored.
 

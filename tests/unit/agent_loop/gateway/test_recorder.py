@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.episodes.row_tokens import RowTokens
 from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, FunctionCall, history_keys, read_answer
 from rl_async.agent_loop.gateway.recorder import OFFERS, EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
 from rl_async.messages import Version, VersionRun
-from rl_async.rollout_server.api import GenerateResult
+from rl_async.rollout_server.api import GenerateResult, Routes
 from tests.support.effort import examples
 from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.episodes.test_past_reasoning import TEMPLATE
@@ -302,6 +304,24 @@ def test_a_stop_string_cuts_tokens_log_probabilities_and_versions(
     assert cut.versions[-1].end == n and all(run.start < run.end for run in cut.versions)
     assert (n == len(whole.token_ids)) is ("9" in stops)
     assert stopped_by(cut, stops, talk.renderer) == {"4": "4", "+3": "2", "9": ""}[stops[0]]
+
+
+def test_a_stop_string_cuts_the_experts_too(talk: Talk) -> None:
+    """Each token's expert is the token's own number here, in the row of two answers as well."""
+
+    def answer(row: RowTokens, said: str) -> GenerateResult:
+        given = talk.renderer.encode(said)
+        experts = np.array([*row.token_ids, *given][:-1], np.uint16)[:, None, None]
+        return msgspec.structs.replace(talk.result(given), routes=Routes(0, experts))
+
+    row = RowTokens(talk.renderer.encode("12"))
+    row.add_sampled(cut_at_stop(answer(row, "4+4 and much more"), ["+"], talk.renderer))
+    row.add(talk.renderer.encode("next"))
+    row.add_sampled(answer(row, "5 and as much"))
+    arrays = row.arrays()
+    experts = arrays["routed_experts"][:, 0, 0].tolist()
+    assert experts == arrays["token_ids"].tolist()[: len(experts)]
+    assert len(experts) == len(row) - 1
 
 
 def test_messages_that_the_template_refuses_record_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,11 @@ def test_a_rollout_correction_is_the_preset_that_does_the_same(
     [
         ([f"{ACTOR}policy_loss.loss_mode=geo_mean"], {"loss": "gmpo", "aggregation": "seq-mean-token-mean"}),
         ([f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}clip_ratio_low=3e-4"], {"loss": "gspo", "clip_low": 3e-4}),
+        ([f"{ACTOR}clip_ratio=0.3"], {"clip_low": 0.2, "clip_high": 0.2}),
+        (
+            [f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=null", f"{ACTOR}clip_ratio_high=0.4"],
+            {"clip_low": 0.3, "clip_high": 0.4},
+        ),
         ([f"{ACTOR}policy_loss.loss_mode=bypass_mode"], {"loss": "ppo", "correction": "bypass_ppo_clip"}),
         (
             [f"{ACTOR}policy_loss.loss_mode=dppo_kl", f"{ACTOR}clip_ratio_high=0.9"],

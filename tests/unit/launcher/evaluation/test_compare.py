@@ -112,6 +112,26 @@ def test_roles_are_compared_one_by_one(tmp_path: Path) -> None:
     assert lines == {"math as first": 2.0, "math as second": -2.0, "all": 0.0}
 
 
+def test_a_task_counts_once_in_the_total_whatever_its_roles(tmp_path: Path) -> None:
+    def games(won: float) -> list[Trajectory]:
+        roles = ("first", "second")
+        return [row(task, 0, won, role=role, segment=n) for task in range(5) for n, role in enumerate(roles)]
+
+    runs = [record(tmp_path / name, 0, *games(won)) for name, won in (("a", 0.0), ("b", 1.0))]
+    found = {line.source: line for line in compare(*map(read_evaluation, runs)).sources}
+    assert [(line.tasks, line.better, line.p) for line in found.values()] == [(5, 5, 2 / 2**5)] * 3
+
+
+def test_the_order_of_samples_changes_nothing(tmp_path: Path) -> None:
+    rewards = (0.1, 0.2, 0.3)
+    runs = [
+        record(tmp_path / name, 0, *(row(task, n, reward) for task in range(20) for n, reward in enumerate(order)))
+        for name, order in (("a", rewards), ("b", rewards[::-1]))
+    ]
+    (line,) = compare(*map(read_evaluation, runs)).sources
+    assert (line.better, line.worse, line.change.value, line.p) == (0, 0, 0.0, 1.0)
+
+
 @pytest.mark.parametrize(("where", "named"), [("missing", "missing"), ("run@5", "version 5"), ("empty", "eval_path")])
 def test_what_is_not_there_is_named(tmp_path: Path, where: str, named: str) -> None:
     record(tmp_path / "run", 0, row(0, 0, 1.0))
