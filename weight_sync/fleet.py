@@ -7,8 +7,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,6 +68,7 @@ class Fleet:
         self._directory, self._connect, self._engine_wait_s = directory, connect, engine_wait_s
         self._note, self._shares = note, shares
         self._lock = asyncio.Lock()
+        self._catching_up: asyncio.Task[None] | None = None
         self._members: dict[str, FleetMember] = {}
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
@@ -87,14 +88,22 @@ class Fleet:
         engine or the directory serves a newer trainer, and RanksLost when a rank that sends is gone; no engine is cut
         off then.
         """
-        async with self._lock:
+        async with self._first():
             self._suspended = False
             return await self._publish(version, weights)
 
     async def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
         """Bring the engines that are not suspended to ``version``; otherwise as ``publish``."""
-        async with self._lock:
+        async with self._first():
             return await self._publish(version, weights)
+
+    @asynccontextmanager
+    async def _first(self) -> AsyncIterator[None]:
+        """Hold the lock; late engines that are being updated stay paused until the next publication updates them."""
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+        async with self._lock:
+            yield
 
     async def _publish(self, version: Version, weights: Weights) -> SyncReport:
         began = time.monotonic()
@@ -122,13 +131,13 @@ class Fleet:
 
         Their requests move to the other engines; without any they are kept.
         """
-        async with self._lock:
+        async with self._first():
             self._suspended = True
             await self._refresh()
             await self._put_to_sleep()
 
     async def defer_late(self) -> None:
-        """Bring no late engine up to date before the next publication; one that is under way is brought to its end.
+        """Bring no late engine up to date before the next publication; those under way are brought to their end.
 
         What they would be served from may change then.
         """
@@ -220,21 +229,62 @@ class Fleet:
             waited += time.monotonic() - idle_since
 
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
-        """Update the members in waves; cut off those that are not done at weight_sync.sync_timeout_s."""
+        """Update the members in waves, each of them within weight_sync.sync_timeout_s.
+
+        One that is slow keeps the others of its group waiting. So at the deadline those that owe an answer are cut off
+        if others have given theirs, and the rest has the same time once more, each alone.
+        """
         done: list[FleetMember] = []
         waves = _split(members, self._sync.waves)
         self._close_groups(but=waves)
-        try:
-            async with asyncio.timeout(self._sync.sync_timeout_s):
-                for group in waves:
-                    await self._bring_up(group, done, failures, keep_group=True)
-        except TimeoutError:
-            why = f"not done within weight_sync.sync_timeout_s={self._sync.sync_timeout_s:g} s"
-            settled = {m.engine_id for m in done} | {failure.engine_id for failure in failures}
-            late = [EngineFailed(m.engine_id, m.phase, why, lost=False) for m in members if m.engine_id not in settled]
-            await self._cut_off(late)
-            failures += late
+
+        async def one_after_another() -> None:
+            for group in waves:
+                await self._bring_up(group, done, failures, keep_group=True)
+
+        if await self._in_time(one_after_another()):
+            return done
+        rest = self._unsettled(members, done, failures)
+        owing = [member for member in rest if member.unanswered]
+        if len(owing) < len(rest) or len(rest) == 1:
+            await self._fail_late(owing or rest, failures)
+            rest = self._unsettled(members, done, failures)
+        if not rest:
+            return done
+        log.warning("version %s to each alone: %s", self._version, ", ".join(member.engine_id for member in rest))
+
+        async def each_alone() -> None:
+            await _all([self._bring_up([member], done, failures, keep_group=False) for member in rest])
+
+        if not await self._in_time(each_alone()):
+            await self._fail_late(self._unsettled(members, done, failures), failures)
         return done
+
+    async def _in_time(self, work: Awaitable[None]) -> bool:
+        """Do the work; whether it was done within weight_sync.sync_timeout_s."""
+        try:
+            async with asyncio.timeout(self._sync.sync_timeout_s) as deadline:
+                await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return False
+        return True
+
+    def _unsettled(
+        self, members: Sequence[FleetMember], done: list[FleetMember], failures: Sequence[EngineFailed]
+    ) -> list[FleetMember]:
+        """Return the members that neither serve the version nor have failed; those that do are added to ``done``."""
+        failed = {failure.engine_id for failure in failures}
+        done += [m for m in members if m not in done and m.serves(self._version) and m.engine_id not in failed]
+        settled = failed | {member.engine_id for member in done}
+        return [member for member in members if member.engine_id not in settled]
+
+    async def _fail_late(self, late: Sequence[FleetMember], failures: list[EngineFailed]) -> None:
+        why = f"not done within weight_sync.sync_timeout_s={self._sync.sync_timeout_s:g} s"
+        found = [EngineFailed(member.engine_id, member.phase, why, lost=False) for member in late]
+        await self._cut_off(found)
+        failures += found
 
     async def _catch_up(self) -> None:
         async with self._lock:
@@ -246,12 +296,22 @@ class Fleet:
             if self._deferred:
                 return
             late = [member for member in self._awake() if member.record.version != self._version]
-            for member in late:
-                done: list[FleetMember] = []
-                await self._bring_up([member], done, [], keep_group=False)
-                if done:
-                    await self._directory.confirm(member.engine_id, self._version)
-                    log.info("%s caught up with version %s", member.engine_id, self._version)
+            if late:
+                self._catching_up = asyncio.create_task(self._bring_up_late(late, self._version))
+                try:
+                    await asyncio.wait([self._catching_up])
+                finally:
+                    task, self._catching_up = self._catching_up, None
+                    task.cancel()
+                    await asyncio.wait([task])
+                if not task.cancelled():
+                    task.result()
+
+    async def _bring_up_late(self, late: list[FleetMember], version: Version) -> None:
+        """Update late engines together, and confirm each to the registry. A publication that begins cancels it."""
+        for member in await self._bring_up_in_time(late, []):
+            await self._directory.confirm(member.engine_id, version)
+            log.info("%s caught up with version %s", member.engine_id, version)
 
     async def _bring_up(
         self, members: Sequence[FleetMember], done: list[FleetMember], failures: list[EngineFailed], *, keep_group: bool
@@ -274,7 +334,7 @@ class Fleet:
                 await self._clear_devices()
             alike = wave.alike(pending, self._base, sliced=self._shards is not None)
             waves = alike if together else [[member] for member in pending]
-            outcomes = await asyncio.gather(*(self._one_wave(w, keep_group and together) for w in waves))
+            outcomes = await _all([self._one_wave(w, keep_group and together) for w in waves])
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
             failures += culprits
@@ -394,6 +454,15 @@ class Fleet:
 def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:
     """Deal ``members`` to at most ``waves`` non-empty groups of nearly equal size."""
     return [group for i in range(waves) if (group := list(members[i::waves]))]
+
+
+async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Do all of it at once, to its end, and return the results. Raises the first error of any."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

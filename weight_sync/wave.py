@@ -118,6 +118,7 @@ class FleetMember:
     workers: int = 1  # as it answered to the first probe since it holds nothing
     needs: tuple[Needs, ...] = ()  # of each of several workers, likewise; empty: they take whole tensors
     phase: str = "probe"  # of the latest request to it
+    unanswered: bool = False  # that request was sent, and neither an answer nor an error came
     note: Callable[[str], None] = lambda stage: None  # what is told each stage that it enters; empty: it is done
     _noted: float = 0.0
 
@@ -130,6 +131,10 @@ class FleetMember:
     def places(self) -> tuple[Needs | None, ...]:
         """What each of its workers needs; None: everything."""
         return self.needs or (None,) * self.workers
+
+    def serves(self, version: Version | None) -> bool:
+        """Whether it has acknowledged this version completely, and answers requests with it."""
+        return version is not None and self.held == version and self.paused_at is None
 
     def enter(self, phase: str) -> None:
         """Begin a request, and tell it unless another bucket was told less than BUCKET_NOTE_S ago."""
@@ -158,15 +163,19 @@ class WaveOutcome:
 async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
     """Await one request to one engine. Raises EngineFailed, naming the phase, and TrainerReplaced as it is."""
     member.enter(phase)
+    member.unanswered = True
     try:
         async with asyncio.timeout(timeout_s):
-            return await request
+            answer = await request
     except TimeoutError:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
     except TrainerReplaced:  # the engine is sound
         raise
     except RlAsyncError as error:
+        member.unanswered = False
         raise EngineFailed(member.engine_id, phase, f"{type(error).__name__}: {error}", lost=False) from error
+    member.unanswered = False
+    return answer
 
 
 async def each(

@@ -10,10 +10,10 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
-from rl_async.weight_sync.protocol import TransportName
+from rl_async.weight_sync.protocol import TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, drain, suspend, transfer
-from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet
+from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet, sparse
 
 
 @pytest.mark.parametrize("transport", ["nearest", "ipc", "gloo"])
@@ -144,6 +144,75 @@ async def test_an_engine_without_an_answer_is_cut_off_at_the_deadline() -> None:
     report = await make_fleet(directory, timeout_s=0.1).publish(V0, buckets())
     (why,) = report.failures
     assert why.startswith("b ") and "pause" in why and "0.1 s" in why
+
+
+class Slow(Engine):
+    """Takes ``SECONDS`` for each bucket once it is ``slow``."""
+
+    SECONDS, slow, loading, most = 1.5, True, 0, 0
+
+    async def update(self, info: UpdateInfo) -> None:
+        if self.slow:
+            Slow.loading += 1
+            Slow.most = max(Slow.most, Slow.loading)
+            try:
+                await asyncio.sleep(self.SECONDS)
+            finally:
+                Slow.loading -= 1
+        await super().update(info)
+
+
+@pytest.mark.usefixtures("simulated_time")
+@pytest.mark.parametrize("delta", [True, False])
+async def test_a_slow_engine_alone_is_cut_off_at_the_deadline_of_the_update(delta: bool) -> None:
+    engines = {name: Engine() for name in "abc"}
+    directory = Directory(**engines)
+    sync = WeightSyncConfig(delta=delta, sync_timeout_s=2.0)
+    fleet = make_fleet(directory, sync=sync)
+    await fleet.publish(V0, sparse(1))
+    directory.add("slow", Slow())
+    report = await fleet.publish(V1, sparse(2))
+    assert sorted(report.engines) == ["a", "b", "c"] and list(directory.removed) == ["slow"]
+    assert {engine.serves for engine in engines.values()} == {V1}
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_engines_that_all_owe_an_answer_get_one_more_chance_alone() -> None:
+    """Of engines that wait for each other in a group's collective, the requests do not tell which one is slow."""
+
+    class SilentOnce(Engine):
+        async def update(self, info: UpdateInfo) -> None:
+            if not self.updates:
+                self.updates += 1
+                await asyncio.Event().wait()
+            await super().update(info)
+
+    engines = {name: SilentOnce() for name in "ab"}
+    directory = Directory(**engines)
+    fleet = make_fleet(directory, sync=WeightSyncConfig(sync_timeout_s=2.0))
+    report = await fleet.publish(V0, buckets())
+    assert (sorted(report.engines), report.failures, directory.removed) == (["a", "b"], [], {})
+    assert all(engine.weights == {"a": 4.0, "b": 4.0} for engine in engines.values())
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_late_engines_come_up_together_and_give_way_to_a_publication() -> None:
+    directory = Directory(a=Engine())
+    fleet = make_fleet(directory)
+    loop = asyncio.create_task(fleet.keep_caught_up())
+    await fleet.publish(V0, buckets())
+    Slow.most = 0
+    late = {f"late-{number}": Slow() for number in range(4)}
+    for name, engine in late.items():
+        engine.SECONDS = 1e6
+        directory.add(name, engine)
+    await eventually(lambda: Slow.most == 4)
+    for engine in late.values():
+        engine.slow = False
+    report = await fleet.publish(V1, buckets(2.0))
+    assert sorted(report.engines) == ["a", *sorted(late)] and not directory.removed
+    assert all(engine.serves == V1 and engine.weights == {"a": 8.0, "b": 8.0} for engine in late.values())
+    loop.cancel()
 
 
 @pytest.mark.usefixtures("simulated_time")
