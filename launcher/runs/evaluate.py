@@ -12,7 +12,7 @@ from rich.console import Console
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError, RowsLost
-from rl_async.evaluation.summary import answers_of, summarize_with_total
+from rl_async.evaluation.summary import answers_of, failed_rows, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold, next_folder
@@ -208,8 +208,11 @@ class EvaluationRun:
         return reply
 
     async def _fetch(self, result: Reserved) -> None:
-        self.outcome.rows = await self._queue.fetch([header.key for header in result.headers])
-        self.outcome.result = result
+        rows = await self._queue.fetch([header.key for header in result.headers])
+        failed = failed_rows(result, rows)
+        self.outcome.rows = [*rows, *failed]
+        headers = [*result.headers, *(row.header() for row in failed)]
+        self.outcome.result = msgspec.structs.replace(result, headers=headers)
 
     async def _fetch_finished(self) -> None:
         """Fetch the episodes that are complete; if the queue no longer answers, the outcome says so."""

@@ -23,6 +23,7 @@ from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
+from rl_async.evaluation.summary import failed_row
 from rl_async.launcher.folder.run_folder import create, hold, next_folder
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
@@ -30,7 +31,7 @@ from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, Outcome
 from rl_async.launcher.runs.launch import log_into
 from rl_async.launcher.runs.prepare import prepare_data
 from rl_async.launcher.watch.terminal import say
-from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, SampleKey, Task, Trajectory, Turn, Version
+from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, SampleKey, Task, Trajectory, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.data.task_stream import held_out_tasks
 
@@ -219,26 +220,7 @@ class HeldOutSamples:
 
     def _failed(self, group: LeasedGroup, error: str) -> Trajectory:
         (sample,) = group.samples
-        return Trajectory(
-            task_id=group.task.task_id,
-            group_id=group.group_id,
-            sample=sample,
-            attempt=group.attempt,
-            episode_id=f"{group.group_id}.{sample}.{group.attempt}",
-            partition=group.partition,
-            token_ids=_nothing(np.int32),
-            loss_mask=_nothing(np.bool_),
-            logprobs=_nothing(np.float32),
-            versions=[],
-            sampling=self._sampling,
-            reward=0.0,
-            scored=False,
-            finish_reason="error",
-            error=error,
-            turns=[Turn(role=message["role"], text=message["content"]) for message in group.task.prompt],
-            ground_truth=group.task.ground_truth,
-            data_source=group.task.data_source,
-        )
+        return failed_row(group.task, group.group_id, sample, error, attempt=group.attempt, sampling=self._sampling)
 
 
 def _forget_tokens(row: Trajectory) -> None:

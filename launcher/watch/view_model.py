@@ -150,7 +150,8 @@ def step_line(record: Record, steps: int) -> str:
         f"{record.get('tokens/per_s', 0.0):.0f} tokens/s",
     ]
     if "eval/reward" in record:
-        parts.append(f"eval {record['eval/reward']:.3f}")
+        lost = record.get("eval/failed", 0.0)
+        parts.append(f"eval {record['eval/reward']:.3f}" + (f" ({lost:.0f} episodes failed)" if lost else ""))
     if no_tool_works(record):
         parts.append("every tool call failed")
     if unscored := record.get(UNSCORED):

@@ -5,9 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from rl_async.evaluation.statistics import Interval, average, mean_of, pass_at, passes
-from rl_async.messages import TrajectoryHeader, role_rewards
+from rl_async.messages import Reserved, Sampling, Task, Trajectory, TrajectoryHeader, Turn, role_rewards
+
+GIVEN_UP = "every attempt failed; the ledger and the workers' logs say why"
 
 
 class Answer(NamedTuple):
@@ -47,6 +50,58 @@ class Summary(msgspec.Struct, kw_only=True):
             numbers |= {name: found.value, f"{name}/low": found.low, f"{name}/high": found.high}
         source = self.source or "unnamed"
         return {f"{source}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def failed_row(
+    task: Task,
+    group_id: int,
+    sample: int,
+    error: str,
+    *,
+    attempt: int = 0,
+    role: str = "",
+    segment: int = 0,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+) -> Trajectory:
+    """Return the row of a held-out episode that failed: without tokens, and unscored, so that it counts as 0."""
+    return Trajectory(
+        task_id=task.task_id,
+        group_id=group_id,
+        sample=sample,
+        attempt=attempt,
+        episode_id=f"{group_id}.{sample}.{attempt}",
+        segment=segment,
+        role=role,
+        partition="eval",
+        token_ids=np.array([], np.int32),
+        loss_mask=np.array([], np.bool_),
+        logprobs=np.array([], np.float32),
+        versions=[],
+        sampling=sampling,
+        reward=0.0,
+        scored=False,
+        finish_reason="error",
+        error=error,
+        turns=[Turn(role=message["role"], text=message["content"]) for message in task.prompt],
+        ground_truth=task.ground_truth,
+        data_source=task.data_source,
+    )
+
+
+def failed_rows(result: Reserved, rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return a row for each episode of an evaluation that failed for good; of a game, one for each role.
+
+    Without them a policy whose wrong answers run out of time would have better rewards than one that gives them.
+    """
+    roles: dict[str, set[str]] = {}
+    for row in rows:
+        roles.setdefault(row.data_source, set()).add(row.role)
+    made = []
+    for group, sample in result.failed:
+        task = result.tasks[group]
+        for segment, role in enumerate(sorted(roles.get(task.data_source, {""}))):
+            made.append(failed_row(task, group, sample, GIVEN_UP, role=role, segment=segment))
+    return made
 
 
 def answers_of(headers: Sequence[TrajectoryHeader], tasks: Mapping[int, tuple[str, str]]) -> list[Answer]:

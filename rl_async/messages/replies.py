@@ -78,6 +78,7 @@ class Reserved(Reply):
     step: int
     headers: list[TrajectoryHeader]
     tasks: dict[int, Task] = {}  # by group, for records and replays
+    failed: list[tuple[int, int]] = []  # (group, sample) of an evaluation that were given up
 
 
 class Renewed(Reply):

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
-from rl_async.evaluation.summary import Summary, answers_of, summarize_with_total
+from rl_async.evaluation.summary import Summary, answers_of, failed_rows, summarize_with_total
 from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards, mean_role_rewards
 
 log = logging.getLogger("rl_async.evaluation")
@@ -29,6 +29,7 @@ class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     newest_step: int  # of the newest version that sampled a token; above ``step`` if training went on meanwhile
     reward: float  # mean over episodes
     trajectories: int  # number of episodes, each of one or several rows
+    failed: int = 0  # of these, the episodes that failed each time they were played, which count as 0
     roles: dict[str, float] = {}  # mean reward of each role, if episodes have several
     sources: list[Summary] = []  # avg@k and pass@k by data source and role, and over all if there are several
 
@@ -36,7 +37,7 @@ class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
         """Return the result as metrics ``eval/...``; those of a source are named as ``Summary.metrics`` has them."""
         found = {name: value for source in self.sources for name, value in source.metrics().items()}
         found |= {f"reward/{role}": reward for role, reward in self.roles.items()}
-        found |= {name: getattr(self, name) for name in ("step", "newest_step", "reward", "trajectories")}
+        found |= {name: getattr(self, name) for name in ("step", "newest_step", "reward", "trajectories", "failed")}
         return {f"eval/{name}": float(value) for name, value in found.items()}
 
 
@@ -142,19 +143,25 @@ class Evaluator:
             log.warning("evaluation of version %d: %s", self._running, error)
             return None
         step, self._running = self._running, None
+        failed = failed_rows(reply, rows)
+        rows = [*rows, *failed]
         if not rows:
             log.warning("the evaluation of version %d produced no trajectory; see the ledger for its errors", step)
             return None
+        headers = [*reply.headers, *(row.header() for row in failed)]
         episodes = [row for row in rows if row.segment == 0]
-        answers = answers_of(reply.headers, {row.group_id: (row.data_source, row.task_id) for row in rows})
+        answers = answers_of(headers, {row.group_id: (row.data_source, row.task_id) for row in rows})
         result = FinishedEvaluation(
             step=step,
             newest_step=max((run.version.step for row in rows for run in row.versions), default=step),
-            reward=sum(episode_rewards(reply.headers).values()) / len(episodes),
+            reward=sum(episode_rewards(headers).values()) / len(episodes),
             trajectories=len(episodes),
-            roles=mean_role_rewards(reply.headers),
+            failed=len(reply.failed),
+            roles=mean_role_rewards(headers),
             sources=summarize_with_total(answers, self._solved),
         )
         self._record(result, rows)
         log.info("evaluation of version %d: reward %.3f over %d trajectories", step, result.reward, len(episodes))
+        if result.failed:
+            log.warning("evaluation of version %d: %d episodes failed, and count as 0", step, result.failed)
         return result

@@ -48,7 +48,7 @@ class EvalRounds:
         return Done()
 
     def result(self, eval_id: int, so_far: bool = False) -> Reserved | NotReady | Refused:
-        """What there is of it ``so_far``, or once nothing more is to come; samples that failed for good are missing."""
+        """What there is of it ``so_far``, or once nothing more is to come."""
         evaluation = self._evals.get(eval_id)
         if evaluation is None:
             return Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
@@ -68,6 +68,7 @@ class EvalRounds:
             step=eval_id,
             headers=[header for group in groups for header in group.headers()],
             tasks={group.group_id: group.task for group in groups},
+            failed=[(group.group_id, index) for group in groups for index, s in enumerate(group.samples) if s.dead],
         )
 
     def close_answered(self) -> None:

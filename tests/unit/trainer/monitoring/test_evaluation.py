@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.errors import RlAsyncError
 from rl_async.evaluation.statistics import wilson
-from rl_async.messages import Done, NotReady, Reserved, RowKey, Trajectory, Version, VersionRun
+from rl_async.messages import Done, NotReady, Reserved, RowKey, Task, Trajectory, Version, VersionRun
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows
 
@@ -77,6 +77,7 @@ def test_the_name_is_the_published_step_and_no_version_is_evaluated_twice() -> N
         "eval/newest_step": 2.0,
         "eval/reward": 0.5,
         "eval/trajectories": 2.0,
+        "eval/failed": 0.0,
     }
 
 
@@ -151,6 +152,52 @@ def test_each_source_is_recorded_with_its_estimates_and_their_intervals() -> Non
     assert {name: metrics[f"eval/{name}"] for name in expected} == pytest.approx(expected)
     assert (metrics["eval/math/avg/low"], metrics["eval/math/avg/high"]) == wilson(0.75, 2)
     assert metrics["eval/reward"] == pytest.approx(3.5 / 6), "the mean over episodes keeps its name"
+
+
+class Failing(Queue):
+    """Four tasks with four samples, half of them right; ``failed`` ones have no row."""
+
+    failed: frozenset[tuple[int, int]] = frozenset()
+
+    def rows(self) -> list[Trajectory]:
+        return [
+            msgspec.structs.replace(
+                ROWS[0],
+                data_source="math",
+                task_id=f"t{group}",
+                group_id=group,
+                sample=sample,
+                reward=float(sample % 2),
+            )
+            for group in range(4)
+            for sample in range(4)
+            if (group, sample) not in self.failed
+        ]
+
+    def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady:
+        tasks = {g: Task(task_id=f"t{g}", data_source="math", prompt=[], ground_truth="") for g in range(4)}
+        headers = [row.header() for row in self.rows()]
+        return Reserved(step=eval_id, headers=headers, tasks=tasks, failed=sorted(self.failed))
+
+
+WRONG = frozenset((group, sample) for group in range(4) for sample in (0, 2))
+ALL = frozenset((group, sample) for group in range(4) for sample in range(4))
+
+
+@pytest.mark.parametrize(
+    ("failed", "reward"),
+    [(frozenset(), 0.5), (WRONG, 0.5), (WRONG | {(3, 1), (3, 3)}, 0.375), (ALL, 0.0)],
+)
+def test_episodes_that_fail_for_good_count_as_zero(failed: frozenset[tuple[int, int]], reward: float) -> None:
+    queue = Failing(done=True)
+    queue.failed = failed
+    recorded: list[Trajectory] = []
+    (result,) = Evaluator(queue, 0, lambda _, rows: recorded.extend(rows)).finish(3, 1.0)
+    metrics = result.metrics()
+    names = ("reward", "trajectories", "failed", "math/avg", "math/pass@1", "math/samples", "math/tasks")
+    assert [metrics[f"eval/{name}"] for name in names] == [reward, 16, len(failed), reward, reward, 4, 4]
+    assert "eval/math/pass@4" in metrics
+    assert {(row.group_id, row.sample) for row in recorded if not row.scored} == failed
 
 
 def test_roles_are_recorded_by_source() -> None:

@@ -286,6 +286,7 @@ def test_evaluation_ends_without_samples_that_failed_for_good(make_rig):
     rig.store.delivery.fail("w", again.group_id, 0, again.attempt, "boom", 0.0)
     result = rig.store.evals.result(1)
     assert isinstance(result, Reserved) and len(result.headers) == 1
+    assert result.failed == [(groups[0].group_id, 0)]
     assert rig.store.status(0.0).counters["eval_missing"] == 1
     rig.store.evals.open(2)
     assert rig.store.evals.result(1).code == "unknown_eval"
