@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.routing import OpenMembers, PoolMember, Router, expire
 
-BACKOFF_S = 1.0  # in which an engine that failed a request gets no other
+BACKOFF_S = 1.0  # in which an engine that failed a request gets no other; doubled for each that it swallowed, up to
+LONGEST_BACKOFF_S = 60.0
+LATE_S = 1.0  # a deadline that is looked at so late came while this process was held up itself
 PROBE_EVERY_S = 2.0
 PROBES_AT_ONCE = 128  # of more engines, those that failed lately and then those whose last probe is longest ago
 PROBE_S = 5.0
@@ -53,6 +55,7 @@ class _Progress:
         self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
         self.engine = ""  # that was asked last
+        self._tried: set[str] = set()  # engines that let the deadline pass
         self.extend_deadline()
 
     @property
@@ -89,6 +92,15 @@ class _Progress:
             if self._heard is not None:
                 self._heard(self.done.token_ids)
 
+    def moves_from(self, engine_id: str, members: "Mapping[str, PoolMember[StreamingClient]]", now: float) -> bool:
+        """Start the timeout again if an engine serves that has not yet let it pass, as ``engine_id`` has now."""
+        self._tried.add(engine_id)
+        others = [member for name, member in members.items() if name not in self._tried]
+        if not any(member.serves(self.request.min_version, now) for member in others):
+            return False
+        self.extend_deadline()
+        return True
+
     def extend_deadline(self) -> None:
         """Start the timeout again: a token arrived, or none could have."""
         self._deadline = time.monotonic() + self._timeout_s
@@ -97,6 +109,11 @@ class _Progress:
     def remaining_s(self) -> float:
         """Seconds to the deadline, at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
+
+    @property
+    def overdue_s(self) -> float:
+        """Seconds since the deadline."""
+        return time.monotonic() - self._deadline
 
     @property
     def expired(self) -> bool:
@@ -160,7 +177,8 @@ class EnginePool:
         """Sample on engines that serve at least ``request.min_version``, keeping the tokens of engines that were lost
         or gave the request up. ``heard`` gets the tokens as they come.
 
-        Raises EngineRejected at once, and EngineLost when no token arrived within the deadline.
+        A request that an engine swallowed goes to each other one that serves, with a deadline of its own. Raises
+        EngineRejected at once, and EngineLost when no token arrived within the deadline.
         """
         progress = _Progress(request, session, self._timeout_s, heard)
         while progress.unfinished:
@@ -179,13 +197,19 @@ class EnginePool:
                     len(progress.done.token_ids),
                     error,
                 )
+                now = time.monotonic()
+                member.backoff_until = now + BACKOFF_S
                 if progress.expired:
-                    raise EngineLost(
-                        f"request {request.request_id}: no new token within {self._timeout_s:.0f} s "
-                        f"(rollout.request_timeout_s): {error}"
-                    ) from error
-                member.backoff_until = time.monotonic() + BACKOFF_S
+                    member.swallowed += 1
+                    member.backoff_until = now + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(member.swallowed, 16))
+                    if not progress.moves_from(member.engine_id, self._members, now):
+                        raise EngineLost(
+                            f"request {request.request_id}: no new token within {self._timeout_s:.0f} s "
+                            f"(rollout.request_timeout_s): {error}"
+                        ) from error
                 self.replayed += 1
+            else:
+                member.swallowed = 0
             finally:
                 self._refresh(member)
                 self._wake_waiters()
@@ -351,7 +375,10 @@ class _Deadline:
         self._timer = asyncio.get_running_loop().call_later(self._progress.remaining_s, self._check)
 
     def _check(self) -> None:
-        if self._progress.expired:
+        if self._progress.overdue_s > LATE_S:
+            self._progress.extend_deadline()  # what the engine sent meanwhile is read first
+            self._wait()
+        elif self._progress.expired:
             self._asking = asyncio.ensure_future(self._ask())
         else:
             self._wait()  # a part arrived meanwhile

@@ -279,6 +279,19 @@ async def test_requests_time_out_on_engines_that_answer_only_probes(what: str) -
     assert 2 <= len(engines["a"].seen) + len(engines["b"].seen) < 10, "the pool backs off between attempts"
 
 
+async def test_a_request_that_an_engine_swallowed_goes_to_another_one() -> None:
+    pool, engines = make_pool(timeout_s=0.3, a=lambda r: result(3, V1), b=lambda r: result(3, V1))
+    pool.update(registry(a=V1, b=V1))
+    engines["a"].hold.clear()
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*(pool.generate(request(), session=str(number)) for number in range(8)))
+    assert all(len(answer.token_ids) == 3 and answer.engine == "b" for answer in answers)
+    assert 0 < len(engines["a"].seen) < 8
+    before = len(engines["a"].seen)
+    await asyncio.gather(*(pool.generate(request(), session=f"later {number}") for number in range(8)))
+    assert len(engines["a"].seen) == before, "it is backed off from"
+
+
 async def test_each_part_extends_the_deadline() -> None:
     def slowly(engine: FakeEngine) -> None:
         async def stream(request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
