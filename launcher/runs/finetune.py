@@ -53,7 +53,7 @@ KEPT = (
 
 
 class DataRecord(msgspec.Struct, frozen=True):
-    """Describes the encoded conversations beside it: checksums of their files, and counts."""
+    """Describes the encoded conversations beside it: counts, and checksums of their and the tokenizer's files."""
 
     checksums: dict[str, str]
     conversations: int
@@ -180,10 +180,15 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     checksums = {
         str(file): checksum(key, file) for key, sources in given for source in sources for file in files_of(source.path)
     }
+    tokenizer = {str(file): checksum("model.path", file) for file in _tokenizer_files(Path(config.model.path))}
+    checksums |= tokenizer
     done = folder / DATA_FILE
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
-        changed = [path for path, now in checksums.items() if record.checksums.get(path) != now]
+        before = record.checksums
+        if not before.keys() & tokenizer.keys():  # it was written before the tokenizer's files were recorded
+            before = tokenizer | before
+        changed = sorted(path for path in before.keys() | checksums.keys() if before.get(path) != checksums.get(path))
         if not changed:
             return record
         if checkpoints(folder):
@@ -192,6 +197,12 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     record = _encode(config, folder, checksums)
     replace_file(done, msgspec.json.encode(record))  # last: the files it describes are complete
     return record
+
+
+def _tokenizer_files(model: Path) -> list[Path]:
+    """Return the files of a model's folder that say how a conversation becomes tokens."""
+    patterns = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+    return sorted(file for pattern in (*patterns, "*.model") for file in model.glob(pattern) if file.is_file())
 
 
 def checksum(key: str, path: Path) -> str:

@@ -14,10 +14,15 @@ from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
-from rl_async.launcher.runs.finetune import encode_all, longest, split
+from rl_async.launcher.runs.finetune import DATA_FILE, _encode_once, encode_all, longest, split
 from rl_async.launcher.watch.finetune_view import FinetuneView, line
+from rl_async.trainer.finetune.rows import ROWS, ChatRows
 from tests.support.families import byte_tokenizer
 
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 BASE = ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"]
 
 
@@ -44,13 +49,43 @@ def test_several_data_sets_are_all_read_each_with_its_own_templates(tmp_path: Pa
     sets = f"data.path=[{{path: {tmp_path}/a.jsonl, system: brief}}, {{path: {tmp_path}/b.jsonl}}]"
     config = load_config(None, [*BASE, sets])
     assert config.finetune is not None
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer = byte_tokenizer(template + opening, eos="<|im_end|>")
+    tokenizer = byte_tokenizer(TEMPLATE, eos="<|im_end|>")
     rows, skipped = encode_all(parts(config.data), ChatEncoder(tokenizer), 1000, config.finetune)
     texts = [tokenizer.decode(row.ids) for row in rows]
     assert ["brief" in text for text in texts] == [True, False] and skipped == 0
     assert [tokenizer.decode(row.ids[row.learned]) for row in rows] == ["5<|im_end|>"] * 2
+
+
+def test_encoded_rows_are_those_of_the_files_and_the_template_that_are_there(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
+    data, model, run = (tmp_path / name for name in ("data", "model", "run"))
+    data.mkdir()
+    run.mkdir()
+    for name in ("a", "b"):
+        (data / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    tokenizer = byte_tokenizer(TEMPLATE, eos="<|im_end|>")
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    overrides = [f"model.path={model}", f"data.path={data}", "finetune.out=out", "finetune.held_out=0"]
+    config = load_config(None, overrides)
+
+    def first() -> tuple[int, str]:
+        record = _encode_once(config, run)
+        rows = ChatRows.map(run / ROWS)
+        return record.conversations, tokenizer.decode(rows.ids[rows.span(0)])
+
+    assert first() == (2, "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>")
+    (data / "b.jsonl").unlink()
+    assert first()[0] == 1
+    tokenizer.chat_template = TEMPLATE.replace("\n{{ m.content", ": {{ m.content").replace("assistant\n", "assistant: ")
+    tokenizer.save_pretrained(model)
+    assert first()[1] == "<|im_start|>user: 2+3?<|im_end|>\n<|im_start|>assistant: 5<|im_end|>"
+    # A run of a version that did not record the tokenizer's files goes on.
+    record = json.loads((run / DATA_FILE).read_text())
+    record["checksums"] = {path: value for path, value in record["checksums"].items() if path.startswith(str(data))}
+    (run / DATA_FILE).write_text(json.dumps(record))
+    written = (run / DATA_FILE).stat().st_mtime_ns
+    assert first()[0] == 1 and (run / DATA_FILE).stat().st_mtime_ns == written
 
 
 def test_the_longest_conversation_is_what_the_model_has_positions_for(tmp_path: Path) -> None:
