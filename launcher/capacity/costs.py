@@ -17,7 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.recording import read_trajectories
+from rl_async.recording import files_of_step, read_trajectories
 
 SKIPPED = 1  # first steps of a run, which are slower
 
@@ -58,16 +58,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
     """Estimate costs from a device's figures.
 
-    A token of training costs 8 operations per parameter: forward (2), backward (4), and the forward pass for the
-    proximal policy (2). Decoding reads every weight once per iteration, and the cache of each sequence, ``tokens`` long
-    on average while it decodes; both in 2-byte numbers.
+    A token of training costs 8 operations per parameter that it meets, of a mixture those of the experts that are
+    chosen for it: forward (2), backward (4), and the forward pass for the proximal policy (2). Decoding reads every
+    weight once per iteration, and the cache of each sequence, ``tokens`` long on average while it decodes; both in
+    2-byte numbers.
     """
     bandwidth = device.bandwidth_gb_s * 1e9 * device.decoding_share
     return Costs(
         iteration_base_s=2 * size.parameters / bandwidth,
         iteration_sequence_s=2 * size.kv_per_token * tokens / bandwidth,
         turn_s=0.05,
-        train_token_s=8 * size.parameters / (device.tflops * 1e12 * device.training_share),
+        train_token_s=8 * (size.parameters - size.idle) / (device.tflops * 1e12 * device.training_share),
         sync_s=0.2 + 2 * size.parameters / (device.link_gb_s * 1e9),
         other_s=0.1,
     )
@@ -131,7 +132,10 @@ Timed = tuple[EpisodeShape, float]  # with the seconds that it spent generating
 def recorded_steps(run: Path) -> dict[int, list[Timed]]:
     """Return the episodes of each recorded step but the first ones, with their generation times."""
     found: dict[int, list[Timed]] = defaultdict(list)
-    for file in sorted((run / "trajectories").glob("step-*.jsonl.gz")):
+    folder = run / "trajectories"
+    steps = sorted({int(file.name.split("-")[1].split(".")[0]) for file in folder.glob("step-*.jsonl.gz")})
+    # A step that was trained again after a restart is recorded in several lineages, of which the newest counts.
+    for file in (file for step in steps for file in files_of_step(folder, step)):
         step = int(file.name.split("-")[1])
         for row in read_trajectories(file):
             generate = row.timings.get("generate", 0.0)

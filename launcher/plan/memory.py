@@ -30,8 +30,9 @@ PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedd
 class ModelSize:
     """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that
     token keeps for the backward pass, the same with checkpointed layers, vocabulary, weights of the last layer; the
-    number of experts in a layer; what a token needs in one layer without a backward pass; and the weights of the
-    layers' matrices, which rollout.quantization rounds."""
+    number of experts in a layer; what a token needs in one layer without a backward pass; the weights of the layers'
+    matrices, which rollout.quantization rounds; those of all experts, of the critic's too; and those of the experts
+    that a token does not go through."""
 
     parameters: int
     kv_per_token: int
@@ -43,6 +44,9 @@ class ModelSize:
     experts: int = 0
     layer: int = 0
     matrices: int = 0
+    in_experts: int = 0
+    critic_in_experts: int = 0
+    idle: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
@@ -55,9 +59,9 @@ def model_size(config: RunConfig) -> ModelSize | None:
     if policy is None or config.critic is None or config.critic.shared:
         return policy
     if config.critic.path is None:
-        return replace(policy, critic=policy.parameters)
+        return replace(policy, critic=policy.parameters, critic_in_experts=policy.in_experts)
     critic = _read_size("critic.path", Path(config.critic.path))
-    return replace(policy, critic=critic.parameters) if critic else None
+    return replace(policy, critic=critic.parameters, critic_in_experts=critic.in_experts) if critic else None
 
 
 def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
@@ -133,6 +137,7 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     queries, keys = heads * head_dim, kv_heads * head_dim
     layer = 6 * hidden + 5 * queries + 4 * keys + 4 * inner
     matrices = layers * (attention + 3 * hidden * one * max(experts, 1))
+    in_experts = layers * 3 * hidden * one * experts
     return ModelSize(
         parameters=embeddings + layers * hidden * experts + matrices,
         kv_per_token=2 * layers * keys,
@@ -143,6 +148,8 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
         experts=experts,
         layer=2 * hidden + max(queries + 2 * keys, 3 * inner),
         matrices=matrices,
+        in_experts=in_experts,
+        idle=in_experts - layers * 3 * hidden * inner if experts else 0,
     )
 
 
@@ -161,9 +168,9 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
     micro-batches, each keeps the sum of whole gradients until the last (``Fsdp2Backend.step``). One rank sums them as
     they come, but the allocator keeps about as much of what its layers' weights and gradients passed through.
 
-    Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights; FSDP's ranks shard their
-    whole replica. With ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base
-    is.
+    Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights, and hold the reference
+    in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole replica. With
+    ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base is.
     """
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
@@ -171,14 +178,22 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
     frozen = size.parameters * DTYPE_BYTES[config.model.dtype] // sharded if trainer.lora else 0
     megatron, each = trainer.backend == "megatron", DTYPE_BYTES[config.model.dtype]
     masters = whole * 4 // sharded if megatron and each < 4 else 0
-    holders = trainer.tensor_parallel * trainer.pipeline_parallel if megatron else sharded
+
+    def held(weights: int, in_experts: int) -> int:
+        if not megatron:
+            return weights // sharded
+        dense = (weights - in_experts) // (trainer.tensor_parallel * trainer.pipeline_parallel)
+        return dense + in_experts // (trainer.expert_parallel * trainer.pipeline_parallel)
+
+    own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
+    reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
     gathered = 0 if megatron else size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
     shards: dict[Part, int] = {
-        "weights": frozen + masters + whole * (each if megatron else 4) // holders,
-        "reference": size.parameters * 4 // holders if config.algorithm.kl.coef > 0 else 0,
+        "weights": frozen + masters + own * (each if megatron else 4),
+        "reference": reference if config.algorithm.kl.coef > 0 else 0,
         "optimizer": whole * 4 * 2 // sharded,
-        "gradients": whole * 4 // holders,
+        "gradients": own * 4,
     }
     if on_gpu and trainer.cpu_offload:
         shards = dict.fromkeys(shards, 0)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
+from rl_async.launcher.capacity.costs import Device, assumed
 from rl_async.launcher.plan.memory import (
     LOGITS_CHUNK,
     TORCH_BYTES,
@@ -13,6 +15,7 @@ from rl_async.launcher.plan.memory import (
     model_size,
     size_of,
     trainer_bytes,
+    trainer_parts,
 )
 from rl_async.trainer.model.logprobs import CPU_CHUNK_LOGITS
 from tests.support.configs import float32_config
@@ -250,3 +253,40 @@ def test_several_ranks_keep_whole_gradients_between_micro_batches() -> None:
         for n, more in ((200, []), (200, ["trainer.ranks=2"]), (1_000_000, ["trainer.ranks=2"]))
     )
     assert (one, two, all_at_once) == (TORCH_BYTES + 20_000, TORCH_BYTES + 8_000 + 4_000, TORCH_BYTES + 8_000)
+
+
+QWEN3_30B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "vocab_size": 151936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def test_expert_parallel_ranks_divide_the_experts_alone() -> None:
+    size = size_of(QWEN3_30B_A3B)
+    assert size is not None
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert (size.in_experts, size.idle) == (experts, experts * 120 // 128)
+    assert 30e9 < size.parameters < 31e9 and 3e9 < size.parameters - size.idle < 3.5e9, "as its name says"
+    megatron = ["trainer.backend=megatron", "trainer.ranks=16", "model.dtype=bfloat16"]
+    configs = {ranks: load_config("calculator", [*megatron, f"trainer.expert_parallel={ranks}"]) for ranks in (1, 8)}
+    parts = {ranks: trainer_parts(config, size, on_gpu=True) for ranks, config in configs.items()}
+    own = size.parameters - experts + experts // 8
+    assert (parts[1]["gradients"], parts[8]["gradients"]) == (4 * size.parameters, 4 * own)
+    assert parts[1]["weights"] - parts[8]["weights"] == 2 * (size.parameters - own)
+    assert parts[1]["optimizer"] == parts[8]["optimizer"]
+
+
+def test_a_token_of_a_mixture_trains_the_experts_that_are_chosen_for_it() -> None:
+    size = size_of(QWEN3_30B_A3B)
+    assert size is not None
+    device = Device()
+    costs = assumed(size, device, tokens=1000)
+    assert costs.train_token_s == 8 * (size.parameters - size.idle) / (device.tflops * 1e12 * device.training_share)
