@@ -1,8 +1,13 @@
 """Files that other processes read while they are written: replaced whole, or appended to line by line."""
 
+import contextlib
 import fcntl
+import functools
+import glob
 import logging
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,17 +21,21 @@ log = logging.getLogger("rl_async.files")
 _BLOCK = 1 << 16  # bytes
 _LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
 _LOCK_POLL_S = 0.005
+_LEFTOVER_S = 86_400.0  # no file is written for so long
+_PROCESS = secrets.token_hex(4)
 
 
 @contextmanager
 def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a file or folder its name only when it is complete: the block writes to the path that it is given.
 
-    That path is beside ``path`` and differs between processes. If the block raises, what it wrote is deleted. After the
-    block, a ``durable`` file survives a power cut; without that, one may leave it empty.
+    That path is beside ``path`` and differs between processes, also between containers, whose main process is always 1.
+    If the block raises, what it wrote is deleted. After the block, a ``durable`` file survives a power cut; without
+    that, one may leave it empty.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    _delete(temporary)  # a killed process had the same id: in a container every main process is 1
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{_PROCESS}")
+    _delete_leftovers(path)
+    _delete(temporary)
     try:
         yield temporary
         if durable:
@@ -36,6 +45,16 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
             force_to_disk(path.parent)
     finally:
         _delete(temporary)
+
+
+@functools.cache  # once per process and path
+def _delete_leftovers(path: Path) -> None:
+    """Delete what processes that were killed have left of earlier attempts to write ``path``."""
+    temporary = re.compile(rf"\.{re.escape(path.name)}\.\d+-[0-9a-f]{{8}}")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if temporary.fullmatch(left.name) and time.time() - left.stat().st_mtime > _LEFTOVER_S:
+                _delete(left)
 
 
 def _delete(path: Path) -> None:

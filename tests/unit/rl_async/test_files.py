@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,10 +61,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_folder_appears_whole_without_what_a_killed_process_of_the_same_id_left(tmp_path: Path) -> None:
-    left = tmp_path / f".out.{os.getpid()}"
-    left.mkdir()
-    (left / "old").touch()
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
     with written_whole(tmp_path / "out") as unfinished:
         unfinished.mkdir()
         (unfinished / "new").touch()
@@ -97,3 +96,44 @@ def test_lines_are_appended_all_or_none_although_others_append_to_the_file(tmp_p
         append_durably(path, b"two\nthree\n", 0)
     append_durably(path, b"four\n", 0)  # of another process, when there is room again
     assert path.read_bytes() == b"one\nfour\n"
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+from rl_async.files import written_whole
+os.getpid = lambda: 1
+with written_whole(Path(sys.argv[1])) as folder:
+    folder.mkdir()
+    (folder / "weights").write_text(sys.argv[2])
+    print("begun", flush=True)
+    sys.stdin.readline()
+    (folder / "tokenizer").write_text(sys.argv[2])
+"""
+
+
+def test_two_processes_with_one_id_do_not_share_what_they_write(tmp_path: Path) -> None:
+    """Containers with one file system have the same process ids."""
+    target = tmp_path / "model"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITES, str(target), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for name in ("first", "second")
+    ]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    codes = [process.wait(60) for process in running if process.communicate("\n", 60)]
+    assert codes[0] == 0
+    assert {file.name: file.read_text() for file in target.iterdir()} == {"weights": "first", "tokenizer": "first"}
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in (".file.1-0123abcd", ".file.2-0123abcd", ".file.mine-1"))
+    for path in (old, new, other):
+        path.write_text("half")
+    for path in (old, other):
+        os.utime(path, (1, 1))
+    replace_file(tmp_path / "file", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".file.2-0123abcd", ".file.mine-1", "file"]
