@@ -79,6 +79,7 @@ class Keeper:
         self._lifeline = self._exits.enter_context(Lifeline())
         self._scratch = Path(tempfile.mkdtemp(prefix="rl-async-"))
         self._exits.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+        self._files: Mapping[str, bytes] = {}  # of the run folder, which this node does not share
         self._held: list[socket.socket] = []
         self._child: Child | None = None
         self._cwd, self._run, self._name, self._shared = self._scratch, self._scratch, "", False
@@ -92,8 +93,9 @@ class Keeper:
         if request.engine_kind:
             await asyncio.to_thread(check_engine_python, request.engine_kind, request.python or sys.executable)
         if not self._shared:
+            self._files = request.files
             try:
-                self._provide(request.files)
+                self._provide(self._files)
             except OSError as error:
                 raise UserError(f"launcher.run_dir: {self._host} cannot write into {self._run}: {error}") from error
         if not self._held:
@@ -133,6 +135,7 @@ class Keeper:
     async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
         """Start the process, after ending an earlier one. An empty ``argv[0]`` stands for this node's Python."""
         await self.kill()
+        self._provide(self._files)  # another keeper of this node, which wrote the same ones, may have closed
         stacks = self._run / "stacks" if self._shared else self._scratch
         stacks.mkdir(exist_ok=True)
         self._child = await Child.start(

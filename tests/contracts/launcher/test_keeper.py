@@ -82,6 +82,20 @@ async def test_output_and_exit_code_come_to_the_supervisor(keeper: Keeper, tmp_p
     assert (tmp_path / "engine-0.log").stat().st_size == len("of an earlier process\n") + 6 * 100_000 + 1
 
 
+async def test_a_process_starts_again_after_another_keeper_of_its_node_has_closed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    reads = "import pathlib; print(pathlib.Path('runs/x/config.yaml').read_text())"
+    other = Keeper(lambda: HOST)
+    await other.allocate(request(tmp_path))
+    child, line = await begin(keeper, tmp_path, reads)
+    assert await child.wait() == 0
+    await other.close()
+    assert not (tmp_path / "runs" / "x" / "config.yaml").exists()
+    again = RemoteChild("engine-0", line, await keeper.start(["", "-c", reads], {}), "10.0.0.2", tmp_path / "again.log")
+    assert await again.wait() == 0 and "seed: 1" in again.output()
+
+
 async def test_a_process_is_stopped_and_killed_there(keeper: Keeper, tmp_path: Path) -> None:
     child, _ = await begin(keeper, tmp_path, TALK.format(600))
     await until(lambda: child.output() == "one\ntwo\n")
