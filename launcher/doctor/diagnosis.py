@@ -42,6 +42,10 @@ def diagnose(seen: Observation) -> Diagnosis:
     """Apply all rules to an observation, then classify what is left as slow or fine."""
     if seen.launcher is None:  # the last heartbeats of its ranks are no waits any more
         return _over(seen)
+    if _is_ending(seen):
+        halted = tuple(_stopped(seen)) if seen.launcher_state in HALTED else ()
+        ends = f"the run is ending: all {seen.steps} steps are trained, and its processes are being stopped"
+        return Diagnosis(health="stuck" if halted else "fine", findings=(*halted, ends))
     waits = tuple(who_waits(seen))
     findings = [sentence for rule in RULES for sentence in rule(seen)]
     if findings:
@@ -54,9 +58,17 @@ def diagnose(seen: Observation) -> Diagnosis:
     return Diagnosis(health="fine", findings=(_fine(seen), *also), waits=waits)
 
 
+def _is_ending(seen: Observation) -> bool:
+    """Whether all is trained and the trainer has ended, so that the launcher ends all other processes, too."""
+    ranks = seen.of_role("trainer")
+    return 0 < seen.steps <= seen.steps_done and bool(ranks) and all(p.ended and not p.record.exit for p in ranks)
+
+
 def needs_stacks(seen: Observation) -> bool:
     """Whether stacks would say more of what was observed without them: something is silent or late."""
-    return seen.launcher is not None and bool(_silent_queue(seen) or _silent_engines(seen) or _late(seen))
+    if seen.launcher is None or _is_ending(seen):
+        return False
+    return bool(_silent_queue(seen) or _silent_engines(seen) or _late(seen))
 
 
 def who_waits(seen: Observation) -> list[str]:

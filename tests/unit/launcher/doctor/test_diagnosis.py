@@ -324,3 +324,18 @@ def test_a_first_restart_is_slow_until_it_serves_and_old_restarts_are_fine() -> 
     assert starting.health == "slow" and "engine-0 (pid 20)" in starting.text
     assert diagnose(run(process("engine-0", restarts=3, age_s=600.0))).health == "fine"
     assert diagnose(run(process("engine-0", kept="starting", age_s=300.0))).health == "fine", "a large model loads"
+
+
+def test_processes_of_a_run_that_ends_are_not_lost() -> None:
+    ended = [process(name, state="gone", kept="ended", exit=0) for name in ("queue", "trainer-0", "trainer-1")]
+    changes: dict[str, Any] = {"steps": 60, "steps_done": 60, "queue": None, "engines": (silent_engine(),)}
+    seen = run(*ended, **changes)
+    assert diagnose(seen).health == "fine" and len(diagnose(seen).findings) == 1 and not needs_stacks(seen)
+    stopped = diagnose(replace(seen, launcher_state="T"))
+    assert stopped.health == "stuck" and "kill -CONT" in stopped.text
+    lost = diagnose(replace(seen, steps_done=59))
+    assert lost.health == "stuck"
+
+
+def silent_engine() -> ObservedEngine:
+    return ObservedEngine(engine_id="engine-0", url="http://x", answers=False)
