@@ -74,6 +74,7 @@ class McpSessions:
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
         self._lost = self._timeouts = 0
+        self._heard = 0.0  # when a call was answered last, or counted as one without an answer
         self._closed = False
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
@@ -82,11 +83,15 @@ class McpSessions:
         Raises McpServerLost if no session can be had, or the last MOST_LOST had no successful call.
         """
         connection = await self.connection()
+        began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await connection.call(name, arguments)
         except TimeoutError:
-            self._timeouts += 1
+            # Calls that were made at once count once, and not at all if one was answered meanwhile: the server works.
+            if began >= self._heard:
+                self._heard = asyncio.get_running_loop().time()
+                self._timeouts += 1
             if self._timeouts >= MOST_TIMEOUTS:
                 self._lose(connection, f"{self._timeouts} calls in a row had no answer within {timeout_s:g} s")
             return failed("timeout")
@@ -96,6 +101,7 @@ class McpSessions:
                 return failed("the tool's server was lost; it is started again")
             return failed(str(error) or "the tool failed")
         self._lost = self._timeouts = 0
+        self._heard = asyncio.get_running_loop().time()
         return as_result(answer)
 
     async def connection(self) -> Connection:

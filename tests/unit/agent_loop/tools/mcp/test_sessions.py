@@ -151,6 +151,20 @@ async def test_calls_past_the_deadline_are_errors_and_several_in_a_row_lose_the_
     assert (await call(made)).text == "1"
 
 
+async def test_a_burst_that_a_slow_server_cannot_answer_in_time_loses_no_session() -> None:
+    """Calls at once are no calls in a row; and while some are answered, the server works."""
+    made = make(connect := Connections())
+    for _ in range(MOST_TIMEOUTS - 1):
+        await asyncio.gather(*(call(made, "hang", timeout_s=0.01) for _ in range(8)))
+    assert not connect.made[0].lost
+    for _ in range(MOST_TIMEOUTS):
+        late = [asyncio.create_task(call(made, "hang", timeout_s=0.05)) for _ in range(8)]
+        await asyncio.sleep(0)
+        assert not (await call(made)).error
+        await asyncio.gather(*late)
+    assert [connection.lost for connection in connect.made] == [False]
+
+
 async def test_a_session_that_opens_after_the_end_is_closed() -> None:
     made = make(connect := Connections())
     waiting = asyncio.create_task(call(made))
