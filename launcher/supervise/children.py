@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 ROSTER_AGAIN_S = 1.0
+HEALTHY_S = 6 * 3600.0  # after which a run of weeks does not end by restarts that lie days apart
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,6 +49,7 @@ class Children:
         self.executor = executor
         self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
         self._newest: dict[str, Process] = {}
+        self._began: dict[str, float] = {}  # monotonic seconds, of the newest ones
         self._roster = Roster(folder)
         self._roster_again: asyncio.TimerHandle | None = None
         self._on_stop = on_stop
@@ -75,17 +78,19 @@ class Children:
     async def start(self, spec: ProcessSpec, *, restarts: int = 0) -> Process:
         """Start a process for the first time, or again after ``restarts - 1`` earlier restarts."""
         child = await self.executor.start(spec, restarts=restarts)
-        self._newest[spec.name] = child
+        self._newest[spec.name], self._began[spec.name] = child, time.monotonic()
         self._roster.add(spec, child)
         self.set_state(spec.name, "running", restarts)
         log.info("%s started, pid %d%s", spec.name, child.pid, f" on {child.host}" if child.host else "")
         return child
 
     async def before_restart(self, spec: ProcessSpec, child: Process, code: int, restarts: int) -> int:
-        """Wait, longer each time, and return the new number of restarts.
+        """Wait, longer each time, and return the new number of restarts; earlier ones are forgiven after HEALTHY_S.
 
         Raises what ``give_up`` does if the process must not be started again.
         """
+        if time.monotonic() - self._began[spec.name] > HEALTHY_S:
+            restarts = 0
         if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
             self.give_up(child, code, restarts)
         said = said_last(child.output()) or "it wrote nothing"

@@ -4,9 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.supervise import children as children_module
 from rl_async.launcher.supervise.children import Children
 from rl_async.launcher.supervise.executor import ThisMachine
+from rl_async.launcher.supervise.process import RoleFailed
 from rl_async.process.private_folder import RENDEZVOUS, private_folder
 from tests.contracts.launcher.test_supervisor import eventually
 
@@ -53,3 +57,19 @@ async def test_ranks_meet_by_a_file_that_is_new_at_each_start(rig: Any) -> None:
             found.append({Path(rank.output().split()[-1]) for rank in ranks})
     (first,), (second,) = found
     assert first != second and first.parent == second.parent == private_folder(rig.folder)
+
+
+@pytest.mark.parametrize(("healthy_s", "restarts"), [(3600.0, None), (0.0, 1)])
+async def test_restarts_are_forgiven_after_a_time_of_health(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, healthy_s: float, restarts: int | None
+) -> None:
+    monkeypatch.setattr(children_module, "HEALTHY_S", healthy_s)
+    spec = ProcessSpec(name="a", role="worker", argv=("sh", "-c", "exit 1"), max_restarts=3)
+    with Children(ThisMachine({}, rig.folder), rig.folder, [spec]) as children:
+        child = await children.start(spec, restarts=3)
+        code = await child.wait()
+        if restarts is None:
+            with pytest.raises(RoleFailed):
+                await children.before_restart(spec, child, code, 3)
+        else:
+            assert await children.before_restart(spec, child, code, 3) == restarts
