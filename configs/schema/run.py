@@ -71,7 +71,9 @@ class TrackingConfig(Config, frozen=True):
 
 class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder that holds all runs.")] = "runs"
-    max_restarts: Annotated[Count, doc("Restarts per process before the run fails; forgiven after six hours of health.")] = 3
+    max_restarts: Annotated[
+        Count, doc("Restarts per process before the run fails; forgiven after six hours of health.")
+    ] = 3
     threads: Annotated[
         Positive | None,
         doc("Torch threads per process on CPU; unset: the cores divided among engines and ranks that compute at once."),
