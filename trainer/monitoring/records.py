@@ -44,6 +44,19 @@ def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) ->
         file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
 
 
+class _Evaluated(msgspec.Struct):
+    """A line of ``evaluations.jsonl``."""
+
+    step: float = msgspec.field(name="eval/step", default=-1.0)
+
+
+def is_evaluated(run: Path, step: int) -> bool:
+    """Whether the result of the evaluation of a version is recorded."""
+    path = run / "evaluations.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what has no end was torn
+    return any(msgspec.json.decode(line, type=_Evaluated).step == step for line in lines)
+
+
 def next_lineage(run: Path, resuming: bool) -> int:
     """Return the lineage of this trainer process: 0 for a new run, one more than the last after each resume.
 

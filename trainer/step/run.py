@@ -23,6 +23,7 @@ from rl_async.trainer.monitoring.memory import MemoryWatch
 from rl_async.trainer.monitoring.profiling import StepProfiler
 from rl_async.trainer.monitoring.queue_depth import QueueDepth
 from rl_async.trainer.monitoring.ranks import as_rank_0
+from rl_async.trainer.monitoring.records import is_evaluated
 from rl_async.trainer.monitoring.stopping import StopRequest
 from rl_async.trainer.monitoring.trackers import Tracking
 from rl_async.trainer.publishing.publisher import Publisher
@@ -83,8 +84,15 @@ class Run:
             self.source.checkpointed(durable)
 
     def started(self, published: Version) -> None:
-        """Begin to evaluate the initial weights if that is wanted."""
-        if self.evaluations and self.config.eval.before and self.start_step == 0:
+        """Begin to evaluate the initial weights if that is wanted, or those of the checkpoint if that was lost.
+
+        What was being evaluated when the trainer ended is closed by the queue.
+        """
+        if self.evaluations is None:
+            return
+        settings, begun = self.config.eval, self.start_step
+        wanted = begun % settings.every == 0 if begun and settings.every else settings.before and not begun
+        if wanted and not is_evaluated(self.folder, published.step):
             self.evaluations.begin(published.step)
 
     def report(self, step: int, published: Version, metrics: dict[str, float]) -> None:
