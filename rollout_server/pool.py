@@ -20,6 +20,7 @@ from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.routing import OpenMembers, PoolMember, Router, expire
+from rl_async.tasks import to_the_end, together
 
 BACKOFF_S = 1.0  # in which an engine that failed a request gets no other; doubled for each that it swallowed, up to
 LONGEST_BACKOFF_S = 60.0
@@ -219,7 +220,7 @@ class EnginePool:
         """Close the clients of all engines, those that have left included."""
         for member in self._members.values():
             await member.client.close()
-        await asyncio.gather(*self._closing)
+        await to_the_end(*self._closing)
 
     def _wake_waiters(self) -> None:
         """Wake as many waiters, in their order, as there is room for. Waking all of them for every request that ends
@@ -273,7 +274,7 @@ class EnginePool:
                 return not failed, member.probed_at
 
             due = heapq.nsmallest(PROBES_AT_ONCE, self._members.values(), key=urgency)
-            await asyncio.gather(*map(self._probe, due))
+            await together(*map(self._probe, due))
 
     async def _probe(self, member: PoolMember[StreamingClient]) -> None:
         """Read the engine's load. After MAX_MISSED_PROBES its requests go elsewhere until it answers again."""

@@ -11,6 +11,7 @@ import msgspec
 
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
+from rl_async.tasks import outcomes
 
 LENGTHS = struct.Struct(">II")
 GRACE_S = 30.0  # past the limit of a program, and for everything else
@@ -90,7 +91,7 @@ class ProcessWorkspace:
     async def close(self) -> None:
         """End everything in the sandbox: its first process ends with the socket, and the kernel ends the others."""
         self._writer.transport.abort()
-        await asyncio.gather(*self._requests, return_exceptions=True)
+        await outcomes(*self._requests)
         try:
             await asyncio.to_thread(self._process.wait, GRACE_S)
         except subprocess.TimeoutExpired:

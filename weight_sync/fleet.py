@@ -15,6 +15,7 @@ from typing import TypeVar
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
+from rl_async.tasks import to_the_end
 from rl_async.threads import in_daemon_thread, opened_in_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
@@ -254,7 +255,7 @@ class Fleet:
         log.warning("version %s to each alone: %s", self._version, ", ".join(member.engine_id for member in rest))
 
         async def each_alone() -> None:
-            await _all([self._bring_up([member], done, failures, keep_group=False) for member in rest])
+            await to_the_end(*(self._bring_up([m], done, failures, keep_group=False) for m in rest))
 
         if not await self._in_time(each_alone()):
             await self._fail_late(self._unsettled(members, done, failures), failures)
@@ -334,7 +335,7 @@ class Fleet:
                 await self._clear_devices()
             alike = wave.alike(pending, self._base, sliced=self._shards is not None)
             waves = alike if together else [[member] for member in pending]
-            outcomes = await _all([self._one_wave(w, keep_group and together) for w in waves])
+            outcomes = await to_the_end(*(self._one_wave(w, keep_group and together) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
             failures += culprits
@@ -454,15 +455,6 @@ class Fleet:
 def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:
     """Deal ``members`` to at most ``waves`` non-empty groups of nearly equal size."""
     return [group for i in range(waves) if (group := list(members[i::waves]))]
-
-
-async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Do all of it at once, to its end, and return the results. Raises the first error of any."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ import msgspec
 
 from rl_async.errors import RanksLost, RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
+from rl_async.tasks import outcomes
 from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
@@ -182,7 +183,7 @@ async def each(
     members: Sequence[FleetMember], action: Callable[[FleetMember], Coroutine[Any, Any, object]]
 ) -> tuple[list[FleetMember], list[EngineFailed]]:
     """Run ``action`` on all members concurrently; return the members that succeeded, and the failures."""
-    results = await asyncio.gather(*(action(member) for member in members), return_exceptions=True)
+    results = await outcomes(*(action(member) for member in members))
     done, failures = [], []
     for member, result in zip(members, results):
         if isinstance(result, EngineFailed):
@@ -350,9 +351,12 @@ async def _all_buckets(
         if isinstance(staged, WeightSyncError):
             raise staged
         assert staged is not None  # a bucket was staged
-        outcome, staged = await asyncio.gather(
-            _one_bucket(members, shipment, number, staged, timeout_s), _stage(shipment, number + 1)
-        )
+        staging = asyncio.create_task(_stage(shipment, number + 1))
+        try:
+            outcome = await _one_bucket(members, shipment, number, staged, timeout_s)
+            staged = await staging
+        finally:
+            staging.cancel()
         if not outcome.clean:
             return outcome
     return WaveOutcome()

@@ -1,6 +1,5 @@
 """An episode in progress: its messages, and its tokens exactly as they were sampled, in one row or several."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from rl_async.errors import DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
 from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.tasks import together
 
 
 class PromptTooLong(DataError):
@@ -225,7 +225,7 @@ class Episode:
         began = time.monotonic()
         agent = self.config.agent
         running = [self._call_one(call, i) for i, call in enumerate(calls)]
-        done = [await running[0]] if len(running) == 1 else await asyncio.gather(*running)  # no task for a single call
+        done = [await running[0]] if len(running) == 1 else await together(*running)  # no task for a single call
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):

@@ -38,6 +38,7 @@ class CodeTools:
         self._sandbox = sandbox
         self._limit, self._share = config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s
         self._workspace: Programs | None = None
+        self._closed = False
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -46,8 +47,10 @@ class CodeTools:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._workspace is not None:
-            await self._workspace.close()
+        async with self._lock:  # a call may be opening it
+            self._closed = True
+            if self._workspace is not None:
+                await self._workspace.close()
 
     def bind(self, tools: Sequence[CallableTool]) -> list[CallableTool]:
         """Return ``tools`` with those of code working in this workspace."""
@@ -66,6 +69,8 @@ class CodeTools:
         """Run a program after those of the same turn, which share the workspace, in what is left of its call's time."""
         called = time.monotonic()
         async with self._lock:
+            if self._closed:
+                return "[not run: the conversation is over]"
             if self._workspace is None:
                 self._workspace = await self._sandbox.open()
             seconds = min(self._limit, self._share - (time.monotonic() - called))

@@ -39,6 +39,7 @@ from rl_async.process.stacks import ASK, Frame, main_thread, py_spy
 from rl_async.recording import is_whole
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
+from rl_async.tasks import together
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
@@ -268,7 +269,7 @@ def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 
 async def _observe_engines(records: Sequence[EngineRecord], token: str) -> tuple[ObservedEngine, ...]:
-    return tuple(await asyncio.gather(*(_observe_engine(record, token) for record in records)))
+    return tuple(await together(*(_observe_engine(record, token) for record in records)))
 
 
 async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:

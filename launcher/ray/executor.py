@@ -46,6 +46,7 @@ from rl_async.launcher.ray.remote_child import ANSWER_S, RETRY_S, KeeperGone, Ke
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import Process
 from rl_async.process.http_auth import token_file
+from rl_async.tasks import together
 
 NODE = "ray.io/node-id"  # a label that Ray gives every node
 NODE_ANSWER_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
@@ -208,13 +209,7 @@ class RayNodes:
         log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(without_folder)}")
         for group in groups(self._plan, self._config.launcher.threads or 1, shared=shared):
             await self._reserve(group)
-        assigning = [asyncio.ensure_future(self._assign(spec)) for spec in self._plan.processes]
-        try:
-            await asyncio.gather(*assigning)
-        finally:
-            for task in assigning:
-                task.cancel()
-            await asyncio.wait(assigning)
+        await together(*(self._assign(spec) for spec in self._plan.processes))
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
         """Start a process on the node of its keeper, or on another if that node was lost. Raises UserError, NoRoom."""
@@ -260,7 +255,7 @@ class RayNodes:
                 return await sees_folder.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
 
         try:
-            seen = await asyncio.gather(*(sees(node_id) for node_id, _ in nodes))
+            seen = await together(*(sees(node_id) for node_id, _ in nodes))
         except TimeoutError:
             raise NoRoom(
                 f"a node of the Ray cluster did not answer within {NODE_ANSWER_S:g} s; see `ray status`"

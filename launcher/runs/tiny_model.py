@@ -36,6 +36,7 @@ from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.tasks import together
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.transfer_queue.data.task_stream import make_sources
 
@@ -111,7 +112,7 @@ async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRend
                 await rewards.score(task, last, *others)
             return sum(episode_rewards(row.header() for row in rows).values())
 
-        scores = await asyncio.gather(*(play(number, task) for number, task in enumerate(tasks)))
+        scores = await together(*(play(number, task) for number, task in enumerate(tasks)))
     return sum(scores) / len(scores)
 
 

@@ -15,6 +15,7 @@ from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
 from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
+from rl_async.tasks import outcomes, to_the_end
 
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
@@ -160,12 +161,12 @@ class Children:
         finally:
             for task in pending:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the first error is already being raised
+            await outcomes(*tasks)  # the first error is already being raised
 
     async def stop(self, names: Iterable[str], timeout_s: float) -> None:
         """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""
         children = [self._newest[name] for name in names if name in self._newest]
-        await asyncio.gather(*(child.stop(timeout_s) for child in children))
+        await to_the_end(*(child.stop(timeout_s) for child in children))
 
     async def finish(self, names: Iterable[str]) -> None:
         """Send SIGTERM to ranks and wait until all have ended, or until one fails, without which the others cannot."""
@@ -176,7 +177,7 @@ class Children:
         finally:
             for task in asked:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await outcomes(*asked)
 
     def mark_ended(self) -> None:
         """Record that no process is left; those that failed keep that state."""

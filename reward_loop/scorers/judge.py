@@ -20,6 +20,7 @@ from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.completion import read_completion
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
+from rl_async.tasks import outcomes
 
 log = logging.getLogger("rl_async.reward_loop")
 
@@ -75,7 +76,7 @@ class Judge:
         """Cancel requests in flight, and close connections and the cache."""
         for task in list(self._in_flight.values()):
             task.cancel()
-        await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
+        await outcomes(*self._in_flight.values())
         await self._poster.close()
         if self._verdicts is not None:
             await self._verdicts.close()

@@ -24,6 +24,7 @@ from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
+from rl_async.tasks import to_the_end
 from rl_async.telemetry.exposition import metrics_text, text_response
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
@@ -162,7 +163,7 @@ class EngineServer:
         try:
             for _ in sequences:
                 if await events.get() is None:
-                    await asyncio.gather(*(asyncio.wrap_future(self.engine.abort(s)) for s in sequences))
+                    await to_the_end(*(asyncio.wrap_future(self.engine.abort(s)) for s in sequences))
                     return False
         finally:
             disconnect.cancel()
@@ -176,7 +177,7 @@ class EngineServer:
         raw = await read_body(request)
         ids = msgspec.json.decode(raw, type=dialect.AbortBody).request_ids if raw else None
         futures = [self.engine.abort(i) for i in ids] if ids is not None else [self.engine.abort(None)]
-        counts = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        counts = await to_the_end(*map(asyncio.wrap_future, futures))
         return _json({"aborted": sum(counts)})
 
     async def pause(self, request: Request) -> Response:

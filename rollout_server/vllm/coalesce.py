@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.tasks import to_the_end
 
 
 class PendingRequest:
@@ -88,7 +89,7 @@ class Coalescer:
             if isinstance(error, SchemaRejected) or len(group) == 1 or any(pending.begun for pending in group):
                 raise
             waiting = [pending for pending in group if not pending.over]
-            await asyncio.gather(*map(self._send_separately, waiting))  # the engine may not accept so many at once
+            await to_the_end(*map(self._send_separately, waiting))  # the engine may not accept so many at once
 
     async def _send_separately(self, pending: PendingRequest) -> None:
         try:

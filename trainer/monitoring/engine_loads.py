@@ -10,6 +10,7 @@ from typing import Protocol
 from rl_async.errors import EngineError
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
+from rl_async.tasks import together
 from rl_async.threads import in_daemon_thread
 
 EVERY_S = 2.0  # at most so often
@@ -61,7 +62,7 @@ class EngineLoads:
         return found
 
     async def _observe(self, engines: list[EngineRecord]) -> Observation:
-        loads = await asyncio.gather(*(self._load(record) for record in engines))
+        loads = await together(*(self._load(record) for record in engines))
         answered = {record.engine_id: load for record, load in zip(engines, loads, strict=True) if load is not None}
         return Observation(self._clock(), answered)
 

@@ -14,6 +14,7 @@ import zmq
 from rl_async import messages as m
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages.codec import Frame
+from rl_async.tasks import together
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import conversations
 from rl_async.transfer_queue.client.loop_socket import LoopSocket
@@ -162,7 +163,7 @@ class QueueClient(ClientVerbs):
                 if len(calls) == 1:
                     outcomes = [await self._call(calls[0])]
                 else:
-                    outcomes = await asyncio.gather(*map(self._call, calls))
+                    outcomes = await together(*map(self._call, calls))
                 calls = conversation.send(outcomes)
         except StopIteration as end:
             result: T = end.value

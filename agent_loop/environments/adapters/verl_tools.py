@@ -13,6 +13,7 @@ from typing import Any
 from rl_async.agent_loop.tools.tool import ToolResult, failed
 from rl_async.errors import DataError
 from rl_async.messages import Task
+from rl_async.tasks import outcomes
 
 Kwargs = dict[str, dict[str, Any]]  # of a task and a tool, by verl's names above
 
@@ -90,7 +91,7 @@ class EpisodeTools:
 
     async def release(self) -> None:
         """End the instances; raises the first error, after all were tried."""
-        ended = await asyncio.gather(*(tool.release() for tool in self._created), return_exceptions=True)
+        ended = await outcomes(*(tool.release() for tool in self._created))
         for error in ended:
             if isinstance(error, BaseException):
                 raise error

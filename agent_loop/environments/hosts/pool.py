@@ -15,6 +15,7 @@ from rl_async.agent_loop.environments.hosts.link import HostLink
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
+from rl_async.tasks import outcomes, to_the_end
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -198,13 +199,13 @@ class HostedEnvironments:
         for future in self._waiting.values():
             future.cancel()
         links = list(self._links.values())
-        await asyncio.gather(*(link.close() for link in links))
+        await to_the_end(*(link.close() for link in links))
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await outcomes(*self._tasks)
         for link in links:  # those that had no process yet
             link.kill("was closed")
-        await asyncio.gather(*(link.close() for link in links))
+        await to_the_end(*(link.close() for link in links))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name="environment hosts")

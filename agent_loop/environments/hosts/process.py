@@ -26,6 +26,7 @@ from rl_async.agent_loop.tools.tool import CallableTool, Tool, ToolResult
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed, RlAsyncError
 from rl_async.process.log import setup_logging
+from rl_async.tasks import to_the_end
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -158,7 +159,7 @@ class EnvironmentHost:
 
     async def close(self) -> None:
         """Close all environments, and what was prepared."""
-        await asyncio.gather(*(self._end(wire.End(0, number, "the worker ended")) for number in list(self._instances)))
+        await to_the_end(*(self._end(wire.End(0, number, "the worker ended")) for number in list(self._instances)))
 
     def _session(self, number: int) -> Session | GameSession:
         session = self._instances[number].session

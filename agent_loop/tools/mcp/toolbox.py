@@ -11,6 +11,7 @@ from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import FIRST_PAUSE_S, OPENINGS, Connect, Connection, McpSessions
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.errors import McpServerLost
+from rl_async.tasks import to_the_end, together
 
 STARTS_AT_ONCE = 8  # sessions of one server that begin together
 
@@ -50,7 +51,7 @@ class McpToolbox:
 
     async def __aenter__(self) -> Self:
         try:
-            found = await asyncio.gather(*(self._listed(place) for place in range(len(self._servers))))
+            found = await together(*(self._listed(place) for place in range(len(self._servers))))
             named = [(s.key, s.config.name, tools) for (s, _), tools in zip(self._servers, found, strict=True)]
             self._offers = offers(named, self._taken)
         except BaseException:
@@ -120,4 +121,4 @@ class McpToolbox:
             sessions.close()
         for connection in self._connections:
             connection.close()
-        await asyncio.gather(*(connection.closed() for connection in self._connections))
+        await to_the_end(*(connection.closed() for connection in self._connections))

@@ -1,0 +1,88 @@
+"""Coroutines at once: their results, and what becomes of the others when one fails or the caller is cancelled."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rl_async import tasks
+from rl_async.tasks import to_the_end, together
+
+
+class Work:
+    """Coroutines that note how they end."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, str] = {}
+        self.waiting = asyncio.Event()
+
+    async def returns(self, name: str) -> str:
+        await asyncio.sleep(0)
+        self.ended[name] = "returned"
+        return name
+
+    async def raises(self, name: str) -> str:
+        await asyncio.sleep(0)
+        self.ended[name] = "raised"
+        raise KeyError(name)
+
+    async def waits(self, name: str) -> str:
+        try:
+            self.waiting.set()
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            self.ended[name] = "cancelled"
+            raise
+        return name
+
+
+@pytest.mark.parametrize("at_once", [together, to_the_end])
+async def test_results_come_in_the_order_of_the_work(at_once: Callable[..., Awaitable[list[str]]]) -> None:
+    work = Work()
+    assert await at_once() == []
+    assert await at_once(work.returns("a"), work.returns("b")) == ["a", "b"]
+
+
+async def test_the_others_have_ended_when_the_error_of_one_is_raised() -> None:
+    work = Work()
+    with pytest.raises(KeyError, match="b"):
+        await together(work.waits("a"), work.raises("b"), work.waits("c"))
+    assert work.ended == {"a": "cancelled", "b": "raised", "c": "cancelled"}
+
+
+async def test_all_is_done_before_an_error_is_raised() -> None:
+    work = Work()
+    with pytest.raises(KeyError, match="a"):
+        await to_the_end(work.raises("a"), work.returns("b"), work.raises("c"))
+    assert work.ended == {"a": "raised", "b": "returned", "c": "raised"}
+
+
+@pytest.mark.parametrize("at_once", [together, to_the_end])
+async def test_what_is_cancelled_leaves_nothing_behind(at_once: Callable[..., Awaitable[list[str]]]) -> None:
+    work = Work()
+    task = asyncio.ensure_future(at_once(work.waits("a"), work.waits("b")))
+    await work.waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.ended == {"a": "cancelled", "b": "cancelled"}
+
+
+async def test_work_that_cancels_itself_cancels_the_caller() -> None:
+    async def cancels() -> str:
+        raise asyncio.CancelledError
+
+    work = Work()
+    with pytest.raises(asyncio.CancelledError):
+        await together(work.waits("a"), cancels())
+    assert work.ended == {"a": "cancelled"}
+
+
+def test_the_package_runs_nothing_at_once_that_may_outlive_its_caller() -> None:
+    package = Path(tasks.__file__).parent
+    sources = [file for file in package.glob("**/*.py") if file.name != "tasks.py"]
+    sources += [file for part in package.iterdir() if part.is_symlink() for file in part.resolve().rglob("*.py")]
+    assert len(sources) > 300
+    assert [str(file) for file in sources if "asyncio.gather(" in file.read_text()] == []
