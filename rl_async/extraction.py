@@ -23,7 +23,7 @@ _NUMBER = re.compile(
     r"(?:[eE][+-]?\d{1,3}(?!\w))?"  # three digits: a longer exponent would be written out as a text without end
 )
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BRACE = re.compile(r"\\boxed\s*\{|[{}]")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 class Found(NamedTuple):
@@ -45,7 +45,7 @@ def last_number(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last ``\boxed{...}`` whose braces are closed."""
+    r"""Return what stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces are closed."""
     opened: list[re.Match[str]] = []
     start, end = -1, -1
     for brace in _BRACE.finditer(text):

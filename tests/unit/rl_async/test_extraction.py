@@ -50,6 +50,7 @@ def test_the_last_number_is_found_and_written_plainly(text: str, expected: str |
         (r"so \boxed{7}", "7"),
         (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed {x}", "x"),
+        (r"\boxed{1} then \fbox{2}", "2"),
         (r"\boxed{1} and \boxed{2", "1"),
         ("boxed{3}", None),
         (r"\boxed{\boxed{1} and \boxed{2}", "2"),
