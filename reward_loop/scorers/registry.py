@@ -56,7 +56,7 @@ SERVED = {
     "judge": "judge",
     "code": "code",
 }  # name -> section of `reward` that the service makes it from
-_NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
+_NEEDS = {"reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
 
 
 def get_scorer(name: str) -> ScorerSpec:

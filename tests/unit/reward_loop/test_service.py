@@ -265,7 +265,6 @@ def test_scorers_that_do_not_exist_are_refused_at_once(name: str, message: str) 
 
 
 async def test_math_compares_meaning() -> None:
-    pytest.importorskip("math_verify", reason="install it with pip install 'rl-async[math]'")
     async with RewardService(config("math", timeout_s=60.0)) as service:
         for answer, reward in [("It is \\boxed{\\frac{1}{2}}", 1.0), ("0.5", 1.0), ("1/3", 0.0), ("", 0.0)]:
             scored = await score(service, answer, task("\\frac{1}{2}"))
