@@ -33,10 +33,11 @@ from rl_async.reward_loop.scorers.math.values import (
     whole_numbers,
 )
 
-POINTS = 4
+# Two at which all variables are positive, and five for their signs.
+POINTS = 7
 DEEPEST = 25
 # Operations for one expression, each weighted with the size of its result.
-MOST_WORK = 6_000
+MOST_WORK = 3_000
 
 
 class Token(NamedTuple):
@@ -70,7 +71,7 @@ GREEK = re.compile(
     r"|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell)"
 )
 # Words that mean the command without a backslash.
-_TYPED = re.compile(r"sqrt|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|pi|gcd|lcm|max|min")
+_TYPED = re.compile(r"sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|pi|gcd|lcm|max|min")
 
 
 def tokens(text: str) -> list[Token]:
@@ -134,27 +135,14 @@ def _at_points(value: Value, count: int) -> Sequence[Any]:
     return value.points if len(value.points) == count else value.points * count
 
 
-_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+_CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
+_HYPERBOLIC = tuple(f"{name}h" for name in _CIRCULAR)
 FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
-    f"\\{name}": by_mpmath(_NAMES.get(name, name))
-    for name in [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "exp",
-    ]
+    **{f"\\{name}": by_mpmath(name) for name in (*_CIRCULAR, *_HYPERBOLIC, "ln", "exp")},
+    **{f"\\{prefix}{name}": by_mpmath(f"a{name}") for name in _CIRCULAR for prefix in ("arc", "a")},
+    **{f"\\{prefix}{name}": by_mpmath(f"a{name}") for name in _HYPERBOLIC for prefix in ("arc", "ar", "a")},
 }
-_INVERSE = {f"\\{name}": f"\\arc{name}" for name in ("sin", "cos", "tan")}
+_INVERSE = {f"\\{name}": f"\\a{name}" for name in (*_CIRCULAR, *_HYPERBOLIC)}
 _OF_SEVERAL = {
     "\\gcd": whole_numbers(math.gcd),
     "\\lcm": whole_numbers(math.lcm),
@@ -439,10 +427,14 @@ class _Reader:
 
 
 def _point(name: str, point: int) -> Any:
-    """Return the value of a variable at a point: both signs, with an odd denominator, so that odd roots are real."""
+    """Return the value of a variable at a point: small and large, with an odd denominator, so that odd roots are real.
+
+    All variables are positive at the first two points; at the others the signs of different letters differ.
+    """
     draw = random.Random(f"{name}/{point}")
-    value = Fraction(draw.randrange(150, 250), 101)
-    return value if point < 2 else value * draw.choice((-1, 1))
+    value = Fraction(draw.randrange(20, 90) if point % 2 else draw.randrange(120, 250), 101)
+    negative = (sum(map(ord, name)) % 31 + 1) >> (point - 2) & 1 if point >= 2 else 0
+    return -value if negative else value
 
 
 def _letters(token: Token) -> list[Token]:

@@ -22,7 +22,7 @@ from rl_async.reward_loop.scorers.math.units import CURRENCIES, MULTIPLIERS, Uni
 from rl_async.reward_loop.scorers.math.values import Unreadable, multiply
 
 LONGEST = 1000
-MOST_PARTS = 200
+MOST_PARTS = 100
 MOST_WORDS = 8
 DEEPEST = 8
 
@@ -344,9 +344,9 @@ def _quantity(part: Sequence[Token]) -> Quantity:
     percent = bool(body) and body[-1].kind == "%"
     if percent:
         body.pop()
-    elif start := next((n for n in range(1, len(body)) if _may_end(body[:n], body[n]) and read_unit(body[n:])), 0):
+    elif start := next((n for n in range(1, len(body)) if _may_be_unit(body[:n], body[n:])), 0):
         body, tail = body[:start], body[start:]
-    unit = (read_unit(tail) or ()) if tail else currency
+    unit = read_unit(tail) or currency
     if currency and unit != currency:
         raise Unreadable("has two units")
     factor = Fraction(1)
@@ -360,14 +360,16 @@ def _quantity(part: Sequence[Token]) -> Quantity:
     return Quantity(value, percent, unit, product)
 
 
-def _may_end(number: Sequence[Token], unit: Token) -> bool:
-    """Whether a unit may begin behind these tokens: a function takes the angle; behind variables only a text may."""
+def _may_be_unit(number: Sequence[Token], tail: Sequence[Token]) -> bool:
+    """Whether a unit follows a number. An angle in a function is its argument; variables are followed by texts only."""
     last = number[-1]
-    if unit.kind == "\\degree":
+    if not read_unit(tail):
+        return False
+    if tail[0].kind == "\\degree":
         return not any(map(is_function, number))
     if last.kind in ("number", "!", "\\pi", *CLOSING) or last.text.casefold() in MULTIPLIERS:
         return True
-    return unit.kind == "text" and (last.kind == "word" or bool(GREEK.fullmatch(last.kind)))
+    return tail[0].kind == "text" and (last.kind == "word" or bool(GREEK.fullmatch(last.kind)))
 
 
 def _based(body: Sequence[Token]) -> Quantity | None:

@@ -68,15 +68,17 @@ def may_be_product(tail: Sequence[Token]) -> bool:
 
 def read_unit(tail: Sequence[Token]) -> Unit | None:
     r"""Return the unit that tokens name, as m/s^2, \text{square feet} or degrees; None if they name none."""
+    if not tail:
+        return None
     if tail[0].kind == "\\degree":
         scale = "".join(token.text for token in tail[1:]).strip()
         return (("deg", 1),) if not scale else ((scale, 1),) if scale in ("C", "F") else None
-    text = " ".join(token.text for token in tail if token.kind not in ("{", "}"))
-    if tail[0].kind not in ("word", "text") or not re.fullmatch(r"[A-Za-z /^0-9*-]+|.*\\cdot.*", text):
+    if tail[0].kind not in ("word", "text"):
         return None
     powers = dict[str, int]()
     sign, power = 1, 1
-    pieces = re.findall(r"\^ ?-? ?\d|\\cdot|[A-Za-z]+|\S", text)
+    text = " ".join(token.text for token in tail)
+    pieces = re.findall(r"\^ (?:\{ -? ?[0-9] \}|-? ?[0-9])(?![0-9])|\\cdot|[A-Za-z]+|\S", text)
     last = ""
     for piece in pieces:
         if piece in ("/", "per"):
@@ -88,9 +90,9 @@ def read_unit(tail: Sequence[Token]) -> Unit | None:
         elif piece in ("\\cdot", "*"):
             continue
         elif piece[0] == "^":
-            if not last:
+            if not last or piece == "^":
                 return None
-            powers[last] *= int(piece[1:].replace(" ", ""))
+            powers[last] *= int(re.sub(r"[^-0-9]", "", piece))
         elif piece in _RATES and len(pieces) == 1:
             return _RATES[piece]
         elif (name := _named(piece, alone=len(pieces) == 1)) is not None and name not in powers:

@@ -132,7 +132,7 @@ def by_mpmath(name: str) -> Callable[[Any], Any]:
         value = real(value)
         if MP.isinf(value) or (value and MP.mag(value) > MOST_ARGUMENT_BITS):
             raise Unreadable("has a function of a number that is too large")
-        if name in ("exp", "sinh", "cosh") and abs(value) > MOST_BITS:
+        if (name == "exp" or name.endswith("h")) and abs(value) > MOST_BITS:
             raise Unreadable("has a power that is too large to be evaluated")
         if abs(MP.im(value)) > MOST_BITS:
             raise Unreadable("has a function of a number that is too large")
