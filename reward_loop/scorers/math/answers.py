@@ -74,6 +74,10 @@ def same(truth: Form, answer: Form) -> bool:
         return _same_named(truth, answer)
     if isinstance(truth, Choice) or isinstance(answer, Choice):
         return _same_choice(_as_choice(truth), _as_choice(answer))
+    if isinstance(truth, Words) and isinstance(answer, Many):
+        return _same_letters(truth, answer)
+    if isinstance(answer, Words) and isinstance(truth, Many):
+        return _same_letters(answer, truth)
     if isinstance(truth, Many) or isinstance(answer, Many):
         return _same_parts(_as_many(truth), _as_many(answer))
     if isinstance(truth, Relation) or isinstance(answer, Relation):
@@ -116,6 +120,14 @@ def _same_choice(truth: Choice | None, answer: Choice | None) -> bool:
     if truth is None or answer is None or truth.letter != answer.letter:
         return False
     return truth.text == answer.text or not (truth.text and answer.text)
+
+
+def _same_letters(word: Words, letters: Many) -> bool:
+    """Whether several choices are the same, written together or as a list; a word equals a list of itself alone."""
+    parts = [part.text for part in letters.parts if isinstance(part, Words)]
+    if len(parts) == len(letters.parts) > 1:
+        return letters.kind == "" and max(map(len, parts)) == 1 and "".join(parts) == word.text
+    return _same_parts(_as_many(word), letters)
 
 
 def _as_quantity(form: Form) -> Quantity | None:

@@ -56,9 +56,11 @@ class Value(NamedTuple):
 
 
 _TOKEN = re.compile(
-    r"(?P<number>[0-9]*\.[0-9]*\\(?:overline|bar)\s*\{?[0-9]+\}?|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![A-Za-z.]))?)"
+    r"(?P<number>[0-9]*\.[0-9]*\\(?:overline|bar)\s*\{?[0-9]+\}?"
+    r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![A-Za-z.]))?)"
     r"|(?P<text>\\text\{[^{}]*\}|[^\W\d_]{4,}-[^\W\d_]{2,}|[^\W\d_]{2,3}-[^\W\d_]{4,})"
-    r"|(?P<symbol>\\(?:begin|end)\{[pbvBV]?matrix\}|\\[A-Za-z]+|\\[{}|\\]|\*\*|<=|>=|!=|==|[-+*/^_(){}\[\]|,;:=<>!%$€£¥₹'&])"
+    r"|(?P<symbol>\\(?:begin|end)\{[pbvBV]?matrix\}|\\[A-Za-z]+|\\[{}|\\]"
+    r"|\*\*|<=|>=|!=|==|[-+*/^_(){}\[\]|,;:=<>!%$€£¥₹'&])"
     r"|(?P<word>[^\W\d_]+)"
     r"|(?P<space>\s+)"
 )
@@ -139,6 +141,8 @@ _CIRCULAR = ("sin", "cos", "tan", "cot", "sec", "csc")
 _HYPERBOLIC = tuple(f"{name}h" for name in _CIRCULAR)
 FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     **{f"\\{name}": by_mpmath(name) for name in (*_CIRCULAR, *_HYPERBOLIC, "ln", "exp")},
+    # As they are written in Russian and German.
+    **{f"\\{name}": by_mpmath(of) for name, of in {"lg": "log10", "tg": "tan", "ctg": "cot", "arctg": "atan"}.items()},
     **{f"\\{prefix}{name}": by_mpmath(f"a{name}") for name in _CIRCULAR for prefix in ("arc", "a")},
     **{f"\\{prefix}{name}": by_mpmath(f"a{name}") for name in _HYPERBOLIC for prefix in ("arc", "ar", "a")},
 }
@@ -151,24 +155,7 @@ _OF_SEVERAL = {
 }
 _AROUND = {"|": "|", "\\lvert": "\\rvert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _TIMES = ("*", "\\cdot", "\\times")
-_NO_FACTOR = (
-    *CLOSING,
-    "number",
-    "+",
-    "-",
-    "\\pm",
-    "\\mp",
-    *_TIMES,
-    "/",
-    "\\div",
-    "^",
-    "_",
-    "!",
-    "'",
-    "",
-    ",",
-    "\\choose",
-)
+_NO_FACTOR = (*CLOSING, *_TIMES, *"+-/^_!',", "", "number", "\\pm", "\\mp", "\\div", "\\choose")
 
 
 class _Reader:
@@ -207,13 +194,9 @@ class _Reader:
         return value
 
     def _sum(self) -> Any:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise Unreadable("is nested too deeply")
         value = self._product()
         while mark := self._take("+", "-", "\\pm", "\\mp"):
             value = self._checked(add(value, self._signed(mark.kind, self._product())))
-        self._depth -= 1
         return value
 
     def _sum_or_choose(self) -> Any:
@@ -272,10 +255,20 @@ class _Reader:
         mark = self._take("-", "+")
         value = self._primary()
         if self._take("^"):
+            self._depth += 1
             value = power(value, self._exponent())
+            self._depth -= 1
         return self._signed(mark.kind, value) if mark else value
 
     def _primary(self) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Unreadable("is nested too deeply")
+        value = self._unnested_primary()
+        self._depth -= 1
+        return value
+
+    def _unnested_primary(self) -> Any:
         if not self._left:
             raise Unreadable("ends too early")
         kind, text = self._left.pop()

@@ -46,9 +46,8 @@ _NO_CHOICE = re.compile(r"^(?:\\text\{)?(?:or|and)\b|\b[A-J][).:]|^[A-J](?:\W+[A
 
 def read(text: str) -> list[Form]:
     """Return what an answer says; it has two readings if commas may separate thousands or parts. Raises Unreadable."""
-    if len(text) > LONGEST:
+    if len(text) > LONGEST or len(text := plain(text)) > LONGEST:
         raise Unreadable(f"has more than {LONGEST} characters")
-    text = plain(text)
     if not text:
         raise Unreadable("is empty")
     if (day := date(text)) is not None:
@@ -212,7 +211,7 @@ def _matrix(part: Sequence[Token], depth: int) -> Form:
 
 def _relation(signs: list[str], sides: list[list[Token]], depth: int) -> Form:
     """Return a value with its name, an interval with its name, or a relation between expressions."""
-    if not sides[0] and signs[0] in _NEAR:
+    if not sides[0] and signs[0] in _NEAR and all(sides[1:]):
         return _form(sides[1], depth + 1) if len(sides) == 2 else _relation(signs[1:], sides[1:], depth)
     if not all(sides):
         raise Unreadable("lacks one side of a relation")
@@ -269,8 +268,8 @@ def _range(signs: Sequence[str], sides: Sequence[Sequence[Token]]) -> Named | No
 
 # x, x_1, f(x), f^{-1}(x), P(A), AB, |AB|, \overline{AB}, \angle A, (x, y), a Greek letter, words.
 _NAME = re.compile(
-    r"(?:m?\\angle|\\triangle)?(?:[A-Z]{3}|[A-Za-z]'*(?:_(?:\w|\{[\w,+-]+\}))?(?:\^(?:-1|\{-1\}))?(?:\([A-Za-z0-9,]+\))?)"
-    r"|\|?[A-Z]{2,3}\|?|\\overline\{[A-Z]{2}\}|[A-Za-z ]{3,}|\([A-Za-z](?:,[A-Za-z])+\)"
+    r"(?:m?\\angle|\\triangle)?(?:[A-Z]{3}|[A-Za-z]'*(?:_(?:\w|\{[\w,+-]+\}))?(?:\^(?:-1|\{-1\}))?(?:\(-?[A-Za-z0-9,]+\))?)"
+    r"|\|[A-Z]\||\|?[A-Z]{2,3}\|?|\\overline\{[A-Z]{2}\}|[A-Za-z ]{3,}|\([A-Za-z](?:,[A-Za-z])+\)"
     rf"|{GREEK.pattern}(?:_(?:\w|\{{\w+\}}))?"
 )
 

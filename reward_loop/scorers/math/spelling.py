@@ -17,6 +17,7 @@ _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2013\u2010\u2011", "-"),
         **dict.fromkeys("’′", "'"),
+        "\u2044": "/",
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
         **{character: f" {spelling} " for character, spelling in _SYMBOLS.items()},
         **{character: f"\\{name} " for character, name in _GREEK.items()},
@@ -37,10 +38,14 @@ def _superscript(match: re.Match[str]) -> str:
     return f"^{{{unicodedata.normalize('NFKC', match[0]).replace(chr(0x2212), '-')}}}"
 
 
+def _subscript(match: re.Match[str]) -> str:
+    return f"_{{{unicodedata.normalize('NFKC', match[0])}}}"
+
+
 def _text(match: re.Match[str]) -> str:
     """Return the content of a text; words stay marked as a text, but for a letter in a typeface of variables."""
     command, inner = match["command"], match["inner"]
-    inner = re.sub(r"(?<=[A-Za-z])\.(?=[ )]|$)", "", inner).strip()
+    inner = re.sub(r"(?<=[A-Za-z])\.(?=[ )]|$)", "", re.sub(r"~|\\[,;: ]", " ", inner)).strip()
     if command.startswith("operatorname") and inner.isalpha():
         return f"\\{inner} "
     variable = len(inner) == 1 and command in ("mathbf", "mathit", "mathcal", "boldsymbol", "bm")
@@ -49,14 +54,17 @@ def _text(match: re.Match[str]) -> str:
 
 _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", _superscript),
+    ("[₀₁₂₃₄₅₆₇₈₉]+", _subscript),
     # Sizes and styles, and the escapes of signs.
     (r"\\(?:left|right)(?![a-zA-Z])|\\(?:displaystyle|limits)\b|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
+    (r"\\underline(?![a-z])|\\(?:text)?color\s*\{[a-zA-Z]+\}|\\[hv]space\*?\s*\{[^{}]*\}", " "),
     (r"\\([$%#])", r"\1"),
     (r"\\pounds\b", "£"),
     (r"\\euro\b", "€"),
     (r"\\mathbb\s*\{?\s*([A-Z])\s*\}?", r"\\bb\1 "),
     (_TEXT, _text),
-    (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
+    (r"\\(?:[dtcs]|nice)(frac|binom)(?![a-z])", r"\\\1"),
+    (r"\^\s*(?:\\prime(?![a-z])|\{\s*\\prime\s*\})", "'"),
     # Separators of thousands that no list has, then spaces.
     (r"(\d)\s*(?:\{,\}|\\!,|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", r"\1"),
     (r"(?<!\\)\\!", ""),

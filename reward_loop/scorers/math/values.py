@@ -81,6 +81,8 @@ def divide(one: Any, other: Any) -> Any:
     """Return a quotient, exact if both values are. Raises Unreadable for a division by zero."""
     if close(other, Fraction(0)):
         raise Unreadable("divides by zero")
+    if MP.isinf(real(other)):
+        raise Unreadable("divides by infinity")
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one / other
     return real(one) / real(other)
