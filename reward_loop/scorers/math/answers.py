@@ -61,6 +61,8 @@ class Relation(NamedTuple):
 Form = Quantity | Words | Choice | Many | Named | Relation
 
 UNORDERED = ("", "{}", "∪", "∩")
+# An interval that cannot be a pair, from an inequality or a membership.
+OPEN = "open"
 
 
 def equal(truth: Sequence[Form], answer: Sequence[Form]) -> bool:
@@ -97,9 +99,28 @@ def _same_named(truth: Form, answer: Form) -> bool:
         # The equation of a curve, solved for a variable.
         difference = answer.difference
         return difference is not None and _same_relation(truth, Relation(("=",), (difference,)))
+    one, other = _by_name(truth), _by_name(answer)
+    if one is not None and other is not None:
+        return _same_parts(one, other)
     names = [side.name for side in (truth, answer) if isinstance(side, Named)]
     values = [side.value if isinstance(side, Named) else side for side in (truth, answer)]
-    return len(set(names)) == 1 and same(values[0], values[1])
+    return len(set(names)) == 1 and not _has_names(values) and same(values[0], values[1])
+
+
+def _by_name(form: Form) -> Many | None:
+    """Return values with several names, as x = 1, y = 2 or (x, y) = (1, 2), as a list of them; None for others."""
+    if isinstance(form, Many):
+        return form if _has_names(form.parts) else None
+    if not isinstance(form, Named) or not isinstance(form.value, Many) or not form.name.startswith("("):
+        return None
+    names = form.name[1:-1].split(",")
+    if form.value.kind != "()" or len(names) != len(form.value.parts):
+        return None
+    return Many("", tuple(map(Named, names, form.value.parts)))
+
+
+def _has_names(forms: Sequence[Form]) -> bool:
+    return any(isinstance(form, Named) or (isinstance(form, Many) and _has_names(form.parts)) for form in forms)
 
 
 def _same_relation(truth: Relation, answer: Relation) -> bool:
@@ -141,6 +162,8 @@ def _as_many(form: Form) -> Many:
 
 
 def _same_quantity(truth: Quantity, answer: Quantity) -> bool:
+    if (truth.percent and answer.unit) or (answer.percent and truth.unit):
+        return False
     if truth.unit and answer.unit:
         if truth.unit != answer.unit:
             return False
@@ -163,6 +186,8 @@ def _hundredth(value: Value) -> Value:
 
 def _same_parts(truth: Many, answer: Many) -> bool:
     kinds = {truth.kind, answer.kind}
+    if kinds == {"()", OPEN}:
+        kinds = {OPEN}
     if len(kinds) == 2 and ("" not in kinds or not kinds & {"{}", "()", "[]"}):
         return False
     if kinds == {"", "[]"} and len(truth.parts) == 2:

@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from rl_async.reward_loop.scorers.math.answers import Choice, Form, Many, Named, Quantity, Relation, Words, same
+from rl_async.reward_loop.scorers.math.answers import OPEN, Choice, Form, Many, Named, Quantity, Relation, Words, same
 from rl_async.reward_loop.scorers.math.expressions import (
     CLOSING,
     GREEK,
@@ -141,13 +141,15 @@ def _list(part: Sequence[Token], depth: int) -> Form | None:
         return Many("", _flat(forms))
     # One name for all values: x = 1 or x = 2; x = 1, 2.
     values = [form.value if isinstance(form, Named) else form for form in forms]
-    ranges = all(isinstance(value, Many) and value.kind in _INTERVALS for value in values)
+    ranges = all(isinstance(value, Many) and value.kind in (OPEN, *_INTERVALS) for value in values)
     return Named(names.pop(), Many("∪" if ranges and "or" in marks else "", _flat(values)))
 
 
 def _forms(parts: Sequence[Sequence[Token]], depth: int) -> list[Form]:
     if len(parts) > MOST_PARTS:
         raise Unreadable(f"has more than {MOST_PARTS} parts")
+    if any(len(part) == 1 and re.match("0[0-9]", part[0].text) for part in parts):
+        raise Unreadable("has a part that begins with a zero")
     return [_form(piece, depth + 1) for piece in parts]
 
 
@@ -226,7 +228,7 @@ def _relation(signs: list[str], sides: list[list[Token]], depth: int) -> Form:
     if signs == ["\\in"]:
         if (name := _name(sides[0])) is None:
             raise Unreadable("has a membership of what is no name")
-        return Named(name, _form(sides[1], depth + 1))
+        return Named(name, _interval(_form(sides[1], depth + 1)))
     if len(signs) == 1 and signs[0] in _UNEQUAL:
         return Relation(("≠",), _differences(sides))
     if set(signs) <= set(_MORE):
@@ -263,7 +265,12 @@ def _range(signs: Sequence[str], sides: Sequence[Sequence[Token]]) -> Named | No
     low, high = ends if len(ends) == 2 else (_LOWEST, ends[0]) if at == 0 else (ends[0], _HIGHEST)
     left = "[" if at > 0 and signs[at - 1] == "≤" else "("
     right = "]" if at < len(signs) and signs[at] == "≤" else ")"
-    return Named(str(names[at]), Many(left + right, (low, high)))
+    return Named(str(names[at]), _interval(Many(left + right, (low, high))))
+
+
+def _interval(form: Form) -> Form:
+    """Return what may be a pair as an open interval."""
+    return Many(OPEN, form.parts) if isinstance(form, Many) and form.kind == "()" and len(form.parts) == 2 else form
 
 
 # x, x_1, f(x), f^{-1}(x), P(A), AB, |AB|, \overline{AB}, \angle A, (x, y), a Greek letter, words.

@@ -29,7 +29,7 @@ _MATHEMATICAL = re.compile(
 # Words before a number in prose that make another number of it.
 _CHANGES = re.compile(
     r"minus|negative|not|\w+n't|never|no|than|plus|times|by|over|under|above|below|least|most|twice|double|half|quarter"
-    r"|base|modulo|hundred|thousand|million|square|root|log|ln|sin|cos|tan|exp"
+    r"|between|from|base|modulo|hundred|thousand|million|square|root|log|ln|sin|cos|tan|exp"
     r"|(?:root|square|cube|half|third|quarter|logarithm|log|power|multiple|factor|factorial|reciprocal)s? of"
 )
 

@@ -88,12 +88,12 @@ def plain(text: str) -> str:
 
 
 def joined(text: str) -> str:
-    """Return a text without separators of thousands. A number alone in brackets has none: it is a pair."""
+    """Return a text without separators of thousands. Alone in brackets, 1,234 is a pair, though 1,000 is not."""
 
     def join(match: re.Match[str]) -> str:
         before, after = text[: match.start()].rstrip(), text[match.end() :].lstrip()
         alone = before.endswith(("(", "[", "\\{")) and after.startswith((")", "]", "\\}"))
-        return match[0] if alone else match[0].replace(",", "")
+        return match[0] if alone and ",0" not in match[0] else match[0].replace(",", "")
 
     text = re.sub(r"(?<![\d,.])\d{1,3}(?: \d{3})+(?![\d,]| ?/| \d)", lambda match: match[0].replace(" ", ""), text)
     return re.sub(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)", join, text)
