@@ -87,7 +87,9 @@ def to_score(answer: object) -> Score:
 
 
 def _number(value: object) -> float | None:
-    """Return ``value`` as a finite float, or None; NumPy scalars and truth values count as numbers."""
+    """Return ``value`` as a finite float, or None; truth values and NumPy arrays of one element are numbers."""
+    if getattr(value, "size", None) == 1 and callable(item := getattr(value, "item", None)):
+        value = item()
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     number = float(value)

@@ -1,12 +1,13 @@
 """Scores finished trajectories by the weighted scorers of the config; a failing scorer only marks its trajectory."""
 
 import asyncio
-import threading
+import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -17,7 +18,7 @@ from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
-from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerFailed, to_score
+from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.code import CodeScorer
@@ -29,63 +30,9 @@ from rl_async.sandbox.registry import make_sandbox
 from rl_async.userload import is_user_reference
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
+WARN_S = 60.0  # between two lines about episodes that are not scored
 
-
-STOP_S = 1.0  # for the users' loop, which a function that blocks keeps from ending
-
-
-class _UsersLoop:
-    """An event loop in a thread of its own for users' coroutine functions.
-
-    One that blocks, swallows its cancellation or exits holds up neither the worker's loop nor the worker's end.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    async def call(
-        self, function: Callable[..., Awaitable[object]], conversation: Conversation, within_s: float
-    ) -> Any:
-        """Return a coroutine function's result. Raises ScorerFailed for a missed deadline and for any error of it."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-            self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(_outcome(function, conversation), self._loop)
-        try:
-            done, _ = await asyncio.wait([waiting := asyncio.wrap_future(future)], timeout=within_s)
-            if not done:
-                raise ScorerFailed(f"did not answer within {within_s:g} s (reward.timeout_s)")
-            value, problem = waiting.result()
-        finally:
-            future.cancel()
-        if problem:
-            raise ScorerFailed(problem)
-        return value
-
-    async def close(self) -> None:
-        """Cancel what still runs and end the loop; a function that does not let it end is left to the process's end."""
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(_stop, self._loop)
-        await asyncio.to_thread(self._thread.join, STOP_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.call_soon(loop.stop)
-
-
-async def _outcome(function: Callable[..., Awaitable[object]], conversation: Conversation) -> tuple[object, str]:
-    """Return a function's result, or its error as text: one like SystemExit would end the loop."""
-    try:
-        return await function(conversation), ""
-    except BaseException as error:
-        return None, describe(error)
+log = logging.getLogger("rl_async.rewards")
 
 
 class RewardService:
@@ -110,9 +57,11 @@ class RewardService:
         if CODE_SCORER in {term.name for term in config.functions}:
             self._models[CODE_SCORER] = CodeScorer(config.code, make_sandbox(sandbox))
         self._terms = [(self._spec(term.name), term) for term in config.functions]
-        blocking = [spec.name for spec, _ in self._terms if spec.place == "process"]
-        self._pool = ProcessPool(blocking, config.processes, config.process_bytes)
-        self._users = _UsersLoop()
+        blocking, awaited = (
+            [spec.name for spec, _ in self._terms if spec.place == place] for place in ("process", "awaited")
+        )
+        self._pool = ProcessPool(blocking, awaited, config.processes, config.process_bytes)
+        self._warned = -math.inf
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._rate = RateLimit(config.per_minute, MINUTE_S)
 
@@ -124,7 +73,6 @@ class RewardService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._pool.__aexit__(kind, error, trace)
-        await self._users.close()
         for model in self._models.values():
             await model.close()
 
@@ -151,6 +99,9 @@ class RewardService:
             errors.append(problem)
         trajectory.reward = 0.0 if errors else reward
         trajectory.scored = not errors
+        if errors and time.monotonic() - self._warned > WARN_S:
+            self._warned = time.monotonic()
+            log.warning("episode %s is not scored: %s", trajectory.episode_id, "; ".join(errors))
         trajectory.error = "; ".join(filter(None, [trajectory.error, *errors]))
         seconds = trajectory.timings["reward"] = time.monotonic() - began
         trajectory.activities.append(Activity("reward", "", at, seconds))
@@ -200,8 +151,8 @@ class RewardService:
                 await self._rate.wait()
                 if spec.place == "process":
                     return await self._pool.score(spec.name, conversation, self._config.timeout_s)
-                return to_score(await self._users.call(spec.function, conversation, self._config.timeout_s))
-        except Exception as error:  # the user's code may raise anything; only this trajectory fails
+                return await self._pool.score_concurrently(spec.name, conversation, self._config.timeout_s)
+        except Exception as error:  # only this trajectory fails
             return describe(error)
 
 

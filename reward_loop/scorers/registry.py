@@ -2,8 +2,8 @@
 
 A user's function has verl's signature, with keyword arguments: ``def compute_score(data_source, solution_str,
 ground_truth, extra_info)``; it may omit parameters that it does not need, and add ``turns`` and ``finish_reason``. It
-returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are awaited on an
-event loop of their own; others may block, so they run in a separate process.
+returns a number, or a mapping with ``score`` and further numbers to record. ``async def`` functions are awaited beside
+each other in a process of their own; others may block, so they have processes that score one conversation at a time.
 """
 
 import importlib.util
@@ -18,12 +18,13 @@ from rl_async.userload import is_user_reference, load_user_object, raised_at
 
 KEY = "reward.functions"
 _FIELDS = Conversation.__struct_fields__
+MOST_SAID = 2000  # characters of an error
 
 
 class ScorerSpec(NamedTuple):
     """A function of one conversation, and where it runs.
 
-    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, on the users' loop;
+    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, in a process for all of them;
     ``process``: in a separate process (may block); ``served``: a coroutine function that
     sends requests to a server and limits their rate itself.
     """
@@ -110,6 +111,10 @@ def describe(error: BaseException) -> str:
     """Describe a scorer's error in one line, with the file and line that raised it."""
     if isinstance(error, ScorerFailed):
         return str(error)
-    text = f"raised {type(error).__name__}: {error}".rstrip(": ") + f" ({raised_at(error)})"
+    try:
+        said = str(error)[:MOST_SAID]
+    except BaseException as another:
+        said = f"with a text that raised {type(another).__name__}"
+    text = " ".join(f"raised {type(error).__name__}: {said}".rstrip(": ").split()) + f" ({raised_at(error)})"
     # Half a character could not be sent.
     return text.encode(errors="replace").decode()

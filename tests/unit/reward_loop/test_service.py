@@ -154,6 +154,17 @@ async def test_a_child_that_a_function_forks_answers_for_no_conversation() -> No
         ("leaves_too", "SystemExit"),
         ("swallows", "reward.timeout_s"),
         ("raises_half_a_character", "ValueError"),
+        ("gives_what_exits", "SystemExit"),
+        ("raises_what_exits", "_ErrorThatExits"),
+        ("raises_what_exits_too", "_ErrorThatExits"),
+        ("raises_its_own", "_Own"),
+        ("is_interrupted", "KeyboardInterrupt"),
+        ("raises_a_group", "BaseExceptionGroup"),
+        ("swallows_all", "reward.timeout_s"),
+        ("reads_its_input", "EOFError"),
+        ("waits_for_a_child", "reward.timeout_s"),
+        ("leaves_a_child_and_ends", "exit code 6"),
+        ("writes_lines", "ValueError"),
     ],
 )
 async def test_nothing_that_a_function_raises_ends_the_service(name: str, reason: str) -> None:
@@ -163,6 +174,50 @@ async def test_nothing_that_a_function_raises_ends_the_service(name: str, reason
             assert not scored.scored and f"reward {user(name)}: " in scored.error and reason in scored.error
             assert scored.reward_parts == {user("judge"): 0.5}
             scored.error.encode()
+
+
+@pytest.mark.parametrize("name", ["ends_the_process", "stops_the_loop", "cancels_all", "ends_the_loop_later"])
+async def test_a_coroutine_that_ends_its_process_names_itself_and_the_next_has_another(name: str) -> None:
+    async with RewardService(config(user(name), timeout_s=60.0)) as service:
+        for _ in range(2):
+            scored = await score(service, "x")
+            assert not scored.scored and f"reward {user(name)}: " in scored.error
+            assert "reward.timeout_s" not in scored.error
+
+
+async def test_a_coroutine_that_blocks_fails_alone() -> None:
+    async with RewardService(config(user("blocks_on_request"), timeout_s=4.0)) as service:
+        assert (await score(service, "start")).reward == 1.0
+        blocked = asyncio.create_task(score(service, "block"))
+        # While the loop is blocked, so that these wait for the process to be replaced.
+        await asyncio.sleep(2.5)
+        others = await asyncio.gather(*(score(service, "x") for _ in range(3)))
+        assert "reward.timeout_s" in (await blocked).error
+    assert [(other.reward, other.error) for other in others] == [(1.0, "")] * 3
+
+
+async def test_a_result_that_blocks_while_it_is_converted_misses_the_deadline() -> None:
+    async with RewardService(config(user("gives_what_sleeps"), timeout_s=1.0)) as service:
+        for _ in range(2):
+            scored = await score(service, "x")
+            assert not scored.scored and "reward.timeout_s" in scored.error
+
+
+async def test_children_that_a_coroutine_forks_answer_for_no_conversation() -> None:
+    async with RewardService(config(user("forks_beside_the_loop"))) as service:
+        assert [(await score(service, str(number))).reward for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_programs_that_a_function_starts_read_nothing() -> None:
+    async with RewardService(config(user("lets_a_program_read_its_input"), user("says_its_reward"))) as service:
+        scored = await score(service, "2")
+    assert (scored.reward, scored.error) == (2.0, "")
+
+
+async def test_an_error_is_one_line_of_bounded_length() -> None:
+    async with RewardService(config(user("writes_lines"))) as service:
+        error = (await score(service, "x")).error
+    assert "\n" not in error and len(error) < 3000
 
 
 @pytest.mark.parametrize("name", ["decorated", "hides_a_coroutine", "callable_object", "odd_keys"])
@@ -286,11 +341,12 @@ async def test_reasoning_gym_scores_the_rows_of_its_source() -> None:
 def test_what_reward_functions_may_return() -> None:
     assert to_score(True) == Score(1.0)
     assert to_score(np.float32(0.5)) == Score(0.5)
+    assert to_score(np.array([0.5])) == to_score({"score": np.array([[0.5]])}) == Score(0.5)
     assert to_score({"score": 1, "a": 2, "b": "x", "c": float("nan")}) == Score(1.0, {"a": 2.0})
     assert to_score({"score": 0, "reason": "too \ud800long"}) == Score(0.0, {}, "too ?long")
     assert to_score({"score": 0, "reason": 2}) == Score(0.0, {"reason": 2.0})
     assert len(to_score({"score": 0, "reason": "x" * 9999}).reason) == MOST_REASON
-    for bad in (None, "1", {"a": 1}, float("inf"), [1]):
+    for bad in (None, "1", {"a": 1}, float("inf"), [1], np.array(["1"]), np.array([math.nan])):
         with pytest.raises(ScorerFailed, match="neither a finite number nor a mapping"):
             to_score(bad)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -130,3 +131,121 @@ def forks(solution_str: str) -> float:
         sys.exit(0)
     os.waitpid(child, 0)
     return float(solution_str)
+
+
+class _Exits(float):
+    def __float__(self) -> float:
+        sys.exit(4)
+
+
+class _Sleeps(float):
+    def __float__(self) -> float:
+        time.sleep(3600)
+        return 1.0
+
+
+class _ErrorThatExits(Exception):
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+class _Own(BaseException):
+    pass
+
+
+async def gives_what_exits(solution_str: str) -> float:
+    return _Exits(1)
+
+
+async def gives_what_sleeps(solution_str: str) -> float:
+    return _Sleeps(1)
+
+
+async def raises_what_exits(solution_str: str) -> float:
+    raise _ErrorThatExits
+
+
+def raises_what_exits_too(solution_str: str) -> float:
+    raise _ErrorThatExits
+
+
+def raises_its_own(solution_str: str) -> float:
+    raise _Own("no Exception")
+
+
+def is_interrupted(solution_str: str) -> float:
+    raise KeyboardInterrupt
+
+
+async def raises_a_group(solution_str: str) -> float:
+    raise BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError()])
+
+
+async def ends_the_process(solution_str: str) -> float:
+    os._exit(5)
+
+
+async def stops_the_loop(solution_str: str) -> float:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+    return 1.0
+
+
+async def cancels_all(solution_str: str) -> float:
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def ends_the_loop_later(solution_str: str) -> float:
+    asyncio.get_running_loop().call_soon(sys.exit)
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def swallows_all(solution_str: str) -> float:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except:  # noqa: E722  the function under test is wrong
+            continue
+
+
+def reads_its_input(solution_str: str) -> float:
+    return float(input())
+
+
+def lets_a_program_read_its_input(solution_str: str) -> float:
+    read = subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout
+    return float(len(read))
+
+
+def waits_for_a_child(solution_str: str) -> float:
+    if (child := os.fork()) == 0:
+        time.sleep(3600)
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def leaves_a_child_and_ends(solution_str: str) -> float:
+    if os.fork() == 0:
+        time.sleep(3600)
+    os._exit(6)
+
+
+async def blocks_on_request(solution_str: str) -> float:
+    if solution_str == "block":
+        time.sleep(3600)  # noqa: ASYNC251  the function under test is wrong
+    return 1.0
+
+
+async def forks_beside_the_loop(solution_str: str) -> float:
+    if (child := os.fork()) == 0:
+        return 9.0
+    os.waitpid(child, 0)  # noqa: ASYNC222  the function under test is wrong
+    return float(solution_str)
+
+
+def writes_lines(solution_str: str) -> float:
+    raise ValueError("one\ntwo\n" + "three" * 10**6)
