@@ -31,6 +31,7 @@ from rl_async.launcher.watch.view_model import (
     given_up_text,
     mean,
     no_tool_works,
+    nothing_scored_text,
     position,
     sparkline,
     step_line,
@@ -112,7 +113,8 @@ class View:
             self._print_news(known)  # the last step may have been recorded at the end of the run
 
     async def _print_troubles(self) -> None:
-        """Consumes the queue's status; produces lines on groups that were given up and absent agent programs.
+        """Consumes the queue's status; produces lines on groups that were given up, on absent agent programs, and on
+        scorers that have scored nothing.
 
         Waits ASK_S between questions, and for the answers. Runs until cancelled.
         """
@@ -121,6 +123,8 @@ class View:
             report = await self._queue_report()
             if report is not None and report.unattended_s > AWAY_S:
                 self._remind("away", f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
+            if report is not None and (text := nothing_scored_text(report)):
+                self._remind("nothing scored", text)
             if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * told:
                 told = count
                 self._print(given_up_text(report, None))
@@ -197,6 +201,8 @@ class View:
             self._add_step(table, record)
         if failed := given_up_text(self._report, record):
             table.add_row("failed", failed)
+        if self._report is not None and (text := nothing_scored_text(self._report)):
+            table.add_row("not scored", text)
         states = self._states()
         table.add_row("queue", _queue_text(report, states))
         table.add_row("processes", _processes_text(states))

@@ -180,6 +180,13 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
     return state_book.given_up_text(count, printable(last)) + ("" if last else " (logs/worker-*.log)")
 
 
+def nothing_scored_text(report: StatusReport) -> str:
+    """Say that no sample has been scored, long before the first step does; empty if one was, or none was put."""
+    if report.scored or not report.unscored:
+        return ""
+    return f"none of {report.unscored} samples could be scored; logs/worker-*.log says why"
+
+
 def unscored_text(share: float) -> str:
     """Say which share of episodes has no reward, and where the errors are."""
     return f"{share:.1%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"

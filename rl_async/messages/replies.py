@@ -187,6 +187,8 @@ class StatusReport(Reply):
     finished: bool
     unattended_s: float = 0.0  # for which no agent program has played or asked, where only gateways lease
     last_failure: str = ""  # the beginning of the newest dead letter's error
+    scored: int = 0  # samples with and without a reward, since the queue was started
+    unscored: int = 0
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):

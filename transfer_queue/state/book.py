@@ -72,6 +72,7 @@ class Book:
         self.leases = Leases(settings.lease_s, settings.max_lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
         self.unjournaled_counters: Counter[str] = Counter()  # since the start, of requests without effect
+        self.scored = self.unscored = 0  # samples that were put since the start
         self.lineage = 0
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it

@@ -168,6 +168,11 @@ class Delivery:
         self._book.leases.hear(worker, now)
         new: dict[tuple[int, int], Headers] = {}
         answers = [self._offer(worker, headers, new) for headers in samples]
+        for rows in new.values():
+            if all(header.scored for header in rows):
+                self._book.scored += 1
+            else:
+                self._book.unscored += 1
         if new:
             groups = [self._book.groups[group_id] for group_id in dict.fromkeys(group_id for group_id, _ in new)]
             self._change_samples(groups, t.SamplesStored(samples=list(map(sized, new.values()))))

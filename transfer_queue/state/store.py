@@ -218,6 +218,8 @@ class Store:
             finished=book.finished,
             unattended_s=self.attendance.unattended_s(now),
             last_failure=book.last_failure,
+            scored=book.scored,
+            unscored=book.unscored,
         )
 
     def inspect(self, now: float, rates: dict[str, float]) -> Inspection:

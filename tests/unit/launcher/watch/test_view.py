@@ -16,7 +16,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.errors import QueueLost
 from rl_async.launcher.folder.tail import LineTail, last_line
 from rl_async.launcher.supervise.roster import ProcessState
-from rl_async.launcher.watch.view import View, render_conversation
+from rl_async.launcher.watch.view import ASK_S, REFRESH_S, View, render_conversation
 from rl_async.launcher.watch.view_model import (
     History,
     RecordedConversation,
@@ -245,6 +245,14 @@ async def show(
     with pytest.raises(asyncio.CancelledError):
         await running
     return output.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_a_run_in_which_nothing_is_scored_says_so_before_its_first_step(tmp_path: Path, terminal: bool) -> None:
+    none = msgspec.structs.replace(STATUS, unscored=12345)
+    assert "12345" in await show(tmp_path, terminal=terminal, report=none)
+    assert "12345" not in await show(tmp_path, terminal=terminal, report=msgspec.structs.replace(none, scored=1))
+    assert ASK_S + REFRESH_S < 60.0
 
 
 async def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:

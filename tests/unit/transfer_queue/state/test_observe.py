@@ -77,6 +77,19 @@ def test_dead_letters_keep_their_task_and_error_and_survive_a_recovery(make_rig)
     assert isinstance(peeked, Refused) and peeked.code == "dead_letter" and "boom" in peeked.reason
 
 
+def test_status_counts_samples_with_and_without_a_reward(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    (group,) = rig.lease("w", 1)
+    for _ in range(2):
+        rig.store.delivery.put("w", [rig.header(group, 0, scored=False)], rig.now)
+    status = rig.store.status(rig.now)
+    assert (status.scored, status.unscored) == (0, 1), "the same put again is the same sample"
+    rig.store.delivery.put("w", [rig.header(group, 1)], rig.now)
+    status = rig.store.status(rig.now)
+    assert (status.scored, status.unscored) == (1, 1)
+
+
 def test_status_and_a_missing_batch_tell_why_groups_were_given_up(make_rig):
     rig = make_rig(max_attempts=1)
     rig.publish(0)
