@@ -27,7 +27,7 @@ GRACE_S = 5.0  # past the deadline, in which the pool should have killed this pr
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 Mode = Literal["process", "awaited"]  # one conversation at a time, or coroutines beside each other
-Function = Callable[[Conversation], Any]
+Function = Callable[[Any], Any]
 
 
 class ScoreRequest(msgspec.Struct):

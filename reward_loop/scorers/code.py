@@ -4,6 +4,7 @@ Expected outputs never enter the sandbox: they are compared out here with what t
 that are code do enter it, and run in the program's own process.
 """
 
+import ast
 import asyncio
 import json
 import re
@@ -11,13 +12,14 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_async.configs.schema.reward import CodeConfig
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorers import code_driver
-from rl_async.reward_loop.scorers.code_driver import MARK, MISSING
+from rl_async.reward_loop.scorers.code_checks import rewrite
+from rl_async.reward_loop.scorers.code_driver import MARK, MISSING, canonical, shortened
 from rl_async.reward_loop.scorers.code_tests import (
     Asserts,
     Call,
@@ -108,42 +110,80 @@ class CodeScorer:
         """Run a test's process; return whether each of its checks passed. Raises _ModuleMissing if the tests
         import what the sandbox lacks."""
         try:
-            if isinstance(test, Pair):
-                whole = f"{program}\n\n{test.after}" if test.after else program
-                result = await workspace.run("python", whole, stdin=test.stdin.encode(), seconds=seconds)
+            if isinstance(test, Pair) and test.after is None:
+                result = await workspace.run("python", program, stdin=test.stdin.encode(), seconds=seconds)
                 return [_ended_well(result) and same_text(result.stdout.decode(errors="replace"), test.stdout)]
-            given = {"program": program, "imports": imports, "modules": [], "seconds": self._config.test_timeout_s}
-            given |= (told := _told(test))
+            told = _told(test)
+            given = {"program": program, "imports": imports, "seconds": self._config.test_timeout_s, **told.given}
             stdin = json.dumps(given).encode() + b"\n"
+            if isinstance(test, Pair):
+                stdin += test.stdin.encode()
             result = await workspace.run("python", DRIVER, stdin=stdin, seconds=seconds)
         except SandboxRefused:  # a program that no process can be started with
             return [False] * test.checks
-        reports = [
-            line.partition(MARK)[2] for line in result.stdout.decode(errors="replace").split("\n") if MARK in line
-        ]
+        lines = result.stdout.decode(errors="replace").split("\n")
+        reports = [line.partition(MARK)[2] for line in lines if MARK in line]
         if isinstance(test, Call):
             return [_ended_well(result) and bool(reports) and _returned(reports[-1], test.expected)]
-        if missing := [line for line in reports if line.startswith(told["secret"] + MISSING)]:
-            module = missing[0].removeprefix(told["secret"] + MISSING)
-            raise _ModuleMissing(module)
+        found = [report.removeprefix(told.secret) for report in reports if report.startswith(told.secret)]
+        if missing := [line for line in found if line.startswith(MISSING)]:
+            raise _ModuleMissing(missing[0].removeprefix(MISSING))
+        passed = _passed_parts(found, told.expected)
         if isinstance(test, Asserts):
-            return [told["statements"][place][1] in reports for place in test.checked]
-        return [_ended_well(result) and told["secret"] in reports]
+            return [part in passed for part in test.checked]
+        if isinstance(test, TestFunction):
+            return [_ended_well(result) and 0 in passed]
+        assert test.after is not None
+        printed = "\n".join(line for line in lines if MARK not in line)
+        return [_ended_well(result) and passed >= set(test.after.checked) and same_text(printed, test.stdout)]
 
     async def close(self) -> None:
         """Do nothing: a workspace lasts as long as a test."""
 
 
-def _told(test: Call | Asserts | TestFunction) -> dict[str, Any]:
-    """Return a test as the driver reads it, with a new secret for each check, so that none can be reported unmade."""
-    if isinstance(test, Call):
-        return {"name": test.name, "arguments": test.arguments}
-    checked = set(test.checked) if isinstance(test, Asserts) else set[int]()
-    statements = [[text, secrets.token_hex() if n in checked else None] for n, text in enumerate(test.statements)]
+class _Told(NamedTuple):
+    """A test as the driver reads it, the secret that its reports begin with, and what stays here to be compared."""
+
+    given: dict[str, Any]
+    secret: str = ""
+    expected: dict[int, str] = {}  # noqa: RUF012  never changed
+
+
+def _told(test: Test) -> _Told:
+    """Return a test for the driver, with a new secret, so that no report can be made without having looked for it."""
+    script = isinstance(test, Pair)
+    code = test.after if isinstance(test, Pair) else test
+    if isinstance(code, Call):
+        return _Told({"name": code.name, "arguments": code.arguments, "modules": [], "script": False})
+    assert code is not None and not isinstance(code, Pair)
+    rewritten, secret = rewrite(code.statements), secrets.token_hex()
+    checked = set(code.checked) if isinstance(code, Asserts) else set[int]()
     own = None
-    if isinstance(test, TestFunction):
-        own = {"group": test.group, "name": test.name, "unittest": test.unittest}
-    return {"statements": statements, "modules": test.modules, "secret": secrets.token_hex(), "test": own}
+    if isinstance(code, TestFunction):
+        own = {"group": code.group, "name": code.name, "unittest": code.unittest}
+    given = {
+        "statements": [[text, number in checked] for number, text in enumerate(rewritten.statements)],
+        "mentioned": rewritten.mentioned,
+        "required": code.required,
+        "modules": code.modules,
+        "secret": secret,
+        "test": own,
+        "script": script,
+    }
+    expected = {number: shortened(canonical(value)) for number, value in rewritten.expected.items()}
+    return _Told(given, secret, expected)
+
+
+def _passed_parts(reports: list[str], expected: dict[int, str]) -> set[int]:
+    """Return the statements, or the test function as 0, that ended, made at least one check, and failed none."""
+    told: dict[str, set[int]] = {"ok": set(), "failed": set(), "done": set()}
+    for report in reports:
+        part, kind, *more = ast.literal_eval(report)
+        if kind == "seen":
+            number, values = more
+            kind = "ok" if expected[number] in values else "failed"
+        told[kind].add(part)
+    return (told["ok"] & told["done"]) - told["failed"]
 
 
 def _returned(said: str, expected: Any) -> bool:
@@ -172,6 +212,10 @@ _OPENING = re.compile(
     r"(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)",
     re.DOTALL,
 )
+# Models also write `Answer: ```python`, which CommonMark reads as text.
+_BEHIND_TEXT = re.compile(
+    r"(?P<before>)[^`]*[^`\s][ \t]*(?P<fence>`{3,})(?P<info>(?:python3?|py3?)[ \t]*)", re.IGNORECASE
+)
 
 
 def last_program(answer: str) -> str | None:
@@ -188,13 +232,13 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
     A block ends with a fence of the same character that is at least as long and not indented by four columns more.
     Lines lose the indentation and the quote marks of the opening fence. An opening fence may have any indentation,
-    as in a list item.
+    as in a list item, and one that names Python may stand behind text on its line.
     """
     opening: re.Match[str] | None = None
     lines = list[str]()
     for line in re.split(r"\r\n|\n|\r", answer):
         if opening is None:
-            opening, lines = _OPENING.fullmatch(line), []
+            opening, lines = _OPENING.fullmatch(line) or _BEHIND_TEXT.fullmatch(line), []
             continue
         inner = _without(line, opening["before"])
         fence = inner.strip(" \t")

@@ -5,8 +5,8 @@ without a check that could fail, is a DataError. `Asserts` and `TestFunction` ar
 """
 
 import ast
-import builtins
 import json
+import keyword
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +16,7 @@ import msgspec
 
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation
-
-
-class Pair(msgspec.Struct, frozen=True):
-    """A program gets ``stdin`` and prints ``stdout``. ``after`` is code that is appended to it, such as an assert."""
-
-    stdin: str
-    stdout: str
-    after: str = ""
-
-    checks: ClassVar[int] = 1
+from rl_async.reward_loop.scorers.code_checks import Checks, names_of, required_names, with_all_names
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -40,17 +31,28 @@ class Call(msgspec.Struct, frozen=True):
 
 class Asserts(msgspec.Struct, frozen=True):
     """Statements in their order, in one process; those at the places ``checked`` are tests, which pass unless they
-    raise. ``modules``: what the statements import.
+    raise. ``modules``: what the statements import. ``required``: names of Python's own that the program has to define.
     """
 
     statements: list[str]
     checked: list[int]
     modules: list[str] = []
+    required: list[str] = []
 
     @property
     def checks(self) -> int:
         """How many tests these are."""
         return len(self.checked)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """A program gets ``stdin`` and prints ``stdout``, and the asserts ``after`` it hold."""
+
+    stdin: str
+    stdout: str
+    after: Asserts | None = None
+
+    checks: ClassVar[int] = 1
 
 
 class TestFunction(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class TestFunction(msgspec.Struct, frozen=True):
     group: str = ""
     unittest: bool = False
     modules: list[str] = []
+    required: list[str] = []
 
     checks: ClassVar[int] = 1
     __test__: ClassVar[bool] = False
@@ -172,14 +175,33 @@ def _from_mapping(value: dict[str, Any], extra: Mapping[str, Any], row: str) -> 
         return _from_texts(asserts, extra, row)
     if not inputs:
         raise DataError(f"{row} has no tests; it may be {_FORMS}")
-    if cases.fn_name is not None:
+    if cases.fn_name:
         called = [_call(cases.fn_name, *pair, f"{row}.inputs[{n}]") for n, pair in enumerate(zip(inputs, outputs))]
         return [*called, *(_from_texts(asserts, extra, row) if asserts else [])]
     if asserts and len(asserts) != len(inputs):
         raise DataError(f"{row} has {len(inputs)} inputs and {len(asserts)} assert_case; it needs as many")
     places = [(f"{row}.inputs[{n}]", f"{row}.outputs[{n}]") for n in range(len(inputs))]
     lines = [(_lines(a, p), _lines(b, q)) for a, b, (p, q) in zip(inputs, outputs, places)]
-    return [Pair(*pair, after) for pair, after in zip(lines, asserts or [""] * len(lines))]
+    after = [_after(text, extra, f"{row}.assert_case[{number}]") for number, text in enumerate(asserts)]
+    return _not_blank([Pair(*pair, more) for pair, more in zip(lines, after or [None] * len(lines))], row)
+
+
+def _after(text: str, extra: Mapping[str, Any], place: str) -> Asserts | None:
+    """Return what an assert beside inputs and outputs checks; None if it checks nothing."""
+    body = _parsed(text, place).body
+    if not any(map(Checks(body).any, body)):
+        return None
+    match _from_code(text, extra, place):
+        case [Asserts() as asserts]:
+            return asserts
+    raise DataError(f"{place} has test functions, which cannot stand beside inputs and outputs")
+
+
+def _not_blank(tests: list[Test], row: str) -> list[Test]:
+    """Return the tests. Raises DataError if a program that does nothing passes them all."""
+    if all(isinstance(test, Pair) and not test.stdout.strip() and test.after is None for test in tests):
+        raise DataError(f"{row} has no test: all of its outputs are blank, which a program that does nothing prints")
+    return tests
 
 
 def _from_list(value: list[Any], extra: Mapping[str, Any], row: str) -> list[Test]:
@@ -204,7 +226,7 @@ def _from_list(value: list[Any], extra: Mapping[str, Any], row: str) -> list[Tes
         else:
             known = ", ".join(sorted(_STDIN | _FUNCTIONAL))
             raise DataError(f"{place}.{'testtype' if case.testtype else 'type'}: {kind!r:.80} is none of {known}")
-    return tests
+    return _not_blank(tests, row)
 
 
 def _function_name(extra: Mapping[str, Any]) -> str | None:
@@ -220,7 +242,10 @@ def _function_name(extra: Mapping[str, Any]) -> str | None:
 
 
 def _call(name: str, given: Any, expected: Any, place: str) -> Call:
-    return Call(name.rpartition(".")[2], _arguments(given, place), expected)
+    last = name.rpartition(".")[2]
+    if not last.isidentifier() or keyword.iskeyword(last):
+        raise DataError(f"{place}: {name!r:.80} is not the name of a function")
+    return Call(last, _arguments(given, place), expected)
 
 
 def _lines(value: Any, place: str) -> str:
@@ -260,32 +285,35 @@ def _parsed(text: str, place: str) -> ast.Module:
 def _from_code(text: str, extra: Mapping[str, Any], row: str) -> list[Test]:
     """Read tests that are code: statements with asserts, HumanEval's ``check``, unittest, and pytest's functions."""
     body = [node for node in _inlined(_parsed(text, row).body) if not _runs_all_tests(node)]
+    with_all_names(body)
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    entry_point = None
     if "check" in functions and not any(_calls(n, {"check"}) for n in body if n is not functions["check"]):
-        body += _parsed(f"check({_entry_point(extra, row)})", f"{row}: entry_point").body
-    if not _uses_program(body):
+        entry_point = _entry_point(extra, row)
+        body += _parsed(f"check({entry_point})", f"{row}: entry_point").body
+    if not _uses_program(body, entry_point):
         raise DataError(f"{row} tests nothing of the program: it uses no name that it does not define itself")
     _refuse_unsupported(body, row)
-    modules = sorted(_modules(body))
-    checkers = _checkers({**functions, **classes})
-    tested = {name for name, node in functions.items() if name.startswith("test") and _can_fail(node, checkers)}
+    modules, required = sorted(_modules(body)), required_names(body, entry_point)
+    checks = Checks(body)
+    tested = {name for name, node in functions.items() if name.startswith("test") and checks.any(node)}
     statements = [node for node in body if not _is_call_without_arguments(node, tested)]
     sources = [ast.unparse(node) for node in statements]
-    checked = [n for n, node in enumerate(statements) if not _defines(node) and _can_fail(node, checkers)]
-    tests: list[Test] = [Asserts(sources, checked, modules)] if checked else []
+    checked = [n for n, node in enumerate(statements) if not _defines(node) and checks.any(node)]
+    tests: list[Test] = [Asserts(sources, checked, modules, required)] if checked else []
     for name in functions:
         if name in tested:
             _refuse_parameters(functions[name], f"{row}: {name}")
-            tests.append(TestFunction(sources, name, modules=modules))
+            tests.append(TestFunction(sources, name, modules=modules, required=required))
     for group, node in classes.items():
         of_unittest = _is_unittest(node, classes)
         if not of_unittest and not group.startswith("Test"):
             continue
         for name, method in _methods(node, classes).items():
-            if name.startswith("test") and _can_fail(method, checkers):
+            if name.startswith("test") and checks.any(method):
                 _refuse_parameters(method, f"{row}: {group}.{name}")
-                tests.append(TestFunction(sources, name, group, of_unittest, modules))
+                tests.append(TestFunction(sources, name, group, of_unittest, modules, required))
     if not tests:
         raise DataError(f"{row} has no test: neither an assert, nor a test function or class that asserts something")
     return tests
@@ -303,13 +331,17 @@ def _entry_point(extra: Mapping[str, Any], row: str) -> str:
 def _inlined(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements, with those of ``if __name__ == "__main__"`` in its place."""
     for node in body:
-        is_main = isinstance(node, ast.If) and {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} == {
-            "__name__"
-        }
-        if isinstance(node, ast.If) and is_main:
+        if isinstance(node, ast.If) and _is_main(node.test):
             yield from _inlined(node.body)
         else:
             yield node
+
+
+def _is_main(test: ast.expr) -> bool:
+    """Whether a condition is that the module is run as a script."""
+    names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+    operations = {type(op) for n in ast.walk(test) if isinstance(n, ast.Compare) for op in n.ops}
+    return names == {"__name__"} and operations == {ast.Eq}
 
 
 def _runs_all_tests(node: ast.stmt) -> bool:
@@ -334,75 +366,24 @@ def _is_call_without_arguments(node: ast.stmt, names: set[str]) -> bool:
     return isinstance(call, ast.Call) and not call.args and not call.keywords and ast.unparse(call.func) in names
 
 
-def _can_fail(node: ast.AST, checkers: set[str]) -> bool:
-    """Whether code asserts or raises, itself or in a function of ``checkers``, and does not catch that again."""
-    if isinstance(node, ast.Raise):
-        return True
-    if isinstance(node, ast.Assert):
-        return not (isinstance(node.test, ast.Constant) and node.test.value)
-    if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-        if name in checkers or name in ("raises", "fail") or name.lower().startswith("assert"):
-            return True
-    if isinstance(node, ast.Try) and any(map(_catches_asserts, node.handlers)):
-        inside: list[ast.AST] = [*node.handlers, *node.orelse, *node.finalbody]
-        return any(_can_fail(part, checkers) for part in inside)
-    return any(_can_fail(part, checkers) for part in ast.iter_child_nodes(node))
+def _uses_program(body: Sequence[ast.stmt], entry_point: str | None) -> bool:
+    """Whether code uses a name that neither it nor Python defines, or imports from the program.
 
-
-def _catches_asserts(handler: ast.ExceptHandler) -> bool:
-    caught = {"AssertionError", "Exception", "BaseException"}
-    return handler.type is None or any(isinstance(n, ast.Name) and n.id in caught for n in ast.walk(handler.type))
-
-
-def _checkers(defined: Mapping[str, ast.AST]) -> set[str]:
-    """Return the names of functions and classes that assert something, or call those that do."""
-    found = set[str]()
-    while more := {name for name, node in defined.items() if name not in found and _can_fail(node, found)}:
-        found |= more
-    return found
-
-
-# Tasks are to write functions of these names, so that tests that call them may mean the program's.
-_TASKS = {
-    "abs",
-    "bin",
-    "divmod",
-    "filter",
-    "format",
-    "hash",
-    "hex",
-    "max",
-    "min",
-    "oct",
-    "pow",
-    "reversed",
-    "round",
-    "sum",
-}
-
-
-def _uses_program(body: Sequence[ast.stmt]) -> bool:
-    """Whether code uses a name that neither it nor Python defines, or imports from the program."""
-    bound, used = set(dir(builtins)) - _TASKS, set[str]()
+    In an entry point, names of Python's own are the program's.
+    """
+    if entry_point is not None:
+        used = {n.id for n in ast.walk(_parsed(entry_point, "entry_point")) if isinstance(n, ast.Name)}
+        return bool(used - names_of(body).bound)
     for node in (n for statement in body for n in ast.walk(statement)):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module == "solution":
+        if isinstance(node, ast.Constant) and node.value == "solution":
             return True
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            if any(alias.name.partition(".")[0] == "solution" for alias in node.names):
-                return True
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Constant) and node.value == "solution":
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
             return True
-    return bool(used & {"globals", "eval", "exec"}) or bool(used - bound - {"__name__", "__file__"})
+        if isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "solution" for a in node.names):
+            return True
+        if isinstance(node, ast.Name) and node.id in ("globals", "eval", "exec"):
+            return True
+    return bool(names_of(body).free)
 
 
 def _modules(body: Sequence[ast.stmt]) -> set[str]:
@@ -467,7 +448,11 @@ def _methods(
 
 
 def _refuse_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> None:
-    """Raise DataError for a test function with parameters that no ``parametrize`` gives: fixtures, and patches."""
+    """Raise DataError for a test function with parameters that no ``parametrize`` gives: fixtures, and patches; and for
+    one that yields, and so does nothing when it is called.
+    """
+    if _yields(function.body):
+        raise DataError(f"{place} yields, so that calling it runs none of it")
     taken = function.args
     named = [argument.arg for argument in (*taken.posonlyargs, *taken.args)]
     required = {name for name in named[: len(named) - len(taken.defaults)] if name != "self"}
@@ -482,6 +467,18 @@ def _refuse_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, place: 
             required -= {n.strip() for n in (given.split(",") if isinstance(given, str) else given)}
     if required:
         raise DataError(f"{place} needs {', '.join(sorted(required))}: fixtures are not supported in tests")
+
+
+def _yields(body: Sequence[ast.AST]) -> bool:
+    """Whether statements of a function make it a generator."""
+    return any(
+        isinstance(node, ast.Yield | ast.YieldFrom)
+        or (not isinstance(node, _INNER) and _yields(list(ast.iter_child_nodes(node))))
+        for node in body
+    )
+
+
+_INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
 def same_text(found: str, expected: str) -> bool:
@@ -500,10 +497,13 @@ def _same_word(found: str, expected: str) -> bool:
         return True
     if "." not in expected and "e" not in expected.lower():  # whole numbers are equal or they are not
         return False
-    try:
-        return _close(float(found), float(expected))
-    except ValueError:
+    if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)):
         return False
+    # A number beyond all floats is not another one.
+    return math.isfinite(float(expected)) and _close(float(found), float(expected))
+
+
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 
 def same_value(found: Any, expected: Any) -> bool:

@@ -131,6 +131,162 @@ async def test_rewards(settings: SandboxConfig, program: str, truth: Any, reward
     assert scored.reward == pytest.approx(reward)
 
 
+ANY = "class Any(int):\n    __hash__ = int.__hash__\n    __eq__ = lambda *_: True\n    __sub__ = lambda *_: 0\n"
+GIVES_ANY = f"{ANY}def add(a, b):\n    return Any()"
+IN_UNITTEST = "\n".join(line for line in UNITTEST.split("\n") if "test_wrong" not in line)
+COMPUTED = "want = 1 + 2\nassert add(1, 2) == want"
+ZERO = "def add(a, b):\n    return 0\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"),
+    [
+        (GIVES_ANY, ASSERTS),
+        (GIVES_ANY, COMPUTED),
+        (GIVES_ANY, "assert abs(add(1, 2) - (1 + 2)) < 1e-6"),
+        (GIVES_ANY, "import math\nassert not add(1, 2) != 3 and math.isclose(add(1, 2), 3)"),
+        (GIVES_ANY, "assert add(1, 2) in [3, 4]"),
+        (GIVES_ANY, IN_UNITTEST),
+        (GIVES_ANY, "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertIn(add(1, 2), [3])"),
+        (GIVES_ANY, "import pytest\nassert add(1, 2) == pytest.approx(3)"),
+        (GIVES_ANY.replace("return Any()", "return [Any()]"), "want = [3]\nassert add(1, 2) == want"),
+        (GIVES_ANY.replace("return Any()", "return {Any(): 1}"), "want = {3: 1}\nassert add(1, 2) == want"),
+        (GIVES_ANY.replace("(int)", "").replace("int.__hash__", "lambda _: hash(3)"), COMPUTED),
+        (f"{ZERO}import unittest\nunittest.TestCase.assertEqual = lambda *_: None", IN_UNITTEST),
+        (f"{ZERO}from unittest.case import TestCase\nTestCase.run = lambda _, result: result", IN_UNITTEST),
+        (
+            "def add(a, b):\n    from unittest import TestCase\n    TestCase._baseAssertEqual = lambda *_: None\n"
+            "    return 0",
+            IN_UNITTEST,
+        ),
+        (f"{ZERO}import pytest\npytest.approx = lambda *_: 0", "import pytest\nassert add(1, 2) == pytest.approx(3)"),
+        (
+            f"{ZERO}import pytest\npytest.approx.__eq__ = lambda *_: True",
+            "import pytest\nassert add(1, 2) == pytest.approx(3)",
+        ),
+        (f"{ZERO}import math\nmath.isclose = lambda *_: True", "import math\nassert math.isclose(add(1, 2), 3)"),
+        (f"{ZERO}import builtins\nbuiltins.all = lambda _: True", "assert all(add(a, 2) == a + 2 for a in [1, 2])"),
+        (f"{ZERO}def all(_): return True", "assert all(add(a, 2) == a + 2 for a in [1, 2])"),
+        (f"{ZERO}def abs(_): return 0", "assert abs(add(1, 2) - 3) < 1e-6"),
+        (
+            "def add(a, b):\n    import builtins\n    builtins.abs = lambda _: 0\n    return 0",
+            "assert abs(add(1, 2) - 3) < 1e-6",
+        ),
+        (
+            f"{ZERO}from collections import Counter\nCounter.__eq__ = lambda *_: True",
+            "from collections import Counter\nassert Counter([add(1, 2)]) == Counter([3])",
+        ),
+        (f"{ZERO}import operator\noperator.eq = lambda *_: True", COMPUTED),
+        (f"{ZERO}import json\njson.dumps = lambda *_, **__: '1'", COMPUTED),
+        (f"{ZERO}import __main__\n__main__.Judge.same = lambda *_: None", COMPUTED),
+        ("class AssertionError(BaseException): pass\n" + ZERO, PYTEST),
+        ("x = 1", "assert gcd(4, 6) == 2"),
+        ("x = 1", "def test_gcd():\n    assert gcd(4, 6) == 2"),
+        ("x = 1", "assert sum([1, 2]) == 3"),
+        ("x = 1", {"test": CHECK, "entry_point": "max"}),
+        ("x = 1", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}),
+        ("x = 1", {"fn_name": "sorted", "inputs": [[[2, 1]]], "outputs": [[1, 2]]}),
+        (ZERO, "try:\n    assert add(1, 2) == 3\nexcept AssertionError as error:\n    print(error)"),
+        (ZERO, "E = AssertionError\ntry:\n    assert add(1, 2) == 1 + 2\nexcept E:\n    pass"),
+        (ZERO, "from contextlib import suppress\nwith suppress(AssertionError):\n    assert add(1, 2) == 1 + 2"),
+        (ZERO, "def test_add():\n    try:\n        assert add(1, 2) == 1 + 2\n    finally:\n        return"),
+        (ZERO, "try:\n    add('a', 1)\n    assert False\nexcept Exception:\n    pass"),
+        (ZERO, "for a, b in []:\n    assert add(a, b) == 3"),
+        (ZERO, "def test_add():\n    return\n    assert add(1, 2) == 3"),
+        (ZERO, "def test_add():\n    def inner():\n        assert add(1, 2) == 3"),
+        (ZERO, "async def main():\n    assert add(1, 2) == 3\ndef test_add():\n    main()"),
+        (ZERO, "async def wrong():\n    assert add(1, 2) == 3\nassert wrong()"),
+        (
+            ZERO,
+            "import threading\ndef test_add():\n    def run():\n        assert add(1, 2) == 1 + 2\n"
+            "    threading.Thread(target=run).start()",
+        ),
+        (
+            ZERO,
+            "import unittest\nclass T(unittest.TestCase):\n    async def test_add(self):\n"
+            "        self.assertEqual(add(1, 2), 3)",
+        ),
+        (f"{SUM}\nraise SystemExit", {"inputs": ["1 2"], "outputs": ["3"], "assert_case": ["assert a == 5"]}),
+    ],
+)
+async def test_a_program_that_is_wrong_passes_no_test(settings: SandboxConfig, program: str, truth: Any) -> None:
+    scored = await score(settings, program, truth)
+    assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "reward"),
+    [
+        (ADD, "try:\n    assert add(1, 2) == 3\nexcept AssertionError as error:\n    print(error)", 1.0),
+        (ADD, "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    pass", 1.0),
+        (ADD, "try:\n    add('a', 1)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError", 1.0),
+        (ADD, "if add(1, 2) != 3:\n    raise ValueError", 1.0),
+        (ADD, "import pytest\nwith pytest.raises(AssertionError):\n    assert add(1, 2) == 4", 1.0),
+        (ADD, "from unittest.mock import Mock\nm = Mock()\nm(add(1, 2))\nm.assert_called_once_with(3)", 1.0),
+        (ADD, "assert 0 < add(1, 2) <= 3 and add(1, 2) in {3} and add(1, 2) - 1 == 2", 1.0),
+        (ADD, f"{PYTEST}\ndef test_first():\n    assert add(1, 2) == 4", 5 / 6),
+        ("def gcd(a, b):\n    return gcd(b, a % b) if b else a", "assert gcd(4, 6) == 2", 1.0),
+        ("from math import gcd", "assert gcd(4, 6) == 2", 1.0),
+        ("def sum(numbers):\n    return reduce(lambda a, b: a + b, numbers)", "assert sum([1, 2]) == 3", 1.0),
+        (
+            "def size(tree):\n    return 0 if tree is None else 1 + size(tree.left)\ndef leaf():\n    return Tree()",
+            ["class Tree:\n    left = None", "assert size(Tree()) == 1 and size(None) == 0 and size(leaf()) == 1"],
+            1.0,
+        ),
+        (
+            "class Vector:\n    def __init__(self, *at): self.at = at\n"
+            "    def __eq__(self, other): return self.at == (other.at if isinstance(other, Vector) else other)\n"
+            "    def __add__(self, other): return Vector(*(a + b for a, b in zip(self.at, other.at)))",
+            "assert Vector(1, 2) + Vector(2, 2) == Vector(3, 4)\nassert Vector(1, 2) == (1, 2)\n"
+            "v = Vector(1, 1)\nassert v != Vector(1, 2)\nassert not v == (1, 2)",
+            1.0,
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Node:\n    at: int\n"
+            "def make(at):\n    return [Node(at)]",
+            "assert make(1) == make(2 - 1)\nassert make(1) == make(2)\n"
+            "assert make(1)[0].at == 1\nassert make(1) == [1]",
+            0.5,
+        ),
+        (
+            "from collections import Counter, namedtuple\nfrom fractions import Fraction\nP = namedtuple('P', 'x y')\n"
+            "def give(n):\n    return [P(1, 2), Counter('aa'), Fraction(1, 2), {1: 'a'}.keys(), 1e3, True, b'a'][n]",
+            [
+                "assert give(0) == (1, 2)",
+                "assert give(1) == {'a': 2}",
+                "assert give(2) == 0.5",
+                "assert give(3) == {1}",
+                "assert give(4) == 1000",
+                "assert give(5) == 1",
+                "assert give(6) == b'a'",
+                "assert give(0) == [1, 2]",
+            ],
+            7 / 8,
+        ),
+        (
+            "n = 0\ndef more():\n    global n\n    n += 1",
+            "def test_more():\n    more()\n    more()\n    assert n == 2",
+            1.0,
+        ),
+        (
+            "def ask():\n    return input() + 'b'",
+            "from unittest.mock import patch\ndef test_ask():\n"
+            "    with patch('builtins.input', return_value='a'):\n        assert ask() == 'ab'",
+            1.0,
+        ),
+        (
+            "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b)",
+            {"inputs": ["1 2"], "outputs": ["3"], "assert_case": ["assert a == 1"]},
+            1.0,
+        ),
+    ],
+)
+async def test_checks_of_many_forms(settings: SandboxConfig, program: str, truth: Any, reward: float) -> None:
+    scored = await score(settings, program, truth)
+    assert (scored.scored, scored.error) == (True, "")
+    assert scored.reward == pytest.approx(reward)
+
+
 async def test_the_parts_tell_what_ran(settings: SandboxConfig) -> None:
     scored = await score(settings, "print(3)", PAIRS)
     parts = scored.reward_parts

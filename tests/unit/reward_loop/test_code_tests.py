@@ -59,7 +59,11 @@ def conversation(truth: Any, **extra: Any) -> Conversation:
         ('```python\ndef f():\n    """\n    ```\n    """\n```', 'def f():\n    """\n    ```\n    """'),
         ("```python\na = '\u2028\x85\x0b\x1c'\n```", "a = '\u2028\x85\x0b\x1c'"),
         ("``` `a` ```\n```python\nb\n```", "b"),
-        ("Use ```python\na\n```", None),
+        ("Use ```python\na\n```", "a"),
+        ("<code>\nb\n</code>```Py\na\n```", "a"),
+        ("Use ```\na\n```", None),
+        ("Use ```python a```\nb\n```", None),
+        ("Use `x` or ```python\na\n```", None),
         ("```javascript\na\n```", None),
         ("```python\na\n``", None),
     ],
@@ -85,8 +89,10 @@ def test_what_is_fenced_is_found(fence: str, indent: str, lines: list[str]) -> N
 def test_pairs() -> None:
     truth = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]], "fn_name": None}
     assert parse_tests(conversation(truth)) == [Pair("1 2\n", "3\n"), Pair("3\n4", "7")]
-    asserted = {"inputs": ["1", "2"], "outputs": ["1", "2"], "assert_case": ["assert f(1)", "assert f(2)"]}
-    assert parse_tests(conversation(asserted)) == [Pair("1", "1", "assert f(1)"), Pair("2", "2", "assert f(2)")]
+    asserted = {"inputs": ["1", "2"], "outputs": ["1", "2"], "assert_case": ["assert f(1)", "assert True"]}
+    assert parse_tests(conversation(asserted)) == [Pair("1", "1", Asserts(["assert f(1)"], [0])), Pair("2", "2")]
+    unnamed = {"inputs": ["1"], "outputs": [""], "fn_name": "", "assert_case": ["assert f(1)"]}
+    assert parse_tests(conversation(unnamed)) == [Pair("1", "", Asserts(["assert f(1)"], [0]))]
 
 
 def test_calls() -> None:
@@ -142,12 +148,45 @@ def test_statements_and_asserts_keep_their_order(truth: Any) -> None:
         ("assert await f(1) == 1", [0]),
         ("if __name__ == '__main__':\n    assert f(1) == 1\n    print('ok')", [0]),
         ("assert sum([1, 2]) == 3", [0]),
-        ("from solution import *\nassert f", [1]),
+        ("from solution import *\nassert f(1)", [1]),
+        ("try:\n    assert f(1) == 1\nexcept AssertionError as e:\n    print(e)", [0]),
+        ("assert True\nassert f(1) == 1\nassert f", [1]),
+        ("assert [x for x in f(1) if x]", [0]),
+        ("x = f(1)\nassert x", [1]),
     ],
 )
 def test_which_statements_are_tests(text: str, checked: list[int]) -> None:
     (test,) = parse_tests(conversation(text))
     assert isinstance(test, Asserts) and test.checked == checked
+
+
+def test_repeated_names_are_tests_of_their_own() -> None:
+    one = "def test_f():\n    assert f({}) == 1\n"
+    group = "class TestF:\n    def test_f(self):\n        assert f({}) == 1\n"
+    text = "".join(form.format(n) for form in (one, group) for n in range(2)) + group.format(2).partition("\n")[2]
+    for truth in (text, [one.format(0), one.format(1), *(group.format(n) for n in range(2))]):
+        tests = parse_tests(conversation(truth))
+        names = [(test.group, test.name) for test in tests if isinstance(test, TestFunction)]
+        assert len(set(names)) == len(names) == len(tests) == (5 if truth is text else 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "entry_point", "required"),
+    [
+        ("assert sum([1, 2]) == 3", None, ["sum"]),
+        ("for given, wanted in [([1], 1)]:\n    assert sum(given) == wanted", None, ["sum"]),
+        ("assert abs(f(1) - 1) < 1e-6", None, []),
+        ("assert abs(-1) == f(1)", None, ["abs"]),
+        (CHECK, "sorted", ["sorted"]),
+        (CHECK, "math.isqrt", ["math"]),
+        (CHECK, "Solution().f", []),
+    ],
+)
+def test_names_of_pythons_own_that_a_program_has_to_define(
+    text: str, entry_point: str | None, required: list[str]
+) -> None:
+    (test,) = parse_tests(conversation(text, entry_point=entry_point))
+    assert isinstance(test, Asserts) and test.required == required
 
 
 def test_test_functions_and_classes_are_tests_of_their_own() -> None:
@@ -216,7 +255,21 @@ def test_humanevals_check_is_called_with_the_entry_point(truth: Any) -> None:
         ("def f(x):\n    return x\nassert f(1) == 1", "nothing"),
         ("def test_f():\n    f(1)", "no test"),
         ("def test_f():\n    return f(1) == 1", "no test"),
-        ("try:\n    assert f(1) == 1\nexcept AssertionError as e:\n    print(e)", "no test"),
+        ("def test_f():\n    yield f(1)\n    assert f(1) == 1", "yields"),
+        ("assert f", "no test"),
+        ("assert (f(1) == 1, 'not 1')", "no test"),
+        ("assert [f(1) == 1]", "no test"),
+        ("assert [f(n) == n for n in range(3)]", "no test"),
+        ("assert {'f': f(1) == 1}", "no test"),
+        ("assert (f(n) == n for n in range(3))", "no test"),
+        ("assert lambda: f(1) == 1", "no test"),
+        ("assert f'{f(1)}'", "no test"),
+        ("assert f(1) == 1 or True", "no test"),
+        ("assert not False\nf(1)", "no test"),
+        ("assert 1 == 1\nf(1)", "no test"),
+        ("assert callable(f)", "no test"),
+        ("assert f(1) == f(1)", "no test"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test_f(self): self.assertTrue(True), f(1)", "no test"),
         ("def check(candidate):\n    assert candidate(1) == 1", "entry_point"),
         ("def test_f(tmp_path):\n    assert f(tmp_path)", "tmp_path"),
         ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert f(x)", r"pytest\.fixture"),
@@ -237,6 +290,11 @@ def test_humanevals_check_is_called_with_the_entry_point(truth: Any) -> None:
         ({"inputs": ["1"], "outputs": ["1"], "more": 1}, "more"),
         ({"inputs": [], "outputs": []}, "no tests"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": ["", "1"], "outputs": ["", " \n"]}, "blank"),
+        ({"inputs": ["1"], "outputs": [[]]}, "blank"),
+        ([{"input": "1", "output": "\n"}], "blank"),
+        ({"inputs": ["1"], "outputs": ["1"], "assert_case": ["def test_f():\n    assert f(1)"]}, r"assert_case\[0\]"),
+        ({"fn_name": "None", "inputs": [[1]], "outputs": [1]}, "None"),
         ({"inputs": [1], "outputs": ["1"]}, r"inputs\[0\]"),
         ({"inputs": ["1"], "outputs": [None]}, r"outputs\[0\]"),
         ({"fn_name": "f", "inputs": ["not json"], "outputs": [1]}, r"inputs\[0\]"),
@@ -287,6 +345,9 @@ def test_any_ground_truth_is_tests_or_a_dataerror(truth: Any) -> None:
         ("1\r\n2\r\n", "1\n2", True),
         ("42", "Infinity", False),
         ("1e308", "1e999", False),
+        ("9e999", "1e400", False),
+        ("1e400", "1e400", True),
+        ("1_0", "10.0", False),
         ("1.5", "nan", False),
         ("nan", "nan", True),
     ],
