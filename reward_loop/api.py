@@ -92,5 +92,9 @@ def _number(value: object) -> float | None:
         value = item()
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        # An array of several elements, or a number beyond all floats.
+        return None
     return number if math.isfinite(number) else None

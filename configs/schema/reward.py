@@ -125,7 +125,7 @@ class RewardConfig(Config, frozen=True):
     ] = 10.0
     processes: Annotated[Positive, doc("Processes for blocking scorers, per worker.")] = 1
     process_bytes: Annotated[
-        Count, doc("Memory of one such process; a scorer that needs more fails its trajectory. 0: no limit.")
+        Count, doc("Memory of such a process; a scorer, or all coroutines, that need more fail. 0: no limit.")
     ] = 8 << 30
     max_concurrent: Annotated[Positive, doc("Concurrent scorings per worker.")] = 64
     per_minute: Annotated[Count, doc("Scorings started per minute, per worker; 0: no limit.")] = 0

@@ -344,9 +344,10 @@ def test_what_reward_functions_may_return() -> None:
     assert to_score(np.array([0.5])) == to_score({"score": np.array([[0.5]])}) == Score(0.5)
     assert to_score({"score": 1, "a": 2, "b": "x", "c": float("nan")}) == Score(1.0, {"a": 2.0})
     assert to_score({"score": 0, "reason": "too \ud800long"}) == Score(0.0, {}, "too ?long")
+    assert to_score({"score": 1, "a": np.zeros(2), "b": 10**400}) == Score(1.0)
     assert to_score({"score": 0, "reason": 2}) == Score(0.0, {"reason": 2.0})
     assert len(to_score({"score": 0, "reason": "x" * 9999}).reason) == MOST_REASON
-    for bad in (None, "1", {"a": 1}, float("inf"), [1], np.array(["1"]), np.array([math.nan])):
+    for bad in (None, "1", {"a": 1}, float("inf"), [1], np.array(["1"]), np.array([math.nan]), np.zeros(2), 10**400):
         with pytest.raises(ScorerFailed, match="neither a finite number nor a mapping"):
             to_score(bad)
 
