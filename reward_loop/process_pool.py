@@ -15,6 +15,7 @@ import msgspec
 
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorer_process import LENGTH, Mode, ScoreReply, ScoreRequest, missed
+from rl_async.tasks import to_the_end
 
 START_S = 60.0  # to start Python and import a scorer's modules
 LAST_BYTES_S = 0.5  # for what an ended process had written, whose children may keep its socket open
@@ -37,7 +38,7 @@ class ProcessPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(self._concurrent.stop(), *(process.stop() for process in self._processes))
+        await to_the_end(self._concurrent.stop(), *(process.stop() for process in self._processes))
 
     async def score(self, scorer: str, conversation: Conversation, timeout_s: float) -> Score:
         """Score in the next free process. The deadline ``timeout_s`` starts once that process is ready.
