@@ -56,6 +56,10 @@ class ScorerFailed(RlAsyncError):
     """A scorer raised, died, missed its deadline or returned no usable score; the message does not name the scorer."""
 
 
+class ScorerUnreachable(ScorerFailed):
+    """The server behind a scorer, which had answered before, does not answer now."""
+
+
 class Scorer(Protocol):
     """Scores one conversation. Raises ScorerFailed; anything else it raises counts as a failure too."""
 

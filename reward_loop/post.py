@@ -6,7 +6,9 @@ deadline would need a wait function and two hooks, which are longer than the loo
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ import aiohttp
 import msgspec
 
 from rl_async.configs.schema.user import ServedModelConfig
-from rl_async.reward_loop.api import ScorerFailed
+from rl_async.reward_loop.api import ScorerFailed, ScorerUnreachable
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 
 CONNECT_S = 5.0
@@ -62,7 +64,8 @@ class Poster:
     ) -> None:
         self.url = url
         self._attempts_to_reach, self._tell = attempts_to_reach or attempts, tell
-        self._answered = False
+        self._answered = False  # with any status
+        self._served_at = -math.inf  # monotonic seconds, when what was asked for came last
         self._section, self._timeout_s, self._attempts, self._backoff_s = section, timeout_s, attempts, backoff_s
         self._slots = asyncio.Semaphore(max_concurrent)
         self._rate = RateLimit(per_minute, MINUTE_S)
@@ -74,23 +77,25 @@ class Poster:
 
         The deadline starts once there is a free slot and the rate allows the first attempt; requests waited for have
         deadlines of their own. Raises ScorerFailed at the deadline, after the last attempt, and for errors that are not
-        retried, which includes any status but 200, 429 and 5xx.
+        retried, which includes any status but 200, 429 and 5xx; at the first two ScorerUnreachable if the server has
+        answered before, and nobody since.
         """
         data = msgspec.json.encode(body)
         failures = [""]
         async with self._slots:
             await self._rate.wait()
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await self._retry(data, headers or {}, failures)
             except TimeoutError:
                 last = f"; before that: {failures[0]}" if failures[0] else ""
                 limit = f"{self._timeout_s:g} s ({self._section}.timeout_s)"
-                raise ScorerFailed(f"{self.url} did not answer within {limit}{last}") from None
+                raise self._lost(f"{self.url} did not answer within {limit}{last}", began) from None
 
     async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str]) -> bytes:
         """Attempt until one succeeds; ``failures`` holds the last failure."""
-        attempt = 0
+        attempt, began = 0, time.monotonic()
         while True:
             attempt += 1
             try:
@@ -101,7 +106,7 @@ class Poster:
                 if failure.refused and not self._answered:
                     attempts = min(attempts, self._attempts_to_reach)
                 if attempt >= attempts:
-                    raise ScorerFailed(f"{failure} (attempt {attempt} of {attempts})") from None
+                    raise self._lost(f"{failure} (attempt {attempt} of {attempts})", began) from None
                 if self._tell is not None:
                     self._tell(f"{failure}; asking again")
                     self._tell = None
@@ -111,6 +116,10 @@ class Poster:
                 log.info("%s; attempt %d of %d in %.1f s", failure, attempt + 1, attempts, pause_s)
                 await asyncio.sleep(pause_s)
                 await self._rate.wait()
+
+    def _lost(self, why: str, began: float) -> ScorerFailed:
+        """Return the error of a request. If others were answered since it began, the fault is its own."""
+        return ScorerUnreachable(why) if -math.inf < self._served_at < began else ScorerFailed(why)
 
     async def _attempt(self, data: bytes, more: Mapping[str, str]) -> bytes:
         if self._session is None:
@@ -132,6 +141,7 @@ class Poster:
         except aiohttp.ClientError as error:
             raise ScorerFailed(self._without_key(f"{self.url}: {type(error).__name__}: {error}")) from error
         if response.status == 200:
+            self._served_at = time.monotonic()
             return raw
         shown = self._without_key(raw.decode(errors="replace"))[:SHOWN]
         text = f"{self.url} answered {response.status}: {shown}"

@@ -18,7 +18,7 @@ from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
-from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, to_score
+from rl_async.reward_loop.api import ENVIRONMENT, Conversation, Score, ScorerUnreachable, to_score
 from rl_async.reward_loop.limits import MINUTE_S, RateLimit
 from rl_async.reward_loop.process_pool import ProcessPool
 from rl_async.reward_loop.scorers.code import CodeScorer
@@ -32,6 +32,8 @@ from rl_async.userload import is_user_reference
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
 WARN_S = 60.0  # between two lines about episodes that are not scored
+OUTAGE_S = 240.0  # of a judge or a reward model: below trainer.batch_timeout_s by default
+AGAIN_S = 2.0
 
 log = logging.getLogger("rl_async.rewards")
 
@@ -147,7 +149,7 @@ class RewardService:
             if spec.place == "inline":
                 return to_score(spec.function(conversation))
             if spec.place == "served":
-                return await spec.function(conversation)
+                return await self._served(spec, conversation)
             async with self._slots:
                 await self._rate.wait()
                 if spec.place == "process":
@@ -155,6 +157,24 @@ class RewardService:
                 return await self._pool.score_concurrently(spec.name, conversation, self._config.timeout_s)
         except Exception as error:  # only this trajectory fails
             return describe(error)
+
+    async def _served(self, spec: ScorerSpec, conversation: Conversation) -> Score:
+        """Ask a server. While one that has answered before does not, wait for it, at most OUTAGE_S.
+
+        The worker plays no more than ``agent.concurrency`` episodes meanwhile, so the run waits with it.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return await spec.function(conversation)
+            except ScorerUnreachable as error:
+                now = time.monotonic()
+                if now - began > OUTAGE_S:
+                    raise
+                if now - self._warned > WARN_S:
+                    self._warned = now
+                    log.warning("reward %s: %s; episodes wait for it, each at most %.0f s", spec.name, error, OUTAGE_S)
+            await asyncio.sleep(AGAIN_S)
 
 
 def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[str, RewardModel | Judge]:

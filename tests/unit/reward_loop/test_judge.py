@@ -10,6 +10,7 @@ import pytest
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.errors import ConfigError, UserError
 from rl_async.messages import Turn
+from rl_async.reward_loop import service as service_module
 from rl_async.reward_loop.api import Conversation, ScorerFailed
 from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.scorers.judge import Judge, fill
@@ -129,6 +130,45 @@ async def test_a_judge_that_hangs_marks_the_trajectory_and_no_other_part_of_it()
         assert not row.scored and row.reward == 0.0 and row.reward_parts == {"exact_answer": 1.0}
         assert row.error.startswith(f"reward judge: {server.url}/v1/chat/completions did not answer within 0.1 s")
     assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("outage", [Answer(None), Answer("overloaded", 503)])
+async def test_an_outage_of_a_judge_that_has_answered_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, outage: Answer
+) -> None:
+    monkeypatch.setattr(service_module, "AGAIN_S", 0.0)
+    terms = (RewardTerm(name="judge"),)
+    async with Outside(verdict(5), outage, outage, outage, verdict(10)) as server:
+        judge = config(server, timeout_s=0.1, attempts=1, cache="none")
+        async with RewardService(RewardConfig(functions=terms, judge=judge)) as service:
+            rewards = [(await score(service, "42")).reward for _ in range(2)]
+    assert (rewards, len(server.asked)) == ([0.5, 1.0], 5)
+
+
+async def test_an_outage_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "OUTAGE_S", 0.0)
+    monkeypatch.setattr(service_module, "AGAIN_S", 0.0)
+    terms = (RewardTerm(name="judge"),)
+    async with Outside(verdict(5), Answer("overloaded", 503)) as server:
+        judge = config(server, attempts=1, cache="none")
+        async with RewardService(RewardConfig(functions=terms, judge=judge)) as service:
+            scored = [await score(service, "42") for _ in range(2)]
+    assert [row.scored for row in scored] == [True, False]
+
+
+async def test_a_conversation_that_alone_is_not_judged_is_not_waited_for() -> None:
+    def judging(body: dict[str, Any]) -> Answer:
+        return Answer("too hard", 503) if "hard" in body["messages"][-1]["content"] else verdict(5)
+
+    terms = (RewardTerm(name="judge"),)
+    async with Outside(judging) as server:
+        judge = config(server, attempts=30, backoff_s=0.01, cache="none")
+        async with RewardService(RewardConfig(functions=terms, judge=judge)) as service:
+            await score(service, "easy")
+            hard = asyncio.create_task(score(service, "hard"))
+            while not hard.done():
+                await score(service, "easy")
+    assert not hard.result().scored
 
 
 async def test_the_service_weighs_the_judge_with_the_other_parts() -> None:
