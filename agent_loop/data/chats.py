@@ -9,12 +9,12 @@ import msgspec
 from rl_async.configs.derived.data import files_of
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
-from rl_async.transfer_queue.data.dataset import ParquetRows
+from rl_async.transfer_queue.data.chat_messages import for_templates, to_messages
+from rl_async.transfer_queue.data.dataset import ParquetRows, filled_lines, json_row
 from rl_async.transfer_queue.data.templates import fill
 
 Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -46,7 +46,10 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
-    chat = [_message(message, f"{place}, message {number}") for number, message in enumerate(messages)]
+    chat = for_templates(to_messages(messages, place))
+    for number, message in enumerate(chat):
+        if message.get("weight", 1) != 1:
+            raise DataError(f"{place}, message {number}: weight is not supported; make a row that ends before the turn")
     spoken = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
     if not spoken:
         raise DataError(f"{place}: no assistant turn, so there is nothing to learn; leave the line out")
@@ -87,77 +90,30 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of a JSONL file with their line, counted from 1; blank lines are skipped."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    with file.open("rb") as opened:
+        for number, line in filled_lines(opened):
             place = f"{file}, line {number}"
-            try:
-                yield place, msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                raise DataError(
-                    f"{place}: not a JSON object ({error}); write one conversation per line, as json.dumps does"
-                ) from error
+            yield place, json_row(line, place)
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in enumerate(ParquetRows(file)):
-        yield f"{file}, row {number}", _without_nulls(row)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys without a value: Arrow gives every struct all keys that any struct of its column has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def _message(value: Any, place: str) -> Message:
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: needs {{role, content}}, got {value!r:.80}")
-    message = {key: part for key, part in value.items() if part is not None}
-    role = message.get("role")
-    if role not in ROLES:
-        raise DataError(f"{place}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
-    calls = message.pop("tool_calls", None) or []
-    content = message.setdefault("content", "")
-    if not isinstance(content, str):
-        raise DataError(f"{place}: needs its content as text, got {content!r:.80}")
-    if role == "assistant" and not content.strip() and not calls:
-        raise DataError(f"{place}: an assistant turn without content or tool_calls; fill it, or leave the line out")
-    if calls:
-        if role != "assistant" or not isinstance(calls, list):
-            raise DataError(f"{place}: tool_calls are a list, in an assistant's message; got {calls!r:.80}")
-        message["tool_calls"] = [_call(call, place) for call in calls]
-    return message
-
-
-def _call(call: Any, place: str) -> dict[str, Any]:
-    """Convert a call: OpenAI's ``{"type": "function", "function": {"name", "arguments"}}``, or its inner object."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place}: a tool call needs function.name and function.arguments, got {call!r:.80}")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except msgspec.DecodeError as error:
-            raise DataError(f"{place}: arguments of {function['name']} are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise DataError(f"{place}: arguments of {function['name']} must be a JSON object, got {arguments!r:.80}")
-    inside = {"name": function["name"], "arguments": arguments}
-    outside = {key: part for key, part in call.items() if key == "id" and part is not None}
-    return {**outside, "type": "function", "function": inside}
+        yield f"{file}, row {number}", row
 
 
 def _tools(value: Any, place: str) -> list[dict[str, Any]]:
     if isinstance(value, str):  # as Parquet files tend to have it
         try:
             value = msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # of which the latter: nested too deeply
             raise DataError(f"{place}: tools are not JSON: {error}") from error
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{place}: tools are a list of JSON schemas, got {value!r:.80}")
+    if not isinstance(value, list) or not all(_is_named(tool) for tool in value):
+        raise DataError(f"{place}: tools are a list of JSON schemas of functions with names, got {value!r:.80}")
     return value
+
+
+def _is_named(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 from rl_async.errors import DataError
+from rl_async.transfer_queue.data.chat_messages import for_templates
 from rl_async.transfer_queue.data.dataset import as_messages, open_rows
 
 Message = dict[str, Any]
@@ -54,4 +55,4 @@ def to_pair(row: dict[str, Any], place: str) -> Pair:
 def _conversation(value: Any, prompt: list[Message], place: str, column: str) -> list[Message]:
     if isinstance(value, str) and not prompt:
         raise DataError(f"{place}, column {column}: a text needs a column prompt; or give whole conversations")
-    return [*prompt, *as_messages(value, place, column, role="assistant")]
+    return for_templates([*prompt, *as_messages(value, place, column, role="assistant")])

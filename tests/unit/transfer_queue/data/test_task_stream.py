@@ -126,8 +126,8 @@ def test_a_cursor_of_other_data_is_refused(ten: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"prompt": None}, "row 1, column prompt"),
-        ({"prompt": [{"role": "user"}]}, "row 1, column prompt: a message needs its content"),
-        ({"prompt": [{"content": "x"}]}, "row 1, column prompt: a message needs a role"),
+        ({"prompt": [{"role": "user"}]}, "row 1, column prompt, message 0"),
+        ({"prompt": [{"content": "x"}]}, "row 1, column prompt, message 0"),
         ({"prompt": []}, "row 1, column prompt"),
         ({"reward_model": None}, "row 1, column reward_model"),
         ({"reward_model": {"ground_truth": None}}, "row 1, column reward_model"),
