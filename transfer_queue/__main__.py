@@ -22,7 +22,8 @@ from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue.auth.authenticator import Authenticator
 from rl_async.transfer_queue.auth.keys import client_keys, server_keys
 from rl_async.transfer_queue.auth.sockets import is_file
-from rl_async.transfer_queue.data.task_stream import make_sources
+from rl_async.transfer_queue.data.prompt_lengths import Schemas, read_schemas
+from rl_async.transfer_queue.data.task_stream import NO_SCHEMAS, make_sources
 from rl_async.transfer_queue.journal.opener import open_journal
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -46,7 +47,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     """
     config = load_resolved(run / "config.yaml")
     keys = server_keys(config, run)
-    source, eval_tasks = tasks_of(config)
+    source, eval_tasks = tasks_of(config, read_schemas(run))
     with (
         contextlib.closing(open_journal(config, run)) as journal,
         contextlib.closing(Ledger(run / "ledger.jsonl")) as ledger,
@@ -85,12 +86,12 @@ def _metrics(config: RunConfig, run: Path, address: str) -> AbstractContextManag
     return exposed(True, run, "queue", "queue", queue, port=port)
 
 
-def tasks_of(config: RunConfig) -> tuple[TaskSource, list[Task]]:
+def tasks_of(config: RunConfig, schemas: Schemas = NO_SCHEMAS) -> tuple[TaskSource, list[Task]]:
     """Return the training tasks, and the held-out tasks of one evaluation; a replay has recorded groups alone."""
     if config.rollout.replay:
         needed = config.trainer.steps * config.data.train_batch_groups
         return TaskStream([task_of(group) for group in Recording(config.rollout.replay).groups[:needed]]), []
-    return make_sources(config)
+    return make_sources(config, schemas)
 
 
 def main(argv: list[str] | None = None) -> int:

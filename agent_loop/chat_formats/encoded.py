@@ -10,7 +10,7 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.cache import TokenCache
-from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, TooLong, text_size
+from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, TooLong, flat_calls, text_size
 from rl_async.template_tokens import TemplateTokens, encode
 
 CACHE_BYTES = 64 << 20
@@ -66,7 +66,10 @@ class TokenizerFormat(ABC):
 
     @abstractmethod
     def _written(self, message: Message, *, sampled: bool) -> Message:
-        """Convert a message for the template. The content of a sampled one is the text as it was sampled."""
+        """Convert a message, whose calls are `flat_calls`, for the template.
+
+        The content of a sampled one is the text as it was sampled.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Encode text of the policy, in which special tokens count as such; none are added."""
@@ -197,5 +200,9 @@ class TokenizerFormat(ABC):
         return self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
 
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
-        written = [self._written(message, sampled=place in sampled) for place, message in enumerate(messages)]
+        written = [self._written(_flattened(m), sampled=place in sampled) for place, m in enumerate(messages)]
         return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]
+
+
+def _flattened(message: Message) -> Message:
+    return message | {"tool_calls": flat_calls(message)} if message.get("tool_calls") else message

@@ -1,5 +1,6 @@
 """What agent loops, gateway and fine-tuning need to know about the way in which a family of models chats."""
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -179,8 +180,41 @@ def text_size(messages: Sequence[Message]) -> int:
 
 def _texts(message: Message) -> Iterator[object]:
     yield message.get("content")
-    for call in message.get("tool_calls") or ():
-        yield call.get("arguments")
+    for call in flat_calls(message):
+        yield call["arguments"]
+
+
+def flat_calls(message: Message) -> list[dict[str, Any]]:
+    """Return the calls of a message as {name, arguments, perhaps id}, with arguments as JSON text.
+
+    They may be in OpenAI's form, whose name and arguments are in ``function`` and whose arguments may be a mapping.
+    """
+    return [_flat(call) for call in message.get("tool_calls") or ()]
+
+
+def with_names(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with a content, and with the function's name in each result that a call before it has: that with
+    its id, or the next one. Some formats print it."""
+    made: list[Message] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        message = message | {"content": message.get("content") or ""}
+        if message["role"] == "assistant":
+            waiting = flat_calls(message)
+        elif message["role"] == "tool" and waiting:
+            given = message.get("tool_call_id")
+            named = (number for number, call in enumerate(waiting) if given and call.get("id") == given)
+            call = waiting.pop(next(named, 0))
+            message = {"name": call["name"], **message}
+        made.append(message)
+    return made
+
+
+def _flat(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    given = function.get("arguments") or "{}"
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {"name": function["name"], "arguments": text} | ({"id": call["id"]} if call.get("id") else {})
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:

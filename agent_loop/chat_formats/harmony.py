@@ -233,7 +233,7 @@ class HarmonyFormat(TokenizerFormat):
         if message["role"] != "assistant":
             return message
         if not sampled:
-            calls = [call if "function" in call else nested(call) for call in message.get("tool_calls") or ()]
+            calls = [nested(call) for call in message.get("tool_calls") or ()]
             return _assistant(message.get("content") or "", message.get("reasoning_content") or "", calls)
         answer = self._read(message["content"])
         if any(call.problem for call in answer.calls):

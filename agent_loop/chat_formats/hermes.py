@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from rl_async.agent_loop.chat_formats.format import ParsedCall
+from rl_async.agent_loop.chat_formats.format import Message, ParsedCall, flat_calls
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 from rl_async.messages import CallProblem
 
@@ -59,6 +59,12 @@ def render(name: str, arguments: str) -> str:
     """Write a call; ``arguments`` is JSON text."""
     body = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}'
     return f"{CALL_START}\n{body}\n{CALL_END}"
+
+
+def said_text(message: Message) -> str:
+    """Write what a message says with its calls as one text, for those who read a conversation as texts."""
+    calls = [render(call["name"], call["arguments"]) for call in flat_calls(message)]
+    return "\n".join(filter(None, [message["content"], *calls]))
 
 
 HERMES = CallSyntax(parse, render, CALL_START)

@@ -20,6 +20,7 @@ from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START, Call
 
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 _PROBE, _PROBE_ID = "probe", "callid012"  # a function that is called to see how, and its call's id
+_KEY = "probekey"  # of an argument
 _NAME = re.compile(r"[\w.-]{0,256}")  # of functions, that no template would have to escape
 _TAIL = 16  # tokens of a prompt in which an open <think> is looked for
 
@@ -42,6 +43,7 @@ class ChatRenderer(TokenizerFormat):
         self.name, self._syntax = name, syntax
         self._thinks = "</think>" in str(tokenizer.chat_template)
         self.plain_turns = not self._thinks
+        self._takes_text = self._takes_arguments_as_text()
         self._printed_call = self.printed_call()
         self._prints_calls = _PROBE in self._printed_call
         closing = self._after_mark([])
@@ -54,15 +56,25 @@ class ChatRenderer(TokenizerFormat):
 
     def printed_call(self) -> str:
         """Return what the template prints of an assistant's call; nothing if it accepts none."""
-        given: tuple[Any, ...] = ({}, "{}")
-        for arguments in given:  # some templates need JSON text
-            call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-            said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self._render([{"role": "user", "content": "x"}, said], (), generate=False)
-            except jinja2.TemplateError:
-                continue
-        return ""
+        return self._print_call("{}" if self._takes_text else {})
+
+    def _takes_arguments_as_text(self) -> bool:
+        """Whether the template needs the arguments of calls as JSON text: it refuses mappings, or prints them as Python
+        does."""
+        printed = self._print_call({_KEY: "1"})
+        return f"'{_KEY}'" in printed or (not printed and bool(self._print_call("{}")))
+
+    def _print_call(self, arguments: dict[str, str] | str) -> str:
+        call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self._render([{"role": "user", "content": "x"}, said], (), generate=False)
+        except jinja2.TemplateError:
+            return ""
+
+    def calls_for_template(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Convert `flat_calls` to the form that the template takes."""
+        return [nested(call, as_text=self._takes_text) for call in calls]
 
     def bridge(
         self,
@@ -185,7 +197,7 @@ class ChatRenderer(TokenizerFormat):
         if not calls:
             return message
         if self._prints_calls:
-            return message | {"tool_calls": [nested(call) for call in calls]}
+            return message | {"tool_calls": self.calls_for_template(calls)}
         texts = [self._syntax.render(call["name"], call["arguments"]) for call in calls]
         return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *texts])}
 
@@ -199,7 +211,8 @@ class ChatRenderer(TokenizerFormat):
         return after
 
 
-def nested(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a call with JSON text as arguments, and perhaps an id, to the form that most templates take."""
-    made = {"type": "function", "function": {"name": call["name"], "arguments": msgspec.json.decode(call["arguments"])}}
+def nested(call: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+    """Convert one of `flat_calls` to the form that most templates take, or ``as_text`` to OpenAI's own."""
+    arguments = call["arguments"] if as_text else msgspec.json.decode(call["arguments"])
+    made = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if call.get("id") else made

@@ -16,7 +16,9 @@ from rl_async.agent_loop.chat_formats.format import (
     Message,
     ParsedCall,
     TooLong,
+    with_names,
 )
+from rl_async.agent_loop.chat_formats.hermes import said_text
 from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
@@ -58,7 +60,7 @@ class Episode:
         it is in an episode of several. Raises PromptTooLong."""
         self.task = group.task
         self.config = config
-        self.messages: list[Message] = list(group.task.prompt if prompt is None else prompt)
+        self.messages: list[Message] = with_names(group.task.prompt if prompt is None else prompt)
         self.done = False  # a tool or the environment ended the episode
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema for tool in tools]
@@ -82,7 +84,7 @@ class Episode:
                 f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
                 "(agent.max_tokens, rollout.max_model_len)"
             ) from None
-        turns = [Turn(role=message["role"], text=message["content"], end=len(token_ids)) for message in self.messages]
+        turns = [Turn(role=message["role"], text=said_text(message), end=len(token_ids)) for message in self.messages]
         self._rows = [Segment(RowTokens(token_ids), turns)]
 
     @property

@@ -26,6 +26,7 @@ from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import Plan, endpoints
 from rl_async.launcher.plan.ports import assign_ports
 from rl_async.launcher.plan.processor import MachineRecord, write_machine
+from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.ray.authentication import present_token, refuses_without_token
 from rl_async.launcher.runs.page_beside import serve_beside
 from rl_async.launcher.sources.fetch import Fetched
@@ -97,6 +98,7 @@ def make_ready(config: RunConfig, folder: Path, *, resume: bool = False) -> tupl
 def _make_folder(config: RunConfig, folder: Path, planned: Plan) -> None:
     create(config, folder)
     write_budget(folder, planned.memory)
+    write_tool_schemas(config, folder)
     make_tokens(folder / "keys")
     provide_keys(config, folder)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from rl_async.agent_loop.chat_formats.hermes import said_text
 from rl_async.configs.derived.data import eval_parts, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
@@ -118,7 +119,7 @@ def _tasks(source: DataSource, seed: int, numbers: Sequence[int]) -> list[Task]:
 
 def _trajectory(task: Task, answer: str) -> Trajectory:
     """Make the finished episode of an answer that no engine sampled: its turns, without tokens."""
-    said = [Turn(role=str(message["role"]), text=str(message["content"])) for message in task.prompt]
+    said = [Turn(role=message["role"], text=said_text(message)) for message in task.prompt]
     return Trajectory(
         task_id=task.task_id,
         group_id=0,

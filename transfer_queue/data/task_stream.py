@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,9 +14,10 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Task
 from rl_async.transfer_queue.data.dataset import Rows, open_first_rows, open_rows, to_task
+from rl_async.transfer_queue.data.prompt_lengths import PromptLength, Schemas, prompt_length
 from rl_async.transfer_queue.data.templates import templated
 
-PromptLength = Callable[[Task], int]
+NO_SCHEMAS: Schemas = {}
 FIRST_ROWS = 8  # of each file, that are read before a run starts
 
 
@@ -64,9 +65,14 @@ class _Source:
         if self.rows.generated:
             return
         for number, row in enumerate(self.rows):
-            if (tokens := length(self._task(row, number, ""))) > longest:
+            place, task = f"{self.rows.name}, row {number}, column prompt", self._task(row, number, "")
+            try:
+                tokens = length(task)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            if tokens > longest:
                 raise DataError(
-                    f"{self.rows.name}, row {number}, column prompt: {tokens} tokens, more than "
+                    f"{place}: {tokens} tokens with the template's own text and the tools, more than "
                     f"data.max_prompt_tokens={longest}"
                 )
 
@@ -125,13 +131,14 @@ def find_task(config: RunConfig, task_id: str, partition: str) -> Task:
     raise DataError(f"{key} has no task {task_id}; was it made by another data set, or submitted by a client?")
 
 
-def make_sources(config: RunConfig) -> tuple[TaskStream, list[Task]]:
+def make_sources(config: RunConfig, schemas: Schemas = NO_SCHEMAS) -> tuple[TaskStream, list[Task]]:
     """Return the training tasks, and the held-out tasks of one evaluation.
 
-    All rows are read once, so that a bad one stops the run before it starts. Raises DataError naming it.
+    All rows are read once, so that a bad one stops the run before it starts; ``schemas`` are those of the tools that
+    they may name. Raises DataError naming it.
     """
     data = config.data
-    length = prompt_length(config.model.path, data.max_prompt_tokens)
+    length = prompt_length(config, schemas)
     sources, held_out_sources = _training_sources(config), _held_out_sources(config, listed_code(config))
     for source in (*held_out_sources, *sources):
         source.check(length, data.max_prompt_tokens)
@@ -197,36 +204,6 @@ def _held_out(sources: Sequence[_Source], tasks: int) -> list[Task]:
         for source, share in zip(sources, shares, strict=True)
         for number in range(min(max(1, round(tasks * share)), len(source.rows)))
     ]
-
-
-def prompt_length(model_path: str, longest: int) -> PromptLength:
-    """Return a bound on a prompt's tokens, exact if it may exceed ``longest``; only then the tokenizer is loaded."""
-    exact: list[PromptLength] = []
-
-    def length(task: Task) -> int:
-        bound = sum(len(message["content"].encode()) + 32 for message in task.prompt)
-        if bound <= longest:  # a token is at least one byte
-            return bound
-        if not exact:
-            exact.append(_exact_length(model_path))
-        return exact[0](task)
-
-    return length
-
-
-def _exact_length(model_path: str) -> PromptLength:
-    from transformers import PreTrainedTokenizerFast
-
-    from rl_async.template_tokens import TemplateTokens
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
-    tokens = TemplateTokens(tokenizer)
-
-    def length(task: Task) -> int:
-        text = tokenizer.apply_chat_template(tokens.escape(task.prompt), tokenize=False, add_generation_prompt=True)
-        return len(tokens.encode(str(text)))
-
-    return length
 
 
 def inspect(path: str, *, show: int = 2) -> str:

@@ -40,7 +40,7 @@ def run_config(rollout: dict[str, Any] | None = None, **agent: Any) -> RunConfig
     )
 
 
-def leased(prompt: str = "what is 2+3?", *, partition: str = "train", samples: int = 1, **task: Any) -> LeasedGroup:
+def leased(prompt: Any = "what is 2+3?", *, partition: str = "train", samples: int = 1, **task: Any) -> LeasedGroup:
     return LeasedGroup(
         group_id=7,
         partition=partition,
@@ -50,7 +50,7 @@ def leased(prompt: str = "what is 2+3?", *, partition: str = "train", samples: i
             **{
                 "task_id": "t:0",
                 "data_source": "test",
-                "prompt": [{"role": "user", "content": prompt}],
+                "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
                 "ground_truth": "5",
                 **task,
             }

@@ -105,9 +105,7 @@ def test_a_demonstration_is_true_on_what_is_sampled(chat: HarmonyFormat) -> None
     ids, mask = chat.row([USER, called, result, said, USER], TOOLS)
     learned = chat.decode([token for token, sampled in zip(ids, mask, strict=True) if sampled])
     assert learned == CALLED + FINAL
-    assert chat.decode(ids) == chat._render(
-        [USER, chat._written(called, sampled=False), result], TOOLS, generate=True
-    ) + (FINAL)
+    assert chat.decode(ids) == chat._render(chat._escaped([USER, called, result], ()), TOOLS, generate=True) + FINAL
     with pytest.raises(ValueError, match="message 1"):
         chat.row([USER, said, USER, said], TOOLS)
 

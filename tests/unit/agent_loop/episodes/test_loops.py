@@ -58,6 +58,21 @@ async def test_a_tool_call_token_by_token(renderer: ChatRenderer, caplog: pytest
     assert all(a.began + a.seconds <= b.began + 0.01 for a, b in pairwise(row.activities))
 
 
+@pytest.mark.parametrize("arguments", ['{"expression": "1+2"}', {"expression": "1+2"}], ids=["text", "mapping"])
+async def test_a_prompt_may_have_calls_in_openais_form(renderer: ChatRenderer, arguments: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    prompt = [
+        {"role": "user", "content": "what is 1+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "user", "content": "what is 2+3?"},
+    ]
+    row = await play(run_config(tools=("calculator",)), ScriptedEngine(renderer, ["5"]), leased(prompt=prompt))
+    said = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{said}<|im_end|>" in renderer.decode(row.token_ids.tolist())
+    assert [turn.text for turn in row.turns] == ["what is 1+2?", said, "3", "what is 2+3?", "5"]
+
+
 async def test_requests_carry_what_was_sampled(renderer: ChatRenderer) -> None:
     engine = ScriptedEngine(renderer, [CALL, CALL, "5"])
     row = await play(run_config(tools=("calculator",)), engine)

@@ -17,6 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.transfer_queue.data.dataset import open_first_rows
 from rl_async.transfer_queue.data.task_stream import FIRST_ROWS, check_first_rows, inspect, make_sources
+from tests.support.families import byte_tokenizer
 
 
 def row(text: str = "hi", **changes: Any) -> dict[str, Any]:
@@ -225,6 +226,41 @@ def test_long_prompts_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"long\.jsonl, row 1, column prompt: 7\d\d tokens"):
         make_sources(config)
+
+
+def test_the_length_of_a_prompt_has_what_the_template_adds(tmp_path: Path) -> None:
+    """Its own system message, the schemas of the tools that a row may call, and past calls."""
+    template = (
+        "{{ '<|im_start|>' + 's' * 300 }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+        "{{ '<|im_start|>' + message.role + message.content }}{% for call in message.tool_calls %}"
+        "{{ call.function.name + (call.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    )
+    byte_tokenizer(template).save_pretrained(tmp_path / "model")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": "7" * 400}}}
+    called = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    schemas = {"add": {"type": "function", "function": {"name": "add", "description": "d" * 500}}}
+    cases = (("plain", row(tools=[]), 300), ("tools", row(), 800), ("calls", row(prompt=called, tools=[]), 700))
+    for name, given, least in cases:
+        for longest in (least, least + 150):
+            config = RunConfig(
+                model=ModelConfig(path=str(tmp_path / "model")),
+                data=DataConfig(path=jsonl(tmp_path / f"{name}.jsonl", [given]), max_prompt_tokens=longest),
+                agent=AgentConfig(tools=("add",)),
+            )
+            if longest > least:
+                assert make_sources(config, schemas)
+                continue
+            with pytest.raises(DataError, match=rf"{name}\.jsonl, row 0, column prompt: {least // 100}\d\d tokens"):
+                make_sources(config, schemas)
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ '<|im_start|>' }}"
+    byte_tokenizer(template).save_pretrained(tmp_path / "model")
+    said = [{"role": "system", "content": "x" * 99}, {"role": "user", "content": "x"}]
+    data = DataConfig(path=jsonl(tmp_path / "s.jsonl", [row(prompt=said)]), max_prompt_tokens=50)
+    with pytest.raises(DataError, match=r"s\.jsonl, row 0, column prompt"):
+        make_sources(RunConfig(model=ModelConfig(path=str(tmp_path / "model")), data=data))
 
 
 def test_made_data_with_held_out_tasks(tmp_path: Path) -> None:

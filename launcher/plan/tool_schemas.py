@@ -1,0 +1,56 @@
+"""Writes the schemas of a run's tools, by which its queue counts the tokens of prompts: the queue loads no user code.
+
+User code is loaded in a process of its own: ``python -m rl_async.launcher.plan.tool_schemas``.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+from rl_async.launcher.plan.user_code import LOAD_S
+from rl_async.transfer_queue.data.prompt_lengths import TOOLS_FILE
+from rl_async.userload import is_user_reference
+
+
+def write_tool_schemas(config: RunConfig, folder: Path) -> None:
+    """Write the schemas of the config's tools, and of the built-in ones, which tasks may name, into a run's folder.
+
+    None behind a gateway, whose programs offer tools of their own. Raises ConfigError if one cannot be loaded.
+    """
+    from rl_async.agent_loop.tools.registry import TOOLS
+
+    names = [] if config.agent.gateway is not None else [*dict.fromkeys([*TOOLS, *config.agent.tools])]
+    apart = any(map(is_user_reference, names))
+    (folder / TOOLS_FILE).write_text(json.dumps(_schemas_apart(names) if apart else _schemas(names)))
+
+
+def _schemas(names: Sequence[str]) -> dict[str, Any]:
+    from rl_async.agent_loop.tools.registry import get_tool
+
+    return {name: get_tool(name).schema for name in names}
+
+
+def _schemas_apart(names: Sequence[str]) -> Any:
+    command = [sys.executable, "-m", "rl_async.launcher.plan.tool_schemas", json.dumps(names)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"agent.tools: loading them took longer than {LOAD_S:g} s") from error
+    if done.returncode != 0:
+        raise ConfigError(f"agent.tools: loading them ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # the code may have printed something before
+
+
+def main() -> int:
+    """Print the schemas of the tools that the argument lists, as the last line of standard output."""
+    print(json.dumps(_schemas(json.loads(sys.argv[1]))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
