@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 log = logging.getLogger("rl_async.files")
 
+GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
+
 _BLOCK = 1 << 16  # bytes
 _LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
 _LOCK_POLL_S = 0.005

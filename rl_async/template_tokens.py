@@ -5,9 +5,12 @@ them by marks before the template prints the text, and `encode` turns the marks 
 as plain text: a tool's `<|im_end|>` is text about a token, and ends no turn.
 """
 
+import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import jinja2
@@ -93,8 +96,41 @@ class TemplateTokens:
         """Encode what the template printed of escaped messages; no special tokens are added."""
         if self._nonce not in printed:
             return encode(self._backend, printed)
+        return self.encode_outside(self._named(printed))
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """Encode pieces of what the template printed as the one text that they are.
+
+        Returns the tokens, and for each whether a piece that is true has a part of it.
+        """
+        marked = any(self._nonce in text for text, _ in pieces)
+        texts = [self._named(text) if marked else text for text, _ in pieces]
+        found = (self._plain if marked else self._backend).encode("".join(texts), add_special_tokens=False)
+        ends = list(accumulate(map(len, texts)))
+        spans = [(end - len(text), end) for end, text, (_, chosen) in zip(ends, texts, pieces) if chosen]
+        ids, chosen, place = list[int](), list[bool](), 0
+        for token, (start, end) in zip(found.ids, found.offsets):
+            if marked and token in self._control:
+                continue
+            while place < len(spans) and spans[place][1] <= start:
+                place += 1
+            ids.append(self._ids.get(token, token) if marked else token)
+            chosen.append(place < len(spans) and spans[place][0] < end)
+        return ids, chosen
+
+    def encode_continued(self, printed: str) -> list[int]:
+        """Encode what the template printed behind other text, without the space that some tokenizers put first."""
+        ids = encode(self._unprefixed, self._named(printed))
+        return [self._ids.get(i, i) for i in ids if i not in self._control]
+
+    @cached_property
+    def _unprefixed(self) -> Tokenizer:
+        return Tokenizer.from_str(json.dumps(_without_prefix(json.loads(self._plain.to_str()))))
+
+    def _named(self, printed: str) -> str:
+        """Return text with the secret names of its control tokens, and with the characters behind its marks."""
         named = self._token.sub(lambda match: self._names[match[0]], printed)
-        return self.encode_outside(self._mark.sub(lambda match: self._unmarked[match[0]], named))
+        return self._mark.sub(lambda match: self._unmarked[match[0]], named)
 
     def encode_outside(self, text: str) -> list[int]:
         """Encode text as plain text, whatever it contains."""
@@ -108,6 +144,26 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     if len(text) < LONG:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
     return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)  # unlike encode, it releases the GIL
+
+
+def _without_prefix(part: Any) -> Any:
+    """Return a tokenizer's description without the parts that put a space before a text."""
+    if isinstance(part, list):
+        return [_without_prefix(inner) for inner in part if not _prepends(inner)]
+    if not isinstance(part, dict):
+        return part
+    changed = {
+        key: None if _prepends(inner) else _without_prefix(inner) for key, inner in part.items() if key != "vocab"
+    }
+    if "prepend_scheme" in part:
+        changed["prepend_scheme"] = "never"
+    if "add_prefix_space" in part:
+        changed["add_prefix_space"] = False
+    return part | changed
+
+
+def _prepends(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "Prepend"
 
 
 def _as_special(token: AddedToken) -> AddedToken:

@@ -153,9 +153,22 @@ class TokenizerFormat(ABC):
         """Mark control tokens in a message of others, for text that is rendered elsewhere and encoded here."""
         return self._tokens.escape(message)
 
-    def encode_printed(self, text: str) -> list[int]:
-        """Encode what the chat template printed of escaped messages."""
-        return self._tokens.encode(text)
+    def encode_printed(self, text: str, after: str = "") -> list[int]:
+        """Encode what the chat template printed of escaped messages, behind ``after``, the text of a special token.
+
+        Some tokenizers put a space before a text, and others not behind special tokens.
+        """
+        if not after:
+            return self._tokens.encode(text)
+        before = self._tokens.encode(after)
+        token_ids = self._tokens.encode(after + text)
+        if token_ids[: len(before)] != before:
+            raise ValueError(f"{after!r} is not encoded by itself")
+        return token_ids[len(before) :]
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Encode what the chat template printed behind other text, of which its tokens are no part."""
+        return self._tokens.encode_continued(text)
 
     def check(
         self,

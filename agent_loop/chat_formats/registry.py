@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import jinja2
+import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
@@ -16,8 +18,16 @@ from rl_async.agent_loop.chat_formats.syntax import NO_CALLS, CallSyntax
 from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import ConfigError
+from rl_async.files import GENERATION_CONFIG
 
 log = logging.getLogger("rl_async.agent_loop")
+
+
+class _Generation(msgspec.Struct):
+    """The part of a ``generation_config.json`` that is read here."""
+
+    eos_token_id: int | list[int] | None = None
+
 
 SYNTAXES: dict[str, CallSyntax] = {"plain": NO_CALLS, "hermes": HERMES}  # of formats that follow the template
 OWN: dict[str, Callable[[PreTrainedTokenizerFast], ChatFormat]] = {"gpt-oss": HarmonyFormat, "mistral": MistralFormat}
@@ -85,6 +95,7 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
         chat = choose(PreTrainedTokenizerFast.from_pretrained(model_path), agent.chat_format)
     except (OSError, ValueError, jinja2.TemplateError) as error:
         raise ConfigError(f"model.path: {model_path} has no usable tokenizer with a chat template: {error}") from error
+    chat.stop_token_ids = sorted({*chat.stop_token_ids, *end_tokens(Path(model_path))})
     if chat.name == "mistral" and agent.past_reasoning != "keep":
         raise ConfigError(
             f"agent.past_reasoning={agent.past_reasoning}: Mistral's templates take no results after a broken call, so "
@@ -105,3 +116,16 @@ def load_format(model_path: str, agent: AgentConfig) -> ChatFormat:
             "use a model whose template does, or set agent.unprinted_tools=allow if this one learned to call them"
         )
     return chat
+
+
+def end_tokens(model: Path) -> list[int]:
+    """Return the tokens that end a turn by the model's ``generation_config.json``, where chat models often name more of
+    them than their tokenizer does. Raises ConfigError if the file cannot be read."""
+    file = model / GENERATION_CONFIG
+    if not file.is_file():
+        return []
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Generation).eos_token_id
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
+    return [found] if isinstance(found, int) else list(found or [])

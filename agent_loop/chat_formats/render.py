@@ -6,7 +6,7 @@ only the text that it adds is encoded, so the tokens sampled before it stay as t
 
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jinja2
@@ -43,34 +43,24 @@ class ChatRenderer(TokenizerFormat):
         self.name, self._syntax = name, syntax
         self._thinks = "</think>" in str(tokenizer.chat_template)
         self.plain_turns = not self._thinks
-        self._takes_text = self._takes_arguments_as_text()
+        self._takes_text = takes_arguments_as_text(self._print_past)
         self._printed_call = self.printed_call()
         self._prints_calls = _PROBE in self._printed_call
         closing = self._after_mark([])
-        first = self.encode(closing)[:1]
+        first = self.encode(closing.lstrip())[:1]
         if not first or first[0] not in tokenizer.added_tokens_decoder:
             raise ValueError(f"the chat template ends an assistant's turn with {closing!r}, not with a special token")
         self.end_of_turn: int = first[0]
         self._end_text = tokenizer.added_tokens_decoder[first[0]].content
+        self._closing = closing[: closing.index(self._end_text)] + self._end_text  # some print a space before it
         self.stop_token_ids = sorted({self.end_of_turn, tokenizer.eos_token_id or self.end_of_turn})
 
     def printed_call(self) -> str:
         """Return what the template prints of an assistant's call; nothing if it accepts none."""
-        return self._print_call("{}" if self._takes_text else {})
+        return _print_call(self._print_past, "{}" if self._takes_text else {})
 
-    def _takes_arguments_as_text(self) -> bool:
-        """Whether the template needs the arguments of calls as JSON text: it refuses mappings, or prints them as Python
-        does."""
-        printed = self._print_call({_KEY: "1"})
-        return f"'{_KEY}'" in printed or (not printed and bool(self._print_call("{}")))
-
-    def _print_call(self, arguments: dict[str, str] | str) -> str:
-        call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            return self._render([{"role": "user", "content": "x"}, said], (), generate=False)
-        except jinja2.TemplateError:
-            return ""
+    def _print_past(self, messages: list[Message]) -> str:
+        return self._render(messages, (), generate=False)
 
     def calls_for_template(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Convert `flat_calls` to the form that the template takes."""
@@ -189,7 +179,9 @@ class ChatRenderer(TokenizerFormat):
 
     def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
         text = self._after_mark(self._escaped(messages, sampled), generate=True)
-        return tuple(self._tokens.encode(text.removeprefix(self._end_text)))
+        if not text.startswith(self._closing):
+            return tuple(self._tokens.encode(text))
+        return tuple(self.encode_printed(text.removeprefix(self._closing), after=self._end_text))
 
     def _written(self, message: Message, *, sampled: bool) -> Message:
         """Give calls to a template that prints them; else write them the way the model would have written them."""
@@ -209,6 +201,24 @@ class ChatRenderer(TokenizerFormat):
         if not mark:
             raise ValueError("the chat template does not print the assistant's text")
         return after
+
+
+def takes_arguments_as_text(render: Callable[[list[Message]], str]) -> bool:
+    """Whether a template needs the arguments of calls as JSON text: it refuses mappings, or prints them as Python does.
+
+    ``render`` prints messages, and raises jinja2.TemplateError if it cannot.
+    """
+    printed = _print_call(render, {_KEY: "1"})
+    return f"'{_KEY}'" in printed or (not printed and bool(_print_call(render, "{}")))
+
+
+def _print_call(render: Callable[[list[Message]], str], arguments: Any) -> str:
+    call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        return render([{"role": "user", "content": "x"}, said])
+    except jinja2.TemplateError:
+        return ""
 
 
 def nested(call: dict[str, Any], *, as_text: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from rl_async.errors import UserError
-from rl_async.files import written_whole
+from rl_async.files import GENERATION_CONFIG, written_whole
 from rl_async.trainer.checkpoints.adapters import ADAPTER_FOLDER, write_merged
 from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints
 from rl_async.trainer.checkpoints.shards import MOMENT, StoredShards, write_whole
@@ -25,19 +25,28 @@ def write_described(folder: Path, config: Any, tokenizer: str | None, complete: 
     """Write what other tools read beside the shards of ``folder``: a Hugging Face folder, and a value head if there is
     one.
 
-    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer to copy, None for a model without logits.
+    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer and of the generation config to copy, None
+    for a model without logits.
     Unless ``complete`` the folder has no weights. Not a collective. Raises UserError as ``write_model`` does.
     """
     target = folder / MODEL_FOLDER
     config.save_pretrained(target)
     if tokenizer is not None:
-        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).save_pretrained(target)
+        copy_text_files(Path(tokenizer), target)
     if complete:
         write_model(folder)
     shards = StoredShards(folder / SHARDS)
     names = [name for name in shards.sizes if name.startswith(VALUE_HEAD) and MOMENT not in name]
     if names:  # not in the model's folder, from which engines load every tensor
         save_file({name.removeprefix(VALUE_HEAD): shards.whole(name) for name in names}, folder / VALUE_HEAD_FILE)
+
+
+def copy_text_files(source: Path, target: Path) -> None:
+    """Copy what a model needs to read and write text: its tokenizer, and its generation config, which may name more
+    tokens that end a turn than the tokenizer does."""
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(target)
+    if (source / GENERATION_CONFIG).is_file():
+        shutil.copy(source / GENERATION_CONFIG, target)
 
 
 def write_model(folder: Path, target: Path | None = None) -> None:

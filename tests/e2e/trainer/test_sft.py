@@ -102,6 +102,8 @@ def test_a_run_shows_its_losses_and_writes_a_model(home: Path, undisturbed: "sub
     assert f"{evaluations[-1]['eval/loss']:.4f}" in shown[-1] and "model: plain" in shown[-1]
     model = AutoModelForCausalLM.from_pretrained(home / "plain")
     assert AutoTokenizer.from_pretrained(home / "plain").chat_template
+    generation = "generation_config.json"
+    assert (home / "plain" / generation).read_bytes() == (home / "base" / generation).read_bytes()
     assert not torch.equal(model.lm_head.weight, load_file(home / "base" / "model.safetensors")["lm_head.weight"])
 
 

@@ -1,5 +1,6 @@
 """Which chat format a tokenizer gets, and when it is refused."""
 
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -61,3 +62,24 @@ def test_every_library_name_is_the_packages() -> None:
     from renderers.configs import config_from_name
 
     assert [config_from_name(name).name for name in LIBRARY_NAMES] == [*LIBRARY_NAMES]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, []), (3, [3]), ([3, 4], [3, 4]), ("missing", [])])
+def test_the_end_tokens_of_the_generation_config_end_turns(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: object, wanted: list[int]
+) -> None:
+    folder = save(tokenizer, tmp_path / "model", str(tokenizer.chat_template))
+    before = load_format(folder, AgentConfig()).stop_token_ids
+    if given != "missing":
+        (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": given, "top_p": 0.8}))
+    assert load_format(folder, AgentConfig()).stop_token_ids == sorted({*before, *wanted})
+
+
+@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "</s>"}', "[]"])
+def test_a_generation_config_that_cannot_be_read_is_named(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, text: str
+) -> None:
+    folder = save(tokenizer, tmp_path / "model", str(tokenizer.chat_template))
+    (tmp_path / "model/generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model\.path: .*generation_config\.json"):
+        load_format(folder, AgentConfig())

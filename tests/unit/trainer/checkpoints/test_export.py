@@ -1,0 +1,20 @@
+"""What an exported model has beside its weights."""
+
+from pathlib import Path
+
+from rl_async.trainer.checkpoints.export import copy_text_files
+from tests.support.families import byte_tokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
+
+
+def test_an_export_has_the_tokenizer_and_the_end_tokens_of_its_model(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    byte_tokenizer(TEMPLATE).save_pretrained(base)
+    copy_text_files(base, tmp_path / "without")
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    copy_text_files(base, tmp_path / "with")
+    for name in ("with", "without"):
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    assert not (tmp_path / "without/generation_config.json").exists()
+    assert (tmp_path / "with/generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
