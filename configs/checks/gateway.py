@@ -20,7 +20,7 @@ WORKERS_KEYS = (
     ),
     *("workers", "concurrency", "check_rendering"),
 )
-PER_ROW_SHAPING = ("overlong_max_tokens", "overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
+PER_ROW_SHAPING = ("overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
 
 def gateway_problem(c: RunConfig) -> str | None:

@@ -22,6 +22,12 @@ class AdvantageOptions(Config, frozen=True):
     gamma: Annotated[Fraction, advantage_option("gamma", "discount per token.")] = 1.0
     lam: Annotated[Fraction, advantage_option("lam", "lambda.")] = 1.0
     whiten: Annotated[bool, advantage_option("whiten", "mean 0 and variance 1 over the batch's sampled tokens.")] = True
+    bootstrap_cut: Annotated[
+        bool,
+        advantage_option(
+            "bootstrap_cut", "rows that a limit on tokens or turns cut go on: the critic's last value follows, not 0."
+        ),
+    ] = False
     passk_std: Annotated[bool, advantage_option("passk_std", "divide by the group's standard deviation.")] = True
     gdpo_weights: Annotated[
         dict[str, float],
@@ -86,7 +92,7 @@ class ShapingConfig(Config, frozen=True):
         ),
     ] = 64
     overlong_max_tokens: Annotated[
-        Positive | None, doc("Sampled tokens from which on the overlong penalty is whole; null: no penalty.")
+        Positive | None, doc("Sampled tokens of an episode from which on the overlong penalty is whole; null: none.")
     ] = None
     overlong_cache_tokens: Annotated[
         Positive, doc("The penalty grows linearly over this many tokens before overlong_max_tokens.")

@@ -78,7 +78,9 @@ ADVANTAGES: dict[str, Advantage] = {
     "remax": Advantage(compares_group=False, needs=frozenset({"greedy"}), row_is_episode=True),
     "reinforce_plus_plus": Advantage(compares_group=False, options=("gamma",)),
     "reinforce_plus_plus_baseline": Advantage(),
-    "gae": Advantage(compares_group=False, needs=frozenset({"values"}), options=("gamma", "lam", "whiten")),
+    "gae": Advantage(
+        compares_group=False, needs=frozenset({"values"}), options=("gamma", "lam", "whiten", "bootstrap_cut")
+    ),
     "optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
     "tir_optimal_token_baseline": Advantage(needs=frozenset({"sum_squares"}), row_is_episode=True),
 }

@@ -47,11 +47,17 @@ class AdvantageInputs:
     logprobs: Tensor | None = None  # float64 [N, T], log pi_old
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
     importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects; None: bypassed
+    cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens or turns
 
     @property
     def weights(self) -> Tensor:
         """float64 [N], the weight of each row in a statistic over episodes."""
         return torch.where(self.scored, self.row_weights, 0.0)
+
+    @property
+    def bootstrap(self) -> Tensor | None:
+        """bool [N], the rows whose last state `gae` takes for one that goes on; None if it takes none."""
+        return self.cut if self.options.bootstrap_cut else None
 
 
 AdvantageFn = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
@@ -101,8 +107,10 @@ class Groups:
         return self.max(values, counts) > -self.max(-values, counts)
 
     def centred(self, values: Tensor) -> Tensor:
-        """Values [N] minus their group's mean; 0 for rows that do not count."""
-        return torch.where(self.weights > 0, values - self.mean(values), 0.0)
+        """Values [N] minus their group's mean; exactly 0 in a group whose values are equal, and for rows that do not
+        count. Rounding would be scaled up by what divides or whitens it, and by the optimizer."""
+        tells = self.differs(values) | ~values.isfinite()
+        return torch.where((self.weights > 0) & tells, values - self.mean(values), 0.0)
 
 
 def spread(rows: Tensor, mask: Tensor) -> Tensor:
@@ -226,7 +234,7 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 def gae_advantage(x: AdvantageInputs) -> Tensor:
     """Generalised advantage estimation by a critic's values (``values.py``), whitened over the batch on demand."""
     assert x.values is not None, "gae needs a critic"
-    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam)
+    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap)
     if not x.options.whiten:
         return torch.where(x.scored[:, None], advantages, 0.0)
     return whiten(advantages, x.mask & x.scored[:, None])

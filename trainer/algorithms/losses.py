@@ -16,7 +16,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 
 LOG_SEQUENCE_RATIO_LIMIT = 10.0  # of gspo's mean of log r over a row
-SMALLEST = 1e-7  # keeps probabilities and their complements away from log(0)
+SMALLEST = 1e-8  # beside the complement of a probability, as in verl, which keeps it away from log(0)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def gmpo(x: LossInputs) -> Tensor:
     log_ratio = x.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     limited = log_ratio.clamp(-x.options.clip_low, x.options.clip_high)
     log_ratio = sign * torch.minimum(sign * log_ratio, sign * limited)
-    weights = torch.where(x.free, _row_mean(x.weights.clamp(min=1e-10).log(), x).exp(), x.weights)
+    weights = torch.where(x.free, _row_mean((x.weights + 1e-10).log(), x).exp(), x.weights)
     log_mean = _row_mean(log_ratio, x).detach() + log_ratio - log_ratio.detach()
     return -weights * log_mean.exp() * _row_mean(x.advantages, x)
 
@@ -211,10 +211,13 @@ def dppo_tv(x: LossInputs) -> Tensor:
 
 
 def dppo_kl(x: LossInputs) -> Tensor:
-    """As ``dppo_tv`` with KL(pi_old || pi_theta) of the sampled token against all others, above ``dppo_kl``, [B, T]."""
-    new = x.logprobs.detach().exp().clamp(SMALLEST, 1 - SMALLEST)
-    old = x.proximal.exp().clamp(SMALLEST, 1 - SMALLEST)
-    distance = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    """As ``dppo_tv`` with KL(pi_old || pi_theta) of the sampled token against all others, above ``dppo_kl``, [B, T].
+
+    1e-8 is added to both complements, as in verl.
+    """
+    new, old = x.logprobs.detach().exp(), x.proximal.exp()
+    others = ((1 - old + SMALLEST) / (1 - new + SMALLEST)).log()
+    distance = (1 - old) * others - old * x.log_ratio.detach()
     return _masked(x, _moves_away(x) & _beyond(x, distance, x.options.loss_options.dppo_kl))
 
 

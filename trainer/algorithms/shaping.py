@@ -7,6 +7,7 @@ headers, so all of them compute the same. The order within a reward: the penalty
 correctness reward), scaling sees what is learned from, and clipping bounds what comes out.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from rl_async.messages import TrajectoryHeader
 EPSILON = 1e-8
 RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
 CUT_OFF = "length"  # the finish reason of a trajectory that reached a limit on tokens
+LIMITS = (CUT_OFF, "max_turns")  # finish reasons of trajectories that a limit cut
 BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
 
 
@@ -36,10 +38,13 @@ def rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tens
 def penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
     """Compute the soft overlong punishment, float64 [N], from -overlong_factor to 0.
 
-    With L sampled tokens: 0 up to max - cache, ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO
-    (arXiv:2503.14476), eq. 13; there the factor is 1.
+    With L sampled tokens in all rows of the episode, or of its role in it, which have one reward: 0 up to max - cache,
+    ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13; there the factor is 1.
     """
-    lengths = torch.tensor([h.sampled for h in headers], dtype=torch.float64)
+    sampled = Counter[tuple[str, str]]()
+    for h in headers:
+        sampled[h.episode_id, h.role] += h.sampled
+    lengths = torch.tensor([sampled[h.episode_id, h.role] for h in headers], dtype=torch.float64)
     if options.overlong_max_tokens is None:
         return torch.zeros_like(lengths)
     begins = options.overlong_max_tokens - options.overlong_cache_tokens
@@ -66,6 +71,11 @@ def divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> floa
 def trains(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
     """Which rows train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
     return torch.tensor([not (options.overlong_filter and h.finish_reason == CUT_OFF) for h in headers])
+
+
+def cut(headers: Sequence[TrajectoryHeader]) -> Tensor:
+    """Which rows ended because of a limit on tokens or turns, bool [N]: the episode could have gone on."""
+    return torch.tensor([h.finish_reason in LIMITS for h in headers])
 
 
 def repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: int, step: int) -> Tensor:

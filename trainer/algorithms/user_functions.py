@@ -200,4 +200,5 @@ def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions, c
         parts=_Parts(),
         values=_with_garbage(torch.full(mask.shape, 0.5, dtype=torch.float64), garbage, mask) if critic else None,
         logprobs=_with_garbage(torch.full(mask.shape, -0.5, dtype=torch.float64), garbage, mask),
+        cut=torch.tensor([False, True, False, False, False]),
     )

@@ -118,5 +118,5 @@ def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig 
         return None
     assert x.values is not None
     mask = x.mask & x.scored[:, None]
-    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam)
+    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam, x.bootstrap)
     return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask)

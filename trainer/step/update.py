@@ -242,6 +242,7 @@ def advantage_inputs(
         logprobs=before.proximal.double(),
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
         importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
+        cut=shaping.cut(headers),
     )
 
 

@@ -250,10 +250,7 @@ GATEWAY = "agent.gateway={}"
         (["algorithm.advantage=tir_optimal_token_baseline"], "algorithm.advantage=tir_optimal_token_baseline"),
         (["algorithm.shaping.reward_scale=batch_std"], "algorithm.shaping.reward_scale"),
         (["algorithm.shaping.resample=pow"], "algorithm.shaping.resample"),
-        (
-            ["algorithm.shaping.overlong_max_tokens=48", "algorithm.shaping.overlong_cache_tokens=8"],
-            "algorithm.shaping.overlong_max_tokens",
-        ),
+        (["algorithm.shaping.overlong_filter=true"], "algorithm.shaping.overlong_filter"),
     ],
 )
 def test_what_takes_a_row_for_an_episode_does_not_go_with_several(overrides: list[str], named: str) -> None:

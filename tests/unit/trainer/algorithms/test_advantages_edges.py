@@ -45,6 +45,19 @@ def test_gpg_counts_groups_of_equal_rewards_as_without_signal_whatever_rounding_
     assert got[:, 0].tolist() == pytest.approx([0, 0, 0, -5 / 2 * 0.5, 5 / 2 * 0.5])
 
 
+GROUP_NAMES = ["grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "gpg", "reinforce_plus_plus_baseline"]
+
+
+@pytest.mark.parametrize("name", GROUP_NAMES)
+def test_a_batch_without_signal_gives_exactly_0(name: str) -> None:
+    """Rounding of a mean is not scaled up by what divides or whitens it, nor by an optimizer after it."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    rewards, groups = [0.1, 0.1, 0.1, 0.7, 0.7], [0, 0, 0, 1, 1]
+    parts = {"a": torch.tensor(rewards, dtype=torch.float64), "b": torch.tensor([0.3] * 5, dtype=torch.float64)}
+    for given in ({}, parts):
+        assert not ADVANTAGES[name](batch(rewards, groups, mask, parts=given)).any()
+
+
 @pytest.mark.parametrize("name", [name for name, traits in TRAITS.items() if "sum_squares" in traits.needs])
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 3e-7])
 def test_token_baselines_stay_within_the_groups_returns(name: str, noise: float) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +65,44 @@ def test_gae_is_the_sum_of_the_paper_over_sampled_tokens_only(seed: int, gamma: 
             [a + v for a, v in zip(expected, values, strict=True)], abs=1e-12
         )
         assert not advantages[row, ~picked].any() and not returns[row, ~picked].any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_row_that_a_limit_cut_goes_on_with_the_critics_last_value(seed: int) -> None:
+    x = batch(seed)
+    assert x.values is not None
+    cut = torch.arange(len(x.mask)) % 2 == 1
+    ended, _ = gae(x.token_rewards, x.values, x.mask, 0.9, 0.8)
+    advantages, returns = gae(x.token_rewards, x.values, x.mask, 0.9, 0.8, cut)
+    for row in range(len(x.mask)):
+        picked = x.mask[row]
+        rewards, values = x.token_rewards[row, picked].tolist(), x.values[row, picked].tolist()
+        if not cut[row] or not values:
+            assert torch.equal(advantages[row], ended[row])
+            continue
+        rewards[-1] += 0.9 * values[-1]
+        assert advantages[row, picked].tolist() == pytest.approx(by_hand(rewards, values, 0.9, 0.8), abs=1e-12)
+        assert returns[row, picked].tolist() == pytest.approx(
+            (advantages[row, picked] + x.values[row, picked]).tolist()
+        )
+
+
+def test_rows_bootstrap_by_the_option_alone() -> None:
+    x = dataclasses.replace(batch(3), cut=torch.tensor([True] * 6))
+    plain = gae_advantage(dataclasses.replace(x, cut=None))
+    assert torch.equal(gae_advantage(x), plain)
+    on = msgspec.structs.replace(x.options, bootstrap_cut=True)
+    assert not torch.equal(gae_advantage(dataclasses.replace(x, options=on)), plain)
+
+
+def test_whitening_is_the_formula_of_verl_and_trl() -> None:
+    """(A - mean) * rsqrt(var + 1e-8), var unbiased: a deviation of 1e-4 is not taken for a signal of 1."""
+    for scale in (1.0, 1e-4, 1e-6):
+        values = scale * torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
+        expected = (values - values.mean()) / (values.var() + 1e-8).sqrt()
+        assert whiten(values, torch.ones_like(values, dtype=torch.bool)).tolist()[0] == pytest.approx(
+            expected.tolist()[0], rel=1e-12
+        )
 
 
 def test_with_lambda_one_returns_are_discounted_sums_whatever_the_critic_says() -> None:

@@ -395,6 +395,29 @@ def test_certain_tokens_are_within_the_trust_region_of_each_other(name: str) -> 
     assert torch.equal(LOSSES[name].per_token(certain), -certain.weights * certain.advantages)
 
 
+@pytest.mark.parametrize("complement", [0.3, 1e-4, 1e-7, 1e-9, 0.0])
+@pytest.mark.parametrize("factor", [1 - 1e-6, 1 + 1e-6])
+def test_the_kl_of_a_nearly_certain_token_is_verls(complement: float, factor: float) -> None:
+    """old (log old - log new) + (1 - old) log((1 - old + 1e-8) / (1 - new + 1e-8)), no probability being clamped."""
+    old, new = math.log1p(-complement), math.log(0.6)
+    p, q = math.exp(old), math.exp(new)
+    distance = p * (old - new) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    options = LossOptions(dppo_kl=distance * factor)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    x = LossInputs(
+        logprobs=new * one,
+        proximal=old * one,
+        behaviour=old * one,
+        advantages=-one,
+        weights=one,
+        mask=one.bool(),
+        free=one.bool(),
+        options=AlgorithmConfig(loss_options=options),
+    )
+    kept = LOSSES["dppo_kl"].per_token(x).item() != 0.0
+    assert kept == (factor > 1)
+
+
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
 def test_a_share_of_nothing_picks_nothing(loss: str) -> None:
     options = AlgorithmConfig(loss_options=LossOptions(clip_cov_share=0.0, kl_cov_share=0.0, clip_cov_low=-9.0))

@@ -1,5 +1,6 @@
 """Reward shaping against formulas written out plainly."""
 
+import itertools
 import math
 
 import numpy as np
@@ -13,13 +14,23 @@ from rl_async.messages import TrajectoryHeader, Version, VersionRun
 from rl_async.trainer.algorithms import shaping
 
 
-def header(reward: float = 0.0, sampled: int = 5, scored: bool = True, finish: str = "stop") -> TrajectoryHeader:
+def header(
+    reward: float = 0.0,
+    sampled: int = 5,
+    scored: bool = True,
+    finish: str = "stop",
+    *,
+    episode: str = "",
+    role: str = "",
+) -> TrajectoryHeader:
+    """The only row of an episode of its own, unless ``episode`` names one."""
     return TrajectoryHeader(
         group_id=0,
         sample=0,
         attempt=0,
         partition="train",
-        episode_id="",
+        episode_id=episode or f"own {next(NUMBERS)}",
+        role=role,
         tokens_hash="",
         segment=0,
         tokens=sampled + 3,
@@ -29,6 +40,9 @@ def header(reward: float = 0.0, sampled: int = 5, scored: bool = True, finish: s
         versions=[VersionRun(Version(), 0, sampled)],
         scored=scored,
     )
+
+
+NUMBERS = itertools.count()
 
 
 def soft_punishment(length: int, longest: int, cache: int) -> float:
@@ -45,6 +59,20 @@ def test_overlong_penalty_is_eq_13(length: int, cache: int, more: int, factor: f
     options = ShapingConfig(overlong_max_tokens=cache + more, overlong_cache_tokens=cache, overlong_factor=factor)
     expected = factor * soft_punishment(length, cache + more, cache)
     assert shaping.penalties([header(sampled=length)], options).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_penalty_is_that_of_the_episode_or_of_a_role_in_it() -> None:
+    options = ShapingConfig(overlong_max_tokens=20, overlong_cache_tokens=10)
+    split = [header(1.0, sampled, episode="split") for sampled in (4, 5, 6)]
+    roles = [header(1.0, 12, episode="game", role=role) for role in ("one", "two", "two")]
+    headers = [*split, header(1.0, 15), *roles]
+    assert shaping.penalties(headers, options).tolist() == pytest.approx([-0.5, -0.5, -0.5, -0.5, -0.2, -1.0, -1.0])
+    assert shaping.rewards(headers, options).tolist() == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.8, 0.0, 0.0])
+
+
+def test_a_limit_on_tokens_or_turns_cuts() -> None:
+    headers = [header(finish=reason) for reason in ("stop", "length", "max_turns", "tool_calls", "abort", "error")]
+    assert shaping.cut(headers).tolist() == [False, True, True, False, False, False]
 
 
 ROWS = st.lists(
