@@ -42,7 +42,8 @@ class SimulatedUser:
             raise ConfigError("agent.environment=simulated_user needs agent.user")
         self._config, self._model = services.config.agent.user, services.user
         self._stopped, self._said = False, 0
-        asked = [message for message in task.prompt if message["role"] in ("user", "assistant")]
+        spoken = (message for message in task.prompt if message["role"] in ("user", "assistant"))
+        asked = [message for message in spoken if message["content"]]  # a past call may say nothing to the user
         place, row = f"task {task.task_id}", task.extra | {"ground_truth": task.ground_truth}
         self._score = fill(self._config.score, row, place)
         self._chat: list[Message] = [

@@ -78,6 +78,16 @@ async def test_a_model_outside_plays_the_user_and_scores(
     assert "USER_KEY" not in os.environ
 
 
+async def test_a_user_does_not_see_past_calls(renderer: ChatRenderer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    called = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    asked = [{"role": "user", "content": "1+2?"}, *called, {"role": "assistant", "content": "3. And now?"}]
+    async with Outside(says("[DONE]")) as it:
+        await play(with_user(url=f"{it.url}/v1", model="m"), renderer, ["5"], leased(prompt=asked, extra=WISH))
+    said = [message["content"] for message in it.asked[0].body["messages"][2:]]
+    assert said == ["1+2?", "3. And now?", "5"]
+
+
 async def test_a_user_who_cannot_be_asked_fails_the_sample_without_the_key(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
