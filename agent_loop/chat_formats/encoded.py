@@ -142,12 +142,12 @@ class TokenizerFormat(ABC):
         return list(token_ids)
 
     def cut(self, text: str, tokens: int) -> str:
-        """Cut a tool's text to ``tokens`` tokens; only as much is encoded as that many tokens can hold."""
+        """Cut a tool's text to ``tokens`` tokens, between characters; only as much is encoded as they can hold."""
         if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
             return text
         text = text[: tokens * self._tokens.longest_token]
         token_ids = self._tokens.encode_outside(text)
-        return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens])
+        return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens]).rstrip("\ufffd")
 
     def escape(self, message: Message) -> Message:
         """Mark control tokens in a message of others, for text that is rendered elsewhere and encoded here."""

@@ -21,7 +21,7 @@ from rl_async.agent_loop.chat_formats.format import (
 from rl_async.agent_loop.chat_formats.hermes import said_text
 from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
-from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
@@ -232,11 +232,14 @@ class Episode:
         messages = []
         for call, (result, seconds) in zip(calls, done):
             text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
+            cut = result.whole or (len(result.text) if text != result.text else 0)
+            text = marked_as_cut(text, cut) if cut else text
             self.turns[-1].tool_calls.append(
                 ToolCall(
                     name=call.name,
                     arguments=call.raw,
                     result=text,
+                    cut=cut,
                     error=result.error,
                     problem=call.problem,
                     reward=result.reward,

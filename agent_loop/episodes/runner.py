@@ -48,6 +48,7 @@ class EpisodeRunner:
         self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
         get_loop(config.agent.loop)
         self._told: set[str] = set()  # loops that tasks name in place of the config's
+        self._told_cut: set[str] = set()  # tools with a result that was cut
         for name in config.agent.tools:
             get_tool(name)
         self._services, self._environments = Services(config, chat, generator), hosted
@@ -161,10 +162,24 @@ class EpisodeRunner:
         if self._random.random() < self._config.agent.check_rendering:
             self._check(episode)
         rows = episode.trajectories(reason)
+        self._tell_cut(episode)
         if score is not None:
             rows[-1].reward_parts, rows[-1].reward_reasons = score.named(ENVIRONMENT), score.reasons(ENVIRONMENT)
             self._warn_if_unused(score)
         return rows
+
+    def _tell_cut(self, episode: Episode) -> None:
+        for call in (call for turn in episode.turns for call in turn.tool_calls):
+            if call.cut and call.name not in self._told_cut:
+                self._told_cut.add(call.name)
+                log.warning(
+                    "tool %s: of a result of %d characters the policy sees the first %d tokens, and a line that says "
+                    "so; raise agent.tool_response_tokens if that is too little (logged once per tool; "
+                    "rollout/cut_results_mean counts them)",
+                    call.name,
+                    call.cut,
+                    self._config.agent.tool_response_tokens,
+                )
 
     def _warn_if_unused(self, score: Score) -> None:
         if self._unused_reward and score.value:

@@ -20,7 +20,8 @@ log = logging.getLogger("rl_async.agent_loop")
 class ToolResult(NamedTuple):
     """The result of a call: ``text`` for the model, and ``error``, empty if the call succeeded.
 
-    ``reward``, ``reason`` and ``done`` are those of a tool that returns a Step.
+    ``reward``, ``reason`` and ``done`` are those of a tool that returns a Step. ``whole`` counts the characters of a
+    result whose ``text`` is only the beginning, and is 0 for a complete one.
     """
 
     text: str
@@ -28,6 +29,7 @@ class ToolResult(NamedTuple):
     reward: float | None = None
     reason: str = ""
     done: bool = False
+    whole: int = 0
 
 
 class CallableTool(Protocol):
@@ -102,9 +104,14 @@ class Tool:
         return other
 
 
-def failed(reason: str) -> ToolResult:
+def failed(reason: str, whole: int = 0) -> ToolResult:
     """Return the result of a call that failed, as a message to the model."""
-    return ToolResult(f"error: {reason}", reason)
+    return ToolResult(f"error: {reason}", reason, whole=whole)
+
+
+def marked_as_cut(beginning: str, whole: int) -> str:
+    """Return the beginning of a result of ``whole`` characters, with a last line that tells the model so."""
+    return f"{beginning}\n[cut: these are the first {len(beginning)} of {whole} characters]"
 
 
 def _result(value: Any) -> ToolResult:

@@ -115,7 +115,9 @@ class AgentConfig(Config, frozen=True):
         doc("Deadline of one episode, after which its sample fails. When colocated it must outlast a training step."),
     ] = 1800.0
     tool_timeout_s: Annotated[Seconds, doc("Deadline of one tool call.")] = 10.0
-    tool_response_tokens: Annotated[Positive, doc("Longer tool results are truncated.")] = 128
+    tool_response_tokens: Annotated[
+        Positive, doc("Tokens of a tool result; a longer one is cut and says so at its end.")
+    ] = 4096
     workers: Annotated[Positive, doc("Agent worker processes.")] = 1
     concurrency: Annotated[Positive, doc("Concurrent conversations per worker.")] = 256
     check_rendering: Annotated[

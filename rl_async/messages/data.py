@@ -91,6 +91,7 @@ class ToolCall(msgspec.Struct, kw_only=True, gc=False):
     name: str
     arguments: str  # JSON as the model wrote it
     result: str = ""
+    cut: int = 0  # characters of the whole result, of which the policy saw the beginning; 0: it saw all
     error: str = ""  # empty: the call succeeded
     problem: CallProblem | None = None  # of a malformed call
     reward: float | None = None  # part of its turn's reward

@@ -69,9 +69,9 @@ def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
 
 
 def conversation_sums(headers: Sequence[TrajectoryHeader], rows: Sequence[Trajectory]) -> list[float]:
-    """[assistant turns, tool calls, failed tool calls, malformed calls of each kind, then for each episode its rows
-    with an error] of a rank's sampled rows, to be added up over ranks; ``headers`` are those of all ranks' rows. A turn
-    counts in the row in which it was sampled."""
+    """[assistant turns, tool calls, failed tool calls, cut results, malformed calls of each kind, then for each
+    episode its rows with an error] of a rank's sampled rows, to be added up over ranks; ``headers`` are those of all
+    ranks' rows. A turn counts in the row in which it was sampled."""
     rows = [row for row in rows if not row.baseline]
     errors = {header.episode_id: 0.0 for header in headers if not header.baseline}
     for row in rows:
@@ -82,6 +82,7 @@ def conversation_sums(headers: Sequence[TrajectoryHeader], rows: Sequence[Trajec
         float(len(turns)),
         float(len(calls)),
         float(sum(bool(call.error) for call in calls)),
+        float(sum(bool(call.cut) for call in calls)),
         *(float(sum(call.problem == problem for call in calls)) for problem in CALL_PROBLEMS),
         *errors.values(),
     ]
@@ -89,7 +90,7 @@ def conversation_sums(headers: Sequence[TrajectoryHeader], rows: Sequence[Trajec
 
 def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
     """Per-episode means from the summed ``conversation_sums`` of all ranks."""
-    turns, calls, failed, *counts = sums
+    turns, calls, failed, cut, *counts = sums
     malformed, errors = counts[: len(CALL_PROBLEMS)], counts[len(CALL_PROBLEMS) :]
     episodes = len(errors)
     kinds = {f"rollout/malformed_calls/{problem}": count for problem, count in zip(CALL_PROBLEMS, malformed) if count}
@@ -97,5 +98,6 @@ def conversation_metrics(sums: Sequence[float]) -> dict[str, float]:
         "rollout/turns_mean": turns / max(episodes, 1),
         "rollout/tool_calls_mean": calls / max(episodes, 1),
         "rollout/tool_errors_mean": failed / max(episodes, 1),
+        "rollout/cut_results_mean": cut / max(episodes, 1),
         "rollout/error_fraction": sum(rows > 0 for rows in errors) / max(episodes, 1),
     }

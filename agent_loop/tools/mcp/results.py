@@ -18,18 +18,9 @@ def as_result(answer: Mapping[str, Any]) -> ToolResult:
     structured = answer.get("structuredContent")
     if structured is not None and not any(block.get("type") == "text" for block in content):
         text = "\n".join(filter(None, [msgspec.json.encode(structured).decode(), text]))
-    text = shortened(text)
-    if answer.get("isError"):
-        return failed(text or "the tool failed")
-    return ToolResult(text)
-
-
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cut a text that is too long, and say so at its end."""
-    if len(text) <= most:
-        return text
-    mark = f"\n[cut: these are the first of {len(text)} characters]"
-    return text[: most - len(mark)] + mark
+    whole = len(text) if len(text) > MOST_CHARACTERS else 0
+    text = text[:MOST_CHARACTERS]
+    return failed(text or "the tool failed", whole) if answer.get("isError") else ToolResult(text, whole=whole)
 
 
 def _text(block: Mapping[str, Any]) -> str:

@@ -30,6 +30,10 @@ def qwen() -> LibraryFormat:
     return LibraryFormat(byte_tokenizer(CHATML.replace("TOKENS", XML)), "qwen3.5")
 
 
+def test_a_tools_text_is_cut_between_characters(qwen: LibraryFormat) -> None:
+    assert [qwen.cut("äöü", tokens) for tokens in range(1, 7)] == ["", "ä", "ä", "äö", "äö", "äöü"]
+
+
 def test_what_neither_side_prints_is_no_agreement_but_for_a_system_message() -> None:
     printed: list[str | None] = [str(i) for i in range(len(PROBES))]
     assert agreement(printed, printed) == len(PROBES)

@@ -16,8 +16,9 @@ from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.agent_loop.episodes.episode import Episode
 from rl_async.agent_loop.episodes.loops import tool_agent
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool import Tool, marked_as_cut
 from rl_async.configs.schema.data import DataConfig
+from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
@@ -126,10 +127,28 @@ async def test_budgets(renderer: ChatRenderer) -> None:
         await play(run_config(max_tokens=prompt), ScriptedEngine(renderer, []))
 
 
-async def test_long_results_are_cut(renderer: ChatRenderer) -> None:
-    call = CALL.replace("2+3", "99999*99999")
-    row = await play(run_config(tools=("calculator",), tool_response_tokens=4), ScriptedEngine(renderer, [call, "5"]))
-    assert row.turns[2].text == "9999"
+async def test_a_cut_result_says_so_to_the_policy_in_the_row_and_once_in_the_log(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = CALL.replace("2+3", "99999*99999")  # 9999800001
+    for size, cut in ((10, 0), (9, 10), (4, 10), (4, 10)):
+        config = run_config(tools=("calculator",), tool_response_tokens=size)
+        runner = EpisodeRunner(config, renderer, ScriptedEngine(renderer, [call, "5", call, "5"]))
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            rows = [row for _ in range(2) for row in await runner.run(leased(), 0)]
+        for row in rows:
+            (called,) = row.turns[1].tool_calls
+            assert called.cut == cut
+            assert called.result == row.turns[2].text
+            assert called.result == (marked_as_cut("9999800001"[:size], 10) if cut else "9999800001")
+        told = [entry for entry in caplog.records if "agent.tool_response_tokens" in entry.getMessage()]
+        assert len(told) == bool(cut)
+
+
+def test_the_default_limit_holds_what_tools_print() -> None:
+    commit = "commit 7fd1a60b01f91b314f59955a4e4d4e80d8edf11d\nAuthor: A <a@b.c>\n\n    Add a test of the parser\n\n"
+    assert AgentConfig().tool_response_tokens >= len((commit * 20).encode()), "a token has a byte or more"
 
 
 async def test_the_row_chooses_its_loop(renderer: ChatRenderer) -> None:

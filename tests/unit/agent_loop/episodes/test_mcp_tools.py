@@ -11,10 +11,11 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.tools.mcp.descriptions import Offer
+from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import McpSessions
 from rl_async.agent_loop.tools.mcp.toolbox import McpTool, McpToolbox
-from rl_async.agent_loop.tools.tool import CallableTool
+from rl_async.agent_loop.tools.tool import CallableTool, marked_as_cut
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
@@ -84,6 +85,15 @@ async def test_a_row_names_the_servers_tools_that_it_uses(renderer: ChatRenderer
         assert row.turns[1].tool_calls[0].result == result
     with pytest.raises(ConfigError, match="'peek'"):
         await EpisodeRunner(config, renderer, ScriptedEngine(renderer, []), Box("seen")).run(leased(tools=["peek"]), 0)
+
+
+async def test_a_result_that_the_server_connection_cut_says_so(renderer: ChatRenderer) -> None:
+    long = "x" * (MOST_CHARACTERS + 1)
+    config = run_config({"max_model_len": 1 << 20}, max_tokens=1 << 20, tool_response_tokens=1 << 20)
+    (row,) = await EpisodeRunner(config, renderer, ScriptedEngine(renderer, [CALL, "5"]), Box(long)).run(leased(), 0)
+    (call,) = row.turns[1].tool_calls
+    assert call.cut == len(long)
+    assert call.result == marked_as_cut(long[:MOST_CHARACTERS], len(long)) == row.turns[2].text
 
 
 async def test_a_lost_server_fails_the_sample(renderer: ChatRenderer) -> None:

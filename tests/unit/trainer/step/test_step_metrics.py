@@ -56,6 +56,7 @@ def test_turn_rewards_belong_to_an_episodes_reward() -> None:
 def test_malformed_calls_are_counted_by_kind() -> None:
     rows = make_rows(0, groups=1, samples=2)
     calls = [ToolCall(name="", arguments="", problem=kind) for kind in ("bad_json", "unclosed", "bad_json", None)]
+    calls[-1].cut = 10_000
     size = len(rows[0].token_ids)
     rows[0].turns = [Turn(role="assistant", text="", end=size, tool_calls=calls)]
     masked = np.zeros(size, bool)
@@ -65,6 +66,7 @@ def test_malformed_calls_are_counted_by_kind() -> None:
     kinds = {name: value for name, value in got.items() if "malformed" in name}
     assert kinds == {"rollout/malformed_calls/bad_json": 2.0, "rollout/malformed_calls/unclosed": 1.0}
     assert got["rollout/tool_calls_mean"] == 4 / 2, "per episode, not per row"
+    assert got["rollout/cut_results_mean"] == 1 / 2
 
 
 def test_turns_and_tokens_are_means_over_episodes() -> None:

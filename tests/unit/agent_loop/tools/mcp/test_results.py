@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS, as_result, shortened
+from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS, as_result
+from rl_async.agent_loop.tools.tool import ToolResult
 
 PNG = {"type": "image", "mimeType": "image/png", "data": "AAAA" * 100}
 
@@ -46,8 +47,8 @@ def test_an_error_is_a_result_with_an_error() -> None:
     assert as_result({"content": [], "isError": True}).error
 
 
-def test_a_long_text_is_cut_and_says_so() -> None:
-    cut = result({"type": "text", "text": "x" * (MOST_CHARACTERS + 1)})
-    assert len(cut) == MOST_CHARACTERS
-    assert cut.endswith(f"of {MOST_CHARACTERS + 1} characters]")
-    assert shortened("x" * MOST_CHARACTERS) == "x" * MOST_CHARACTERS
+def test_a_long_text_is_cut_and_its_length_kept() -> None:
+    long = {"content": [{"type": "text", "text": "x" * (MOST_CHARACTERS + 1)}]}
+    assert as_result(long) == ToolResult("x" * MOST_CHARACTERS, whole=MOST_CHARACTERS + 1)
+    assert as_result(long | {"isError": True}).whole == MOST_CHARACTERS + 1
+    assert as_result({"content": [{"type": "text", "text": "x" * MOST_CHARACTERS}]}).whole == 0
