@@ -12,6 +12,7 @@ from rl_async.messages import Turn
 ENVIRONMENT = "environment"  # the scorer that returns what the episode's environment gave
 REWARD = "reward"  # in ``Trajectory.reward_reasons``: the whole of a reward that an agent program gave
 MOST_REASON = 4096  # characters of a reason that are recorded
+MOST_PARTS, PART_NAME = 100, 200  # numbers beside a reward, and characters of their names
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +85,21 @@ def to_score(answer: object) -> Score:
             if key != "score"
         }
         extra = {key: number for key, number in numbers.items() if number is not None}
+    if problem := too_many(extra):
+        raise ScorerFailed(f"gave {problem}")
     value = _number(given)
     if value is None:
         raise ScorerFailed(f"gave {answer!r:.80}, which is neither a finite number nor a mapping with such a `score`")
     return Score(value, extra, reason)
+
+
+def too_many(parts: Mapping[str, float]) -> str | None:
+    """Say why these are more parts of a reward than are recorded; None if they are not."""
+    if len(parts) > MOST_PARTS:
+        return f"{len(parts)} numbers beside the reward; at most {MOST_PARTS} are recorded"
+    if long := next((name for name in parts if len(name) > PART_NAME), None):
+        return f"a number whose name has {len(long)} characters ({long[:40]}...); at most {PART_NAME} are recorded"
+    return None
 
 
 def _number(value: object) -> float | None:

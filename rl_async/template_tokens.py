@@ -92,6 +92,12 @@ class TemplateTokens:
             return text[:start] + self._nothing + text[start:]  # look-alikes, which normalisation makes tokens of
         return marked
 
+    def least(self, printed: str) -> int:
+        """Return how many tokens there are at least in what the template printed of escaped messages."""
+        if self._nonce in printed:
+            printed = self._mark.sub(lambda match: self._unmarked[match[0]], printed)
+        return len(printed) // self.longest_token
+
     def encode(self, printed: str) -> list[int]:
         """Encode what the template printed of escaped messages; no special tokens are added."""
         if self._nonce not in printed:

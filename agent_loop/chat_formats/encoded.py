@@ -35,8 +35,10 @@ class TokenizerFormat(ABC):
         self.plain_turns = False
 
     @abstractmethod
-    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
-        """Encode a conversation and the opening of the assistant's turn."""
+    def _render_prompt(
+        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
+    ) -> tuple[int, ...]:
+        """Encode a conversation and the opening of the assistant's turn; may raise TooLong beyond ``limit`` tokens."""
 
     @abstractmethod
     def parse(
@@ -135,11 +137,18 @@ class TokenizerFormat(ABC):
         key = msgspec.json.encode(given)
         token_ids = self.cache.get(key)
         if token_ids is None:
-            token_ids = render(*msgspec.json.decode(key))
+            token_ids = render(*msgspec.json.decode(key), limit)
         if len(token_ids) >= limit:
             raise TooLong(len(token_ids))
         self.cache.put(key, token_ids)
         return list(token_ids)
+
+    def _encode_printed(self, printed: str, limit: int, after: str = "") -> tuple[int, ...]:
+        """Encode as ``encode_printed`` does. Raises TooLong if the size of the text alone says so."""
+        least = self._tokens.least(printed)
+        if least >= limit:
+            raise TooLong(least)
+        return tuple(self.encode_printed(printed, after))
 
     def cut(self, text: str, tokens: int) -> str:
         """Cut a tool's text to ``tokens`` tokens, between characters; only as much is encoded as they can hold."""

@@ -4,6 +4,8 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from rl_async.messages import CallProblem
 
 Message = dict[str, Any]
@@ -34,6 +36,11 @@ class ParsedCall(NamedTuple):
     raw: str
     problem: CallProblem | None = None
     id: str = ""
+
+    @property
+    def recorded(self) -> str:
+        """The arguments as JSON, or all of the call's text if there is a problem."""
+        return self.raw if self.arguments is None else msgspec.json.encode(self.arguments).decode()
 
 
 class Answer(NamedTuple):

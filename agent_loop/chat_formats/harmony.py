@@ -210,11 +210,13 @@ class HarmonyFormat(TokenizerFormat):
     def _read(self, said: str) -> Answer:
         return self.parse(self.encode(said))
 
-    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
+    def _render_prompt(
+        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
+    ) -> tuple[int, ...]:
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
-        return tuple(self._tokens.encode(printed))
+        return self._encode_printed(printed, limit)
 
-    def _render_messages(self, messages: list[Message], _: str) -> tuple[int, ...]:
+    def _render_messages(self, messages: list[Message], _: str, limit: int) -> tuple[int, ...]:
         """Encode what the template prints of each message where it may stand, and the opening of a turn."""
         printed = ""
         for message in self._escaped(messages, ()):
@@ -227,7 +229,7 @@ class HarmonyFormat(TokenizerFormat):
             start = self._render(before, (), generate=False)
             printed += self._render([*before, message], (), generate=False).removeprefix(start)
         start = self._render([_USER], (), generate=False)
-        return tuple(self._tokens.encode(printed + self._render([_USER], (), generate=True).removeprefix(start)))
+        return self._encode_printed(printed + self._render([_USER], (), generate=True).removeprefix(start), limit)
 
     def _written(self, message: Message, *, sampled: bool) -> Message:
         if message["role"] != "assistant":

@@ -193,7 +193,9 @@ class LibraryFormat(TokenizerFormat):
                 )
         return found.token_ids, found.sampled_mask
 
-    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
+    def _render_prompt(
+        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
+    ) -> tuple[int, ...]:
         given = self._escaped(messages, sampled)
         with _refusals(self.name):
             ids = self._renderer.render_ids(given, tools=self._tokens.escape(tools) or None, add_generation_prompt=True)

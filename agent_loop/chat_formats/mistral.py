@@ -72,11 +72,11 @@ class MistralFormat(ChatRenderer):
         """Return how a turn begins that calls ``name`` (empty: any), unless turns may begin with reasoning."""
         return super().call_opening(name) if self.plain_turns else []
 
-    def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
+    def _render_delta(self, messages: list[Message], sampled: list[int], limit: int) -> tuple[int, ...]:
         """Encode what results add after the calls that they answer, and other messages after an answer."""
         results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))
         if not results:
-            return super()._render_delta(messages, sampled)
+            return super()._render_delta(messages, sampled, limit)
         given = self._escaped(messages, sampled)
         calls = [_call(message.get("name") or "f", {}, message["tool_call_id"]) for message in given[:results]]
         before: list[Message] = [
@@ -87,7 +87,7 @@ class MistralFormat(ChatRenderer):
         text = self._render([*before, *given], (), generate=True)
         if not text.startswith(start):
             raise jinja2.TemplateError("the chat template prints calls differently once their results are there")
-        return tuple(self._tokens.encode(text[len(start) :]))
+        return self._encode_printed(text[len(start) :], limit)
 
     def _written(self, message: Message, *, sampled: bool) -> Message:
         made = self._as_sampled(message) if sampled else super()._written(message, sampled=False)

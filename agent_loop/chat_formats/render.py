@@ -173,15 +173,17 @@ class ChatRenderer(TokenizerFormat):
             context = []
         return token_ids, mask
 
-    def _render_prompt(self, messages: list[Message], tools: list[Any], sampled: list[int]) -> tuple[int, ...]:
+    def _render_prompt(
+        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
+    ) -> tuple[int, ...]:
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
-        return tuple(self._tokens.encode(printed))
+        return self._encode_printed(printed, limit)
 
-    def _render_delta(self, messages: list[Message], sampled: list[int]) -> tuple[int, ...]:
+    def _render_delta(self, messages: list[Message], sampled: list[int], limit: int) -> tuple[int, ...]:
         text = self._after_mark(self._escaped(messages, sampled), generate=True)
         if not text.startswith(self._closing):
-            return tuple(self._tokens.encode(text))
-        return tuple(self.encode_printed(text.removeprefix(self._closing), after=self._end_text))
+            return self._encode_printed(text, limit)
+        return self._encode_printed(text.removeprefix(self._closing), limit, after=self._end_text)
 
     def _written(self, message: Message, *, sampled: bool) -> Message:
         """Give calls to a template that prints them; else write them the way the model would have written them."""

@@ -237,7 +237,7 @@ class Episode:
             self.turns[-1].tool_calls.append(
                 ToolCall(
                     name=call.name,
-                    arguments=call.raw,
+                    arguments=call.recorded,
                     result=text,
                     cut=cut,
                     error=result.error,

@@ -17,7 +17,7 @@ from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import ChatFormat, TooLong, before_stops, without_beginnings
 from rl_async.agent_loop.episodes.episode import policy_sampling
 from rl_async.agent_loop.episodes.row_tokens import trajectories
-from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatRequest, Completion, read_answer
+from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatRequest, Completion, in_order_of_calls, read_answer
 from rl_async.agent_loop.gateway.dialects.completions import PlainText
 from rl_async.agent_loop.gateway.dialects.fields import prefill_refused
 from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponses
@@ -31,7 +31,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, SchemaRejected
 from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.offload import off_loop
-from rl_async.reward_loop.api import MOST_REASON, REWARD
+from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
@@ -127,6 +127,7 @@ class GatewayEpisode:
         self.heard()
         self._check(request, bare)
         request = await self._without_unfollowed(request)
+        request = request._replace(messages=in_order_of_calls(request.messages))
         number = self._requests
         self._requests += 1
         return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
@@ -168,7 +169,7 @@ class GatewayEpisode:
         seconds = time.monotonic() - began
         if self.closed:
             raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
-        sampled, engine = len(result.token_ids), result.engine
+        engine = result.engine
         result = cut_at_stop(result, request.stops, self._chat)
         answer = self._reader(asked).parse(
             [*prompt.forced, *result.token_ids],
@@ -191,7 +192,7 @@ class GatewayEpisode:
             said if request.reasoning else msgspec.structs.replace(said, reasoning=""),
             "stop" if result.finish_reason == "stop" else "length",
             len(prompt.given),
-            sampled,
+            len(result.token_ids),
             stopped_by(result, request.stops, self._chat),
         )
 
@@ -260,9 +261,9 @@ class GatewayEpisode:
 
     def _check_messages(self, request: ChatRequest) -> None:
         if not request.messages:
-            raise RequestRefused("there are no messages", code="invalid_request", param="messages")
+            raise RequestRefused("there are no messages", code="invalid_request", param=request.conversation)
         if request.messages[-1].role == ASSISTANT:
-            raise prefill_refused()
+            raise prefill_refused(request.conversation)
         if request.tools and self._refuses_tools:
             raise RequestRefused(
                 "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
@@ -278,7 +279,8 @@ class GatewayEpisode:
                 if len(prompt.token_ids) >= limit:
                     raise TooLong(len(prompt.token_ids))
                 return prompt
-            size = sum(len(message.text) + 100 for message in request.messages)  # a message alone takes time, too
+            # A message takes time, too, and those of a conversation that is kept here are not in the body.
+            size = request.size + sum(len(message.text) + 100 for message in request.messages)
             forced = self._forced(request)
             asked = request.messages, request.tools, limit - len(forced)
             return (await off_loop(size, self._recorder.prompt, *asked))._replace(forced=forced)
@@ -286,11 +288,13 @@ class GatewayEpisode:
             raise RequestRefused(
                 f"the messages have {error} and leave no room within {limit} (agent.max_tokens, rollout.max_model_len)",
                 code="context_length_exceeded",
-                param="messages" if bare is None else "prompt",
+                param=request.conversation,
             ) from None
         except jinja2.TemplateError as error:
             raise RequestRefused(
-                f"the chat template rejects these messages: {error}", code="invalid_request", param="messages"
+                f"the chat template rejects these messages: {error}",
+                code="invalid_request",
+                param=request.conversation,
             ) from error
 
     def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:
@@ -340,7 +344,9 @@ def give_reward(
         raise RequestRefused(
             f"reasons: {unknown[0][:80]!r} is none of {names}", code="invalid_request", param="reasons"
         )
-    if problem := unbounded({**parts, REWARD: reward}, limit):
+    if problem := too_many(parts) or unbounded(parts, limit):
+        raise RequestRefused(f"parts: {problem}", code="invalid_request", param="parts")
+    if problem := unbounded({REWARD: reward}, limit):
         raise RequestRefused(problem, code="invalid_request", param="reward")
     for row in rows:
         row.reward, row.reward_parts = reward, dict(parts)

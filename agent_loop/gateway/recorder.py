@@ -19,7 +19,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
-from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatMessage, FunctionCall, history_keys
+from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatMessage, FunctionCall, answered, history_keys
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
@@ -204,7 +204,7 @@ class EpisodeRecorder:
 
     def _plain_messages(self, messages: Sequence[ChatMessage], start: int = 0) -> tuple[list[Message], set[int]]:
         """Convert the messages from ``start`` on for templates; say which of these were sampled in this episode."""
-        calls = answered(messages)
+        calls = {place: call for place, (_, call) in answered(messages).items()}
         plain = [self._plain(message, calls.get(place)) for place, message in enumerate(messages[start:], start)]
         return plain, {place for place, message in enumerate(messages[start:]) if message.identity() in self._texts}
 
@@ -233,19 +233,6 @@ class EpisodeRecorder:
         if message.calls:
             plain["tool_calls"] = [_call(call) for call in message.calls]
         return plain
-
-
-def answered(messages: Sequence[ChatMessage]) -> dict[int, FunctionCall]:
-    """Return which call each tool message answers, by its position: the one with the id it names, or the next one."""
-    found: dict[int, FunctionCall] = {}
-    waiting: list[FunctionCall] = []
-    for place, message in enumerate(messages):
-        if message.role == ASSISTANT:
-            waiting = list(message.calls)
-        elif message.role == "tool" and waiting:
-            named = (number for number, call in enumerate(waiting) if call.id and call.id == message.answers)
-            found[place] = waiting.pop(next(named, 0))
-    return found
 
 
 def _has_late_system(messages: Sequence[ChatMessage]) -> bool:

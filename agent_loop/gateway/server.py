@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rl_async.agent_loop.gateway.dialects import anthropic, completions, openai
-from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion
+from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion, unreadable
 from rl_async.agent_loop.gateway.dialects.completions import CompletionStream
 from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.dialects.responses_answers import ResponseHead, ResponseStream
@@ -27,7 +27,7 @@ from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
 from rl_async.offload import off_loop
-from rl_async.process.http_server import application, read_body
+from rl_async.process.http_server import application, hang_up_if_late, read_body
 from rl_async.telemetry.exposition import metrics_text, text_response
 
 T = TypeVar("T")
@@ -197,10 +197,11 @@ class GatewayServer:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
+        body = await self._bytes(request) or b"{}"
         try:
-            return msgspec.json.decode(await self._bytes(request) or b"{}", type=kind)
+            return await off_loop(len(body), msgspec.json.decode, body, type=kind)
         except UNREADABLE as error:
-            raise RequestRefused(str(error), code="invalid_request") from error
+            raise unreadable(error) from error
 
     async def _bytes(self, request: Request) -> bytes:
         return await read_body(request, self._options.max_body_bytes, "agent.gateway.max_body_bytes")
@@ -240,7 +241,7 @@ def _guarded(handler: Handler, error_body: Callable[[RequestRefused], dict[str, 
             return await handler(request)
         except FAILURES as error:
             told = refusal(error)
-        return _json(error_body(told), told.status)
+        return hang_up_if_late(_json(error_body(told), told.status))
 
     return guarded
 

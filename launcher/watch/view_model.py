@@ -259,8 +259,6 @@ def arguments_text(arguments: str) -> str:
         values = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    if isinstance(values, dict) and isinstance(values.get("arguments"), dict):
-        values = values["arguments"]  # the whole call was recorded
     if not isinstance(values, dict):
         return arguments
     return ", ".join(f"{name}={value}" for name, value in values.items())

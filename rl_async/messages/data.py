@@ -89,7 +89,7 @@ class ToolCall(msgspec.Struct, kw_only=True, gc=False):
     """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
 
     name: str
-    arguments: str  # JSON as the model wrote it
+    arguments: str  # JSON; of a malformed call all of its text
     result: str = ""
     cut: int = 0  # characters of the whole result, of which the policy saw the beginning; 0: it saw all
     error: str = ""  # empty: the call succeeded

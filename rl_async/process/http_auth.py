@@ -32,6 +32,7 @@ METRICS = "/metrics"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UNAUTHORISED = 401, "the token is missing or wrong; it stands in a file in RUN/keys (docs/reference/security.md)"
 _TOKEN = re.compile(r"[!-~]{32,}")
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::[0-9]{0,5})?")  # a header's: a name, or an address, and perhaps a port
 
 Audience = Literal["engines", "gateway", "metrics", "ranks"]
 AUDIENCES: tuple[Audience, ...] = ("engines", "gateway", "metrics", "ranks")
@@ -156,7 +157,10 @@ class Access:
         return UNAUTHORISED
 
     def _is_known(self, host: str, address: str | None) -> bool:
-        name = _bare(host)
+        written = _HOST.fullmatch(host.strip())
+        if written is None:
+            return False
+        name = _bare(written[1])
         return name in self._names or (address is not None and name == _bare(address))
 
 

@@ -19,6 +19,8 @@ from rl_async.process.http_auth import Access, App, RequireToken, answer
 HEAD_BYTES = 1 << 17  # of a request before its body; the parser itself has no bound, and reads before any check
 HEAD_S = 60.0  # within which a request's head must be complete, counted from the connection for the first
 BODY_BYTES = 1 << 24  # a prompt of 2 million token ids
+BODY_S = 60.0  # within which a body must be complete
+LATE = 408  # status of the answer to one that is not
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -121,14 +123,30 @@ def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:
 
 async def read_body(request: Request, most: int = BODY_BYTES, key: str = "") -> bytes:
     """Receive a body. Raises RequestRefused, naming the config's ``key``, as soon as more than ``most`` bytes have
-    come, and ClientDisconnect if the client hangs up before."""
+    come, and if it is not complete within BODY_S; ClientDisconnect if the client hangs up before."""
     received = bytearray()
-    async for chunk in request.stream():
-        received += chunk
-        if len(received) > most:
-            limit = f" ({key})" if key else ""
-            raise RequestRefused(f"the body has more than {most} bytes{limit}", code="body_too_large", status=413)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                received += chunk
+                if len(received) > most:
+                    raise RequestRefused(
+                        f"the body has more than {most} bytes{f' ({key})' if key else ''}",
+                        code="body_too_large",
+                        status=413,
+                    )
+    except TimeoutError:
+        raise RequestRefused(
+            f"the body was not complete within {BODY_S:g} s", code="body_too_slow", status=LATE
+        ) from None
     return bytes(received)
+
+
+def hang_up_if_late(response: Response) -> Response:
+    """Let the connection of a request whose body is still coming end with the answer."""
+    if response.status_code == LATE:
+        response.headers["Connection"] = "close"
+    return response
 
 
 def _error(status: int, reason: str, more: Mapping[str, str] | None = None) -> Response:
@@ -143,7 +161,7 @@ def _no_route(request: Request, error: Exception) -> Response:
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestRefused)
-    return _error(error.status, str(error))
+    return hang_up_if_late(_error(error.status, str(error)))
 
 
 def _too_deep(request: Request, error: Exception) -> Response:

@@ -80,6 +80,16 @@ def test_a_head_that_does_not_end_in_time_is_hung_up_on(port, begun, monkeypatch
         assert connection.recv(1) == b""
 
 
+def test_a_body_that_does_not_end_in_time_is_refused_and_hung_up_on(port, monkeypatch):
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        received = b""
+        while data := connection.recv(1 << 16):
+            received += data
+    assert received.split()[1] == b"408"
+
+
 def test_a_body_that_is_nested_too_deeply_is_refused(port):
     assert answer(port, HEAD + b"Content-Length: 999\r\n\r\n" + b"[" * 999)[0] == 400
 

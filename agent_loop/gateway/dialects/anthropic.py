@@ -13,6 +13,8 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     FunctionCall,
     forceable,
     named,
+    read_fields,
+    unreadable,
 )
 from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
@@ -72,17 +74,13 @@ def read_count(body: bytes) -> ChatRequest:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
+        raise unreadable(error) from error
     return read_request(msgspec.json.encode({"max_tokens": 1} | fields))
 
 
 def read_request(body: bytes) -> ChatRequest:
     """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        wanted = msgspec.json.decode(body, type=MessagesBody)
-    except UNREADABLE as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
+    fields, wanted = read_fields(body, MessagesBody)
     system = _text(wanted.system)
     tools = [] if _choice(wanted) == "none" else [_schema(tool) for tool in wanted.tools or []]
     asked = unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC)
@@ -106,6 +104,7 @@ def read_request(body: bytes) -> ChatRequest:
         reasoning=(wanted.thinking or {}).get("type", "disabled") != "disabled",
         format=take_format(asked, "output_config", "format") or take_format(asked, "output_format"),
         unobeyed=asked,
+        size=len(body),
         forces=forces,
     )
 

@@ -1,8 +1,10 @@
 """Chat messages, requests and answers in one form, independent of the dialect."""
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,6 +14,9 @@ from rl_async.errors import RequestRefused
 
 ASSISTANT = "assistant"
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body raises
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors
+_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -57,6 +62,27 @@ class ChatRequest(NamedTuple):
     unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
     format: JsonFormat | None = None  # that the answer must have; not in ``unobeyed``
     forces: str | None = None  # the function that the answer must call; empty: any; None: the policy decides
+    size: int = 0  # bytes of the body
+    conversation: str = "messages"  # the field that has it
+
+
+def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
+    """Decode a request's body: all of its fields, and those that have an effect.
+
+    Raises RequestRefused, whose ``param`` names the field that is not of its type.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        return fields, msgspec.convert(fields, kind)
+    except UNREADABLE as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: Exception) -> RequestRefused:
+    """Return the refusal of a body that cannot be decoded; ``param`` names the field, if one is to blame."""
+    place, field = _PLACE.search(str(error)), _FIELD.match(str(error))
+    names = [found[1] for found in (place, field) if found and found[1]]
+    return RequestRefused(str(error), code="invalid_request", param=".".join(names) or None)
 
 
 class Completion(NamedTuple):
@@ -98,6 +124,51 @@ def _not_offered(name: str) -> RequestRefused:
     )
 
 
+def answered(messages: Sequence[ChatMessage]) -> dict[int, tuple[int, FunctionCall]]:
+    """Return which call each tool message answers, by its position: the one with the id it names, or else the next one.
+
+    A call comes with its place among those of its message.
+    """
+    found: dict[int, tuple[int, FunctionCall]] = {}
+    calls: list[tuple[int, FunctionCall]] = []
+    results: list[int] = []
+
+    def settle() -> None:
+        unnamed = []
+        for place in results:
+            named = [number for number, call in calls if call.id and call.id == messages[place].answers]
+            if named:
+                found[place] = calls.pop([number for number, _ in calls].index(named[0]))
+            else:
+                unnamed.append(place)
+        found.update(zip(unnamed, calls))
+
+    for place, message in enumerate(messages):
+        if message.role == ASSISTANT:
+            settle()
+            calls, results = list(enumerate(message.calls)), []
+        elif message.role == "tool":
+            results.append(place)
+    settle()
+    return found
+
+
+def in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with results that follow one another in the order of their calls.
+
+    Clients run calls at once and send results as they come; the order is none of the policy's doing.
+    """
+    calls = answered(messages)
+    ordered, start = list(messages), 0
+    for role, run in groupby(messages, key=lambda message: message.role):
+        end = start + len(list(run))
+        if role == "tool":
+            places = sorted(range(start, end), key=lambda place: calls[place][0] if place in calls else len(messages))
+            ordered[start:end] = [messages[place] for place in places]
+        start = end
+    return ordered
+
+
 def history_keys(messages: Sequence[ChatMessage], offered: bytes) -> list[bytes]:
     """Return a hash for each history ``messages[: i + 1]`` with these tools, in time linear in the messages."""
     keys, key = [], hashlib.sha256(offered).digest()
@@ -111,9 +182,7 @@ def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
     """Convert a sampled answer. Without tools, or with a malformed call, all of it is text."""
     if not tools or not answer.calls or any(call.arguments is None for call in answer.calls):
         return ChatMessage(ASSISTANT, answer.text, reasoning=answer.reasoning)
-    made = tuple(
-        FunctionCall(call.name, msgspec.json.encode(call.arguments).decode(), call.id) for call in answer.calls
-    )
+    made = tuple(FunctionCall(call.name, call.recorded, call.id) for call in answer.calls)
     return ChatMessage(ASSISTANT, answer.content, made, answer.reasoning)
 
 

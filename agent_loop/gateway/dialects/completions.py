@@ -17,7 +17,7 @@ from rl_async.agent_loop.chat_formats.format import (
     without_beginnings,
 )
 from rl_async.agent_loop.gateway.dialects import openai
-from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion
+from rl_async.agent_loop.gateway.dialects.chat import ChatRequest, Completion, read_fields
 from rl_async.agent_loop.gateway.dialects.fields import COMPLETIONS, unobeyed
 from rl_async.agent_loop.gateway.dialects.streams import COMMENT, Event
 from rl_async.errors import RequestRefused
@@ -42,11 +42,7 @@ class CompletionBody(msgspec.Struct):
 
 def read_request(body: bytes) -> tuple[ChatRequest, str | list[int]]:
     """Decode a request: one without messages, and its prompt. Raises RequestRefused naming a field."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        wanted = msgspec.json.decode(body, type=CompletionBody)
-    except UNREADABLE as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
+    fields, wanted = read_fields(body, CompletionBody)
     stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or []
     request = ChatRequest(
         messages=[],
@@ -58,6 +54,8 @@ def read_request(body: bytes) -> tuple[ChatRequest, str | list[int]]:
         stream=bool(wanted.stream),
         usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
         model=wanted.model,
+        size=len(body),
+        conversation="prompt",
         unobeyed=unobeyed(fields, CompletionBody.__struct_fields__, COMPLETIONS),
     )
     return request, _prompt(wanted.prompt)

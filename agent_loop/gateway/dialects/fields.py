@@ -155,14 +155,14 @@ def tool_refused(kind: str) -> RequestRefused:
     return not_supported(f"a tool of type {kind[:SHOWN]}", _SERVER_TOOL, "tools")
 
 
-def content_refused(kind: str) -> RequestRefused:
+def content_refused(kind: str, param: str = "messages") -> RequestRefused:
     """Return the refusal of a part of a message that is no text."""
-    return not_supported(f"content of type {kind[:SHOWN]}", _TEXT_ONLY)
+    return not_supported(f"content of type {kind[:SHOWN]}", _TEXT_ONLY, param)
 
 
-def prefill_refused() -> RequestRefused:
+def prefill_refused(param: str) -> RequestRefused:
     """Return the refusal of messages that end with the assistant's."""
-    return not_supported("prefill", _OWN_TURN)
+    return not_supported("prefill", _OWN_TURN, param)
 
 
 class UnobeyedFields:

@@ -14,12 +14,18 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     FunctionCall,
     forceable,
     named,
+    read_fields,
 )
-from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, not_supported, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.errors import RequestRefused
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
+# What an assistant said in a message, beside its content and tool calls, and how to send it instead.
+SAID_OTHERWISE = {
+    "function_call": "send it as one of tool_calls, and its result in a message of role tool",
+    "audio": "the policy reads text only; send the transcript as content",
+}
 
 
 class Part(msgspec.Struct):
@@ -40,12 +46,15 @@ class ToolCallBody(msgspec.Struct):
 
 
 class OpenAIMessage(msgspec.Struct):
-    """A message; fields that no chat template prints are ignored."""
+    """A message; fields that no chat template prints are ignored, but not those in which the assistant said more."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
 
 
 class ForcedCall(msgspec.Struct):
@@ -77,11 +86,7 @@ class ChatBody(msgspec.Struct):
 
 def read_request(body: bytes) -> ChatRequest:
     """Decode a chat completion request. Raises RequestRefused naming a field that is not supported."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        chat = msgspec.json.decode(body, type=ChatBody)
-    except UNREADABLE as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
+    fields, chat = read_fields(body, ChatBody)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
     tools = [] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []]
@@ -89,7 +94,7 @@ def read_request(body: bytes) -> ChatRequest:
     if (forces := forceable(_forced(chat.tool_choice), tools)) is not None:
         del asked["tool_choice"]
     return ChatRequest(
-        messages=[_message(message) for message in chat.messages],
+        messages=[_message(message, place) for place, message in enumerate(chat.messages)],
         tools=tools,
         stops=[stop for stop in stops if stop],
         max_tokens=min(limits, default=None),
@@ -100,6 +105,7 @@ def read_request(body: bytes) -> ChatRequest:
         model=chat.model,
         format=take_format(asked, "response_format"),
         unobeyed=asked,
+        size=len(body),
         forces=forces,
     )
 
@@ -124,10 +130,13 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-def _message(body: OpenAIMessage) -> ChatMessage:
+def _message(body: OpenAIMessage, place: int) -> ChatMessage:
+    for name, way_out in SAID_OTHERWISE.items():
+        if getattr(body, name) is not None:
+            raise not_supported(f"{name} in a message", way_out, f"messages[{place}].{name}")
     role = "system" if body.role == "developer" else body.role
     made = [_call(call) for call in body.tool_calls or []]
-    return ChatMessage(role, _text(body.content), tuple(made), answers=body.tool_call_id or "")
+    return ChatMessage(role, _text(body.content) or body.refusal or "", tuple(made), answers=body.tool_call_id or "")
 
 
 def _call(body: ToolCallBody) -> FunctionCall:

@@ -20,6 +20,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     FunctionCall,
     forceable,
     named,
+    read_fields,
 )
 from rl_async.agent_loop.gateway.dialects.fields import (
     RESPONSES,
@@ -181,11 +182,7 @@ class KeptResponses:
 
 def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
     """Decode a request. Raises RequestRefused naming a field that is not supported."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-        wanted = msgspec.json.decode(body, type=ResponsesBody)
-    except UNREADABLE as error:
-        raise RequestRefused(str(error), code="invalid_request") from error
+    fields, wanted = read_fields(body, ResponsesBody)
     asked = unobeyed(fields, ResponsesBody.__struct_fields__, RESPONSES)
     asked |= {f"text.{name}": value for name, value in unobeyed(wanted.text or {}, (), RESPONSES_TEXT).items()}
     if searches := [tool.type for tool in wanted.tools or () if tool.type in SEARCHES]:
@@ -210,6 +207,8 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
         model=wanted.model,
         format=take_format(asked, "text.format"),
         unobeyed=asked,
+        size=len(body),
+        conversation="input",
         forces=forces,
     )
     echoed = {name: fields[name] for name in ("tools", "metadata", "reasoning", "text") if fields.get(name)}
@@ -330,7 +329,7 @@ def _text(content: str | list[Part] | None) -> str:
         return content or ""
     other = [part.type for part in content if part.type not in TEXT]
     if other:
-        raise content_refused(other[0])
+        raise content_refused(other[0], "input")
     return "\n".join(part.text for part in content)
 
 

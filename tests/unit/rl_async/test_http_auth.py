@@ -66,7 +66,19 @@ def test_names_and_addresses_of_the_server_are_known(host: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", [b"evil.example.org", b"10.0.0.6", b"", b"localhost.evil.org", b"engine-0.example.org.evil.org", b"[::2]"]
+    "host",
+    [
+        *(b"evil.example.org", b"10.0.0.6", b"", b"localhost.evil.org", b"engine-0.example.org.evil.org", b"[::2]"),
+        *(b"[::1].evil.org", b"[::1]evil.org:80", b"[::1]:80.evil.org", b"[::1", b"[[::1]]", b"::1"),
+        *(
+            b"localhost:80.evil.org",
+            b"localhost:evil.org",
+            b"localhost:80:80",
+            b"localhost:80@evil.org",
+            b"127.0.0.1:x",
+        ),
+        *(b"localhost:800000", b"localhost/evil.org", b"evil.org@localhost"),
+    ],
 )
 def test_a_foreign_host_is_refused_with_the_token_too(host: bytes) -> None:
     assert status((b"host", host), AUTHORIZATION) == 403

@@ -1,6 +1,7 @@
 """Whole episodes against a scripted engine: tokens, masks, log-probabilities, versions, budgets and finish reasons."""
 
 import asyncio
+import json
 import logging
 import threading
 from itertools import pairwise
@@ -52,6 +53,7 @@ async def test_a_tool_call_token_by_token(renderer: ChatRenderer, caplog: pytest
     assert row.finish_reason == "stop"
     assert [turn.role for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
     assert row.turns[1].tool_calls[0].result == "5"
+    assert row.turns[1].tool_calls[0].arguments == '{"expression":"2+3"}', "as behind the gateway"
     assert renderer.decode(row.token_ids[row.turns[3].start : row.turns[3].end].tolist()) == "5<|im_end|>"
     assert row.header().sampled == first + 2
     assert [one.kind for one in row.activities] == ["generate", "tool", "generate"]
@@ -100,7 +102,9 @@ async def test_requests_carry_what_was_sampled(renderer: ChatRenderer) -> None:
 async def test_failed_calls_are_messages_to_the_model(renderer: ChatRenderer, call: str, error: str) -> None:
     row = await play(run_config(tools=("calculator",)), ScriptedEngine(renderer, [call, "5"]))
     assert row.turns[2].text == f"error: {error}"
-    assert row.turns[1].tool_calls[0].error == error
+    called = row.turns[1].tool_calls[0]
+    assert called.error == error
+    assert (called.arguments in call) if called.problem else json.loads(called.arguments)
     assert row.finish_reason == "stop"
 
 

@@ -9,7 +9,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.open_episodes import Ending
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
 from rl_async.messages import Done, Refused, Trajectory
-from rl_async.reward_loop.api import MOST_REASON
+from rl_async.reward_loop.api import MOST_PARTS, MOST_REASON, PART_NAME
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
 
@@ -144,13 +144,18 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
             Ending(reward=float("inf")),
             Ending(reward=1e39),
             Ending(reward=1.0, parts={"x": float("nan")}),
+            Ending(reward=1.0, parts={str(i): 0.0 for i in range(MOST_PARTS + 1)}),
+            Ending(reward=1.0, parts={"n" * (PART_NAME + 1): 0.0}),
             Ending(parts={"x": 1}),
             Ending(reasons={"reward": "so"}),
             Ending(reward=1.0, parts={"x": 1.0}, reasons={"y": "not a part"}),
         ):
-            with pytest.raises(RequestRefused):
+            with pytest.raises(RequestRefused) as refused:
                 await episodes.end(episode.id, ending)
-        assert (await episodes.end(episode.id, Ending(reward=1.0))).accepted
+            blamed = "reasons" if ending.reward and ending.reasons else "parts" if ending.reward == 1.0 else "reward"
+            assert refused.value.param == blamed
+        most = {str(i).ljust(PART_NAME): 0.0 for i in range(MOST_PARTS)}
+        assert (await episodes.end(episode.id, Ending(reward=1.0, parts=most))).accepted
         with pytest.raises(RequestRefused) as refused:
             episodes.get(episode.id)
         assert refused.value.code == "episode_ended"

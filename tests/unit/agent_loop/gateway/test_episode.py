@@ -10,10 +10,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async import tracing
+from rl_async.agent_loop.chat_formats.format import TooLong
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
+from rl_async.agent_loop.gateway.dialects import openai
 from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
@@ -122,6 +125,39 @@ async def test_a_long_prompt_does_not_block_the_event_loop(tokenizer: PreTrained
     assert refused.value.code == "context_length_exceeded"
 
 
+async def test_large_tools_do_not_block_the_event_loop(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = WaitsForTheLoop(tokenizer)
+    tools = [{"type": "function", "function": {"name": "f", "description": "a" * 100_000}}]
+    request = openai.read_request(
+        msgspec.json.encode({"messages": [{"role": "user", "content": "a?"}], "tools": tools})
+    )
+    engine = ScriptedEngine(renderer, ["5"])
+    async with gateway(FakeQueue([leased()]), renderer, engine) as episodes:
+        episode = await begin(episodes)
+        asyncio.get_running_loop().call_later(0.01, renderer.turn.set)
+        await episode.complete(request)
+
+
+def test_tools_that_cannot_fit_are_not_encoded() -> None:
+    class Encodes(ChatRenderer):
+        encoded = 0
+
+        def _encode_printed(self, printed: str, limit: int) -> tuple[int, ...]:
+            token_ids = super()._encode_printed(printed, limit)
+            Encodes.encoded += len(token_ids)
+            return token_ids
+
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHAT_TEMPLATE
+    renderer = Encodes(byte_tokenizer(template))
+    messages = [ChatMessage("user", "a?")]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>a" * 1000}}]
+    Encodes.encoded = 0
+    with pytest.raises(TooLong):
+        EpisodeRecorder(renderer).prompt(messages, tools, limit=500)
+    assert Encodes.encoded == 0
+    assert len(EpisodeRecorder(renderer).prompt(messages, tools, limit=20_000).token_ids) > 11_000
+
+
 async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased()])
     engine = ScriptedEngine(renderer, ["1+2+3+4", "1+2", "7"])
@@ -132,6 +168,7 @@ async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
         assert (done.message.text, done.finish_reason, done.sampled_tokens) == ("1+2", "length", 3)
         done = await episode.complete(ask("a?", stops=["2"]))
         assert (done.message.text, done.finish_reason, done.stop) == ("1+", "stop", "2")
+        stopped_at = done.sampled_tokens
         await episode.complete(ask("a?", "1+", "b?", max_tokens=99))
         assert [request.max_tokens for request in engine.requests] == [3, 8, 8]
         with pytest.raises(RequestRefused, match="max_answers"):
@@ -141,6 +178,7 @@ async def test_limits_of_tokens_and_answers(renderer: ChatRenderer) -> None:
     assert (cut.finish_reason, int(cut.loss_mask.sum())) == ("length", 3)
     text = renderer.decode(stopped.token_ids[stopped.loss_mask].tolist())
     assert text == "1+27<|im_end|>", "the stop string is in the row, what came behind it is not"
+    assert stopped_at + len("7") + 1 == int(stopped.loss_mask.sum()), "usage counts what is recorded"
 
 
 async def test_held_out_tasks_are_sampled_as_evaluations_are(renderer: ChatRenderer) -> None:

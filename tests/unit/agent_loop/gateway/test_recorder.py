@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.episodes.row_tokens import RowTokens
-from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, FunctionCall, history_keys, read_answer
-from rl_async.agent_loop.gateway.recorder import OFFERS, EpisodeRecorder, Prompt, answered, cut_at_stop, stopped_by
+from rl_async.agent_loop.gateway.dialects.chat import (
+    ChatMessage,
+    FunctionCall,
+    answered,
+    history_keys,
+    in_order_of_calls,
+    read_answer,
+)
+from rl_async.agent_loop.gateway.recorder import OFFERS, EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 from tests.support.effort import examples
@@ -383,7 +390,7 @@ def test_every_sampled_token_trains_in_exactly_one_row_as_it_was_returned(render
 def test_results_are_named_after_the_calls_that_they_answer() -> None:
     said = ChatMessage("assistant", "", (FunctionCall("f", "{}"), FunctionCall("g", "{}")))
     found = answered([user("a"), tool("?"), said, tool("1"), tool("2"), tool("3")])
-    assert {place: call.name for place, call in found.items()} == {3: "f", 4: "g"}
+    assert {place: call.name for place, (_, call) in found.items()} == {3: "f", 4: "g"}
 
 
 @pytest.mark.parametrize(
@@ -395,13 +402,33 @@ def test_results_may_come_in_any_order_if_they_name_their_calls(
 ) -> None:
     said = ChatMessage("assistant", "", (FunctionCall("f", "{}", "one"), FunctionCall("g", "{}", "two")))
     history = [user("a"), said, *(ChatMessage("tool", "7", answers=name) for name in ids)]
-    assert [call.name for call in answered(history).values()] == names
+    assert [call.name for _, call in answered(history).values()] == names
     given = Spy(renderer)
     EpisodeRecorder(given).prompt(history, ())
     assert [call["id"] for call in given.messages[1]["tool_calls"]] == ["one", "two"]
     assert [(m["name"], m.get("tool_call_id")) for m in given.messages[2:]] == [
         (name, {"f": "one", "g": "two"}[name]) for name in names
     ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts"),
+    [
+        (("one", "two", "three"), "123"),
+        (("three", "one", "two"), "231"),
+        (("two", "", ""), "213"),
+        (("", "", ""), "123"),
+        (("?", "one", "?"), "213"),
+    ],
+)
+def test_results_are_put_into_the_order_of_their_calls(ids: tuple[str, ...], texts: str) -> None:
+    calls = tuple(FunctionCall(name, "{}", name) for name in ("one", "two", "three"))
+    results = [ChatMessage("tool", str(place), answers=name) for place, name in enumerate(ids, 1)]
+    other = [user("a"), ChatMessage("assistant", "", (FunctionCall("f", "{}", "one"),)), tool("x"), user("b")]
+    ordered = in_order_of_calls([*other, ChatMessage("assistant", "", calls), *results, user("c"), tool("late")])
+    assert ordered[:5] == [*other, ChatMessage("assistant", "", calls)]
+    assert "".join(message.text for message in ordered[5:8]) == texts
+    assert [message.text for message in ordered[8:]] == ["c", "late"]
 
 
 def test_arguments_are_compared_as_values() -> None:

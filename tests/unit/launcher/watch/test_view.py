@@ -332,7 +332,7 @@ async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path)
     ("written", "shown"),
     [
         ('{"a": 1, "b": "x"}', "a=1, b=x"),
-        ('{"name": "calculator", "arguments": {"expression": "1+2"}}', "expression=1+2"),
+        ('{"arguments": {"x": 1}, "name": "y"}', "arguments={'x': 1}, name=y"),
         ("{not json", "{not json"),
         ("[1]", "[1]"),
     ],

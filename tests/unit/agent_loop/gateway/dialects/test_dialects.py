@@ -19,7 +19,7 @@ SPEAKING = Completion(0, ChatMessage("assistant", "hi"), "length", 5, 7)
 
 
 def chat(**fields: Any) -> Any:
-    return openai.read_request(msgspec.json.encode({"messages": [HELLO], **fields}))
+    return openai.read_request(msgspec.json.encode({"messages": [HELLO], **fields}))._replace(size=0)
 
 
 def chunks(done: Completion, *, usage: bool = False) -> list[dict[str, Any]]:
@@ -36,7 +36,9 @@ def streamed(stream: Any, done: Completion) -> list[dict[str, Any]]:
 
 
 def messages(**fields: Any) -> Any:
-    return anthropic.read_request(msgspec.json.encode({"messages": [HELLO], "max_tokens": 9, **fields}))
+    return anthropic.read_request(msgspec.json.encode({"messages": [HELLO], "max_tokens": 9, **fields}))._replace(
+        size=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,55 @@ def test_a_tool_that_is_no_function_of_the_program_is_refused_by_its_type(kind: 
         with pytest.raises(RequestRefused) as refused:
             chat(tools=[broken])
         assert (refused.value.code, refused.value.param) == ("invalid_request", "tools")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "messages[1].function_call"),
+        ({"audio": {"id": "a"}}, "messages[1].audio"),
+    ],
+    ids=["function_call", "audio"],
+)
+def test_what_an_assistant_said_elsewhere_is_refused_by_name(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        chat(messages=[HELLO, {"role": "assistant", "content": None, **message}, HELLO])
+    assert (refused.value.code, refused.value.param) == ("unsupported_value", param)
+    name = param.partition(".")[2]
+    said = chat(messages=[HELLO, {"role": "assistant", "content": "a", name: None}, HELLO]).messages[1]
+    assert said == ChatMessage("assistant", "a")
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
+    said = {"role": "assistant", "content": None, "refusal": "I will not"}
+    assert chat(messages=[HELLO, said, HELLO]).messages[1] == ChatMessage("assistant", "I will not")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": 5}, "messages"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "7"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": {}}, "tools"),
+        ({"stop": 7}, "stop"),
+        ({"stop": ["a", 7]}, "stop[1]"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_named(fields: dict[str, Any], param: str) -> None:
+    for read, rename in ((openai.read_request, "stop"), (anthropic.read_request, "stop_sequences")):
+        given = {name.replace("stop", rename): value for name, value in fields.items()}
+        body = {"messages": [HELLO], "max_tokens": 9, **given}
+        with pytest.raises(RequestRefused) as refused:
+            read(msgspec.json.encode(body))
+        assert (refused.value.code, refused.value.param) == ("invalid_request", param.replace("stop", rename))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "robot", "content": ""}]}'])
