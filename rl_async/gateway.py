@@ -58,18 +58,30 @@ class RemoteEpisode:
         """The gateway's token, for the client that talks to ``base_url``."""
         return self.gateway.token
 
-    def reward(self, value: float, reasons: Mapping[str, str] | None = None, /, **parts: float) -> dict[str, Any]:
+    def reward(
+        self,
+        value: float,
+        reasons: Mapping[str, str] | None = None,
+        program: Mapping[str, Any] | None = None,
+        /,
+        **parts: float,
+    ) -> dict[str, Any]:
         """End the episode with this reward; ``accepted`` is false, with the reason, if it had ended.
 
-        ``reasons`` are texts to record, for parts by their names and for ``reward``. Raises GatewayError for a reward
-        that is refused.
+        ``reasons`` are texts to record, for parts by their names and for ``reward``. ``program``: see ``score``. Raises
+        GatewayError for a reward that is refused.
         """
         given = {"reasons": dict(reasons)} if reasons else {}  # gateways of earlier versions know none
-        return self._end({"reward": value, "parts": parts} | given)
+        return self._end({"reward": value, "parts": parts} | given, program)
 
-    def score(self) -> dict[str, Any]:
-        """End the episode; the run's own reward functions score it."""
-        return self._end({})
+    def score(self, program: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """End the episode; the run's own reward functions score it.
+
+        ``program``: ``exit_code`` and ``output`` of the agent program, which they get as ``extra_info["program"]``. A
+        failure that is not the policy's (``agent.gateway.give_back``) gives the episode back, and ``accepted`` is
+        false.
+        """
+        return self._end({}, program)
 
     def fail(self, error: str) -> dict[str, Any]:
         """Give the episode up; its sample is played again."""
@@ -79,7 +91,8 @@ class RemoteEpisode:
         """Tell the gateway that the program lives; false if the episode has ended. The client does so by itself."""
         return self.gateway.post(f"/episodes/{self.id}/heartbeat", {})[0] == 200
 
-    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, body: dict[str, Any], program: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        body |= {"program": dict(program)} if program is not None else {}
         key = {"idempotency_key": secrets.token_urlsafe(16)}  # ``post`` repeats a request that got no answer
         status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body | key)
         if status in (404, 503):  # it ended, or the gateway was restarted since, or has lost the queue and ends

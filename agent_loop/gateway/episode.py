@@ -28,7 +28,7 @@ from rl_async.configs.derived.engines import follows_json_schemas
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RequestRefused, SchemaRejected
+from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
 from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
@@ -71,6 +71,7 @@ class GatewayEpisode:
         self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
         self.responses = KeptResponses()
         self.closed = False
+        self.lost = ""  # why the latest request got no answer, if no engine gave one
         self.ending = asyncio.Lock()
         self.began, self.traced_from = time.monotonic(), tracing.now()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
@@ -159,6 +160,10 @@ class GatewayEpisode:
                 heard = {} if release is None else {"heard": release.hear}
                 result = await self._generator.generate(generate, session=self._name, **heard)
                 told(result)
+                self.lost = ""
+        except EngineLost as error:
+            self.lost = str(error)
+            raise
         except SchemaRejected as error:
             if request.format is None:
                 raise

@@ -27,8 +27,16 @@ from rl_async.rollout_server.api import StreamingGenerator
 log = logging.getLogger("rl_async.gateway")
 
 LEASE_WAIT_S = 5.0
+SHELL_SIGNALS = range(129, 193)  # exit codes of shells whose command a signal ended
 RENEWALS_PER_LEASE = 4
 REMEMBERED = 4096  # ended episodes, so that ending one again gets the same answer
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the agent program ended, as its caller saw it. Reward functions get it as ``extra_info["program"]``."""
+
+    exit_code: int
+    output: str = ""
 
 
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +51,7 @@ class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasons: dict[str, str] = {}
     error: str | msgspec.UnsetType = msgspec.UNSET  # given, even if empty: the episode has failed
     idempotency_key: str = ""
+    program: Program | None = None
 
 
 class Ended(NamedTuple):
@@ -262,7 +271,24 @@ class OpenEpisodes:
             if ending.error is not msgspec.UNSET:
                 why = ending.error or "no reason given"
                 return await self._fail(episode, f"{by}: {why}", ending.idempotency_key)
+            if why := self._to_give_back(episode, ending.program):
+                given_back = Ended(False, f"it is played again: {why}", 0, None)
+                return await self._fail(episode, why, ending.idempotency_key, given_back)
             return await self._put(episode, ending)
+
+    def _to_give_back(self, episode: GatewayEpisode, program: Program | None) -> str:
+        """Say why a program's failure is not the policy's; empty if it may be, or the program did not fail.
+
+        Playing the others again until they succeed would train on the successes alone.
+        """
+        if program is None or not program.exit_code:
+            return ""
+        how = f"the program ended with {program.exit_code}"
+        if self._options.give_back == "all" or program.exit_code in self._options.give_back:
+            return f"{how} (agent.gateway.give_back)"
+        if program.exit_code < 0 or program.exit_code in SHELL_SIGNALS:
+            return f"{how}, by a signal"
+        return f"{how} after its last request had failed: {episode.lost}" if episode.lost else ""
 
     async def _put(self, episode: GatewayEpisode, ending: Ending) -> Ended:
         rows, last = episode.trajectories()
@@ -274,11 +300,16 @@ class OpenEpisodes:
             )
         if ending.reward is not None:
             give_reward(rows, ending.reward, ending.parts, ending.reasons, self._config.reward.limit)
+        task = episode.group.task
+        if ending.program is not None:
+            task = msgspec.structs.replace(task, extra=task.extra | {"program": msgspec.to_builtins(ending.program)})
+            for row in rows if ending.program.exit_code else ():
+                row.error = f"its program ended with {ending.program.exit_code}"
         spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began)
         with _closing(episode):
             with spans.of_reward(episode.trace, rows[last]):
                 if ending.reward is None:
-                    await self._rewards.score(episode.group.task, rows[last], *rows[:last], *rows[last + 1 :])
+                    await self._rewards.score(task, rows[last], *rows[:last], *rows[last + 1 :])
             for row in rows:
                 row.traced = bool(episode.trace)
             reply = await self._queue.put(*rows)
@@ -287,13 +318,19 @@ class OpenEpisodes:
         how = "no reward function could score it" if reward is None else f"with reward {reward:g}"
         return self._close(episode, reply, Ended(True, "", len(rows), reward), how, ending.idempotency_key)
 
-    async def _fail(self, episode: GatewayEpisode, error: str, idempotency_key: str = "") -> Ended:
+    async def _fail(
+        self,
+        episode: GatewayEpisode,
+        error: str,
+        idempotency_key: str = "",
+        answer: Ended = Ended(True, "", 0, None),  # noqa: B008  immutable
+    ) -> Ended:
         self._log_failure(episode.group, episode.sample, error)
         spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1
-        return self._close(episode, reply, Ended(True, "", 0, None), error, idempotency_key)
+        return self._close(episode, reply, answer, error, idempotency_key)
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: str) -> None:
         """Log why a sample failed, unless enough failures began alike, but for numbers."""

@@ -29,6 +29,13 @@ class GatewayConfig(Config, frozen=True):
     ] = 300.0
     max_answers: Annotated[Positive, doc("Completions per episode; further requests are refused.")] = 64
     max_body_bytes: Annotated[Positive, doc("Bytes of one request's body; a longer one is refused unread.")] = 8 << 20
+    give_back: Annotated[
+        tuple[int, ...] | Literal["all"],
+        doc(
+            "Exit codes with which a program says that its failure is not the policy's: its episode is played again. "
+            "Other failures are graded with what the program did; all: none are (docs/how-to/gateway.md)."
+        ),
+    ] = (75, 126, 127)
     unsupported: Annotated[
         UnsupportedFields,
         doc("Fields that ask for other sampling than the run's: ignore (and count) them, or refuse the request."),

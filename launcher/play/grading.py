@@ -1,17 +1,21 @@
-"""The user's function that grades an episode: ``FUNCTION(workspace, task, stdout)``."""
+"""The user's function that grades an episode: ``FUNCTION(workspace, task, stdout)``, and by name, if it has such
+parameters, ``exit_code`` and ``stderr``."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_async.errors import ConfigError
+from rl_async.launcher.play.program import Outcome
 from rl_async.reward_loop.api import REWARD, Score, to_score
 from rl_async.reward_loop.scorers.registry import describe
 from rl_async.userload import load_user_object
 
 KEY = "--reward"
 DEFAULT = "grade"  # name of the function where only a file is given
-Grade = Callable[[Path, dict[str, Any], str], Any]
+Grade = Callable[..., Any]
+BY_NAME = ("exit_code", "stderr")
 
 
 class CannotGrade(Exception):
@@ -33,13 +37,14 @@ def load_grade(reference: str) -> Grade:
     return loaded
 
 
-def grade(function: Grade, workspace: Path, task: dict[str, Any], stdout: str) -> Score:
+def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome) -> Score:
     """Grade an episode: a number, or a mapping with ``score``, further numbers and a ``reason`` to record.
 
     Raises CannotGrade.
     """
     try:
-        score = to_score(function(workspace, task, stdout))
+        asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
+        score = to_score(function(workspace, task, ended.stdout, **asked))
     except Exception as error:  # the user's code may raise anything; only this episode fails
         raise CannotGrade(describe(error)) from error
     if REWARD in score.extra:

@@ -3,14 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from rl_async.errors import RlAsyncError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.launcher.play.grading import CannotGrade, Grade, grade
-from rl_async.launcher.play.program import CannotStart, StopPipe, started
+from rl_async.launcher.play.program import CannotStart, Outcome, Program, StopPipe, started, told
 from rl_async.reward_loop.api import REWARD
 
+OUTPUT = 100_000  # characters of what a program printed, its end, that the run's reward functions see
 FUTILE = 3  # times the programs at once: so many failures in a row end play
 
 
@@ -59,33 +59,40 @@ class Player:
             self._stop.stop()  # else the others would play on, and the error be seen at the end of the run
             raise
 
-    def _play(self, episode: RemoteEpisode) -> tuple[float | None, str]:
-        """Play one episode; its reward, or None and why it was given back."""
+    def _play(self, episode: RemoteEpisode) -> tuple[float | None, str, str]:
+        """Play one episode; its reward or None, why it was given back, and a remark on how its program ended."""
         if self._stop.stopped:
             return self._give_back(episode, "play was stopped")
         timeout_s = episode.deadline_s if self._timeout_s is None else min(self._timeout_s, episode.deadline_s)
         try:
             with started(self._program, episode) as program:
-                problem, stdout = program.wait(timeout_s, self._stop)
-                return self._give_back(episode, problem) if problem else self._end(episode, program.workspace, stdout)
+                ended = program.wait(timeout_s, self._stop)
+                return self._give_back(episode, ended.problem) if ended.problem else self._end(episode, program, ended)
         except CannotGrade as error:
             return self._give_back(episode, f"its grading {error}")
-        except (CannotStart, GatewayError) as error:  # the second: such as an episode without any answer
+        except (CannotStart, GatewayError) as error:
             return self._give_back(episode, str(error))
 
-    def _end(self, episode: RemoteEpisode, workspace: Path, stdout: str) -> tuple[float | None, str]:
-        if self._reward is None:
-            answer = episode.score()
-        else:
-            score = grade(self._reward, workspace, episode.task, stdout)
-            answer = episode.reward(score.value, score.reasons(REWARD), **score.extra)
-        return (answer["reward"], "") if answer["accepted"] else (None, answer["reason"])
+    def _end(self, episode: RemoteEpisode, program: Program, ended: Outcome) -> tuple[float | None, str, str]:
+        code, output = ended.exit_code, "\n".join(filter(None, [ended.stdout, ended.stderr]))
+        about = {"exit_code": code, "output": output[-OUTPUT:]}
+        try:
+            if self._reward is None:
+                answer = episode.score(about)
+            else:
+                score = grade(self._reward, program.workspace, episode.task, ended)
+                answer = episode.reward(score.value, score.reasons(REWARD), about, **score.extra)
+        except GatewayError as error:  # such as an episode without any answer
+            return self._give_back(episode, told(str(error), ended.last_words))
+        if not answer["accepted"]:
+            return None, told(answer["reason"], ended.last_words), ""
+        return answer["reward"], "", told(f" (its program ended with {code}", ended.last_words) + ")" if code else ""
 
-    def _give_back(self, episode: RemoteEpisode, why: str) -> tuple[None, str]:
+    def _give_back(self, episode: RemoteEpisode, why: str) -> tuple[None, str, str]:
         episode.fail(why)
-        return None, why
+        return None, why, ""
 
-    def _note(self, episode: RemoteEpisode, reward: float | None, problem: str) -> None:
+    def _note(self, episode: RemoteEpisode, reward: float | None, problem: str, remark: str) -> None:
         task = f"task {episode.task['task_id']}"
         with self._lock:
             if problem:
@@ -95,6 +102,6 @@ class Player:
             else:
                 self._in_a_row = 0
                 self.rewards += [] if reward is None else [reward]
-                self._say(f"{task}: " + ("not scored" if reward is None else f"reward {reward:g}"))
+                self._say(f"{task}: " + ("not scored" if reward is None else f"reward {reward:g}") + remark)
             if self._in_a_row >= FUTILE * self._at_once and not self._stop.stopped:
                 self._stop.stop()

@@ -24,6 +24,7 @@ from rl_async.process.strays import kill_marked
 
 log = logging.getLogger("rl_async.play")
 
+LAST_WORDS = 500  # characters
 KEPT_BYTES = 1 << 20  # of each output stream, its end
 REMOVAL_S = 60.0
 FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
@@ -35,7 +36,15 @@ class Outcome(NamedTuple):
     """How a program ended. ``problem`` says why its episode must be played again; empty: it is to be graded."""
 
     problem: str
-    stdout: str
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int = 0
+
+    @property
+    def last_words(self) -> str:
+        """The end of the last line that it printed, of errors first."""
+        lines = self.stderr.strip().splitlines() or self.stdout.strip().splitlines() or [""]
+        return lines[-1][-LAST_WORDS:]
 
 
 class CannotStart(Exception):
@@ -131,9 +140,9 @@ class Program:
             while len(waiting.get_map()) > 1:
                 ready = [key.fd for key, _ in waiting.select(max(0.0, deadline - time.monotonic()))]
                 if stop.fd in ready:
-                    return Outcome("play was stopped", "")
+                    return Outcome("play was stopped")
                 if not ready:
-                    return Outcome(f"its program did not end within {timeout_s:g} s", "")
+                    return Outcome(f"its program did not end within {timeout_s:g} s")
                 for fd in ready:
                     piece = os.read(fd, 1 << 16)
                     read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
@@ -142,17 +151,17 @@ class Program:
                 if not read[self._status] and self._status not in waiting.get_map():
                     break  # the keeper was killed; what it kept may hold the other pipes open
         said = {fd: text.decode(errors="replace") for fd, text in read.items()}
-        return Outcome(_problem(said[self._status].strip(), said[err]), said[out])
+        code = said[self._status].strip()
+        ended = Outcome("", said[out], said[err], int(code or 0))
+        if code and ended.exit_code >= 0:
+            return ended
+        how = f"was killed by signal {-ended.exit_code}" if code else "was lost with its keeper"
+        return ended._replace(problem=told(f"its program {how}", ended.last_words))
 
 
-def _problem(code: str, stderr: str) -> str:
-    if code == "0":
-        return ""
-    last = (stderr.strip().splitlines() or [""])[-1][-500:]
-    how = "was lost with its keeper" if not code else f"ended with {code}"
-    if code.startswith("-"):
-        how = f"was killed by signal {code[1:]}"
-    return f"its program {how}" + (f": {last}" if last else "")
+def told(what: str, last_words: str) -> str:
+    """Return what happened to a program, with the last that it said."""
+    return f"{what}: {last_words}" if last_words else what
 
 
 def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:

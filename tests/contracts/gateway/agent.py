@@ -1,6 +1,7 @@
 """An agent program that knows nothing of episodes: it finds the model by its environment, and its task in an argument.
 
-``agent.py MODE PROMPT``: solve, crash, killed (ends itself by SIGKILL), hang (with a child in a session of its own).
+``agent.py MODE PROMPT``: solve, crash, temporary (its failure is not the policy's), unasked (it ends before it asks),
+killed (ends itself by SIGKILL), hang (with a child in a session of its own).
 """
 
 import json
@@ -30,6 +31,9 @@ def main(mode: str, prompt: str) -> int:
         child = subprocess.Popen(sleeper, start_new_session=True)
         Path(os.environ["PIDS"], f"{os.getpid()}").write_text(f"{os.getpid()} {child.pid} {os.getcwd()}")
         time.sleep(600)
+    if mode == "unasked":
+        print("wrong flag", file=sys.stderr)
+        return 2
     answer = ask(prompt)
     if mode == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +43,7 @@ def main(mode: str, prompt: str) -> int:
     assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
     print("said", answer)
     print("no good", file=sys.stderr)
-    return 3 if mode == "crash" else 0
+    return {"crash": 3, "temporary": 75}.get(mode, 0)
 
 
 if __name__ == "__main__":

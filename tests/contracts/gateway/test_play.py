@@ -33,6 +33,9 @@ def grade(workspace, task, stdout):
     answer = (workspace / "answer.txt").read_text()
     assert stdout == f"said {answer}\\n", stdout
     return {"score": float(answer == task["ground_truth"]), "length": len(answer), "reason": f"it said {answer}"}
+def by_code(workspace, task, stdout, *, exit_code, stderr):
+    assert (stdout, stderr) == ("said 5\\n", "no good\\n"), (stdout, stderr)
+    return -exit_code
 def broken(workspace, task, stdout):
     raise ValueError("no such test")
 """
@@ -137,10 +140,24 @@ def test_without_a_function_the_runs_own_score_the_answer(playing: Playing) -> N
     playing.nothing_is_left()
 
 
+@pytest.mark.parametrize("options", [[], ["--reward", "grade.py:by_code"]], ids=["by the run", "by a function"])
+def test_a_failure_of_the_policy_is_graded_and_not_played_again(playing: Playing, options: list[str]) -> None:
+    playing.begin("crash", *options, says=("5",))
+    playing.wait_for(lambda: playing.gateway.queue.rows)
+    ((row,),) = playing.gateway.queue.rows
+    assert playing.gateway.queue.failures == []
+    assert (row.reward, row.scored) == ((-3.0 if options else 1.0), True)
+    assert "3" in row.error
+    _, output = playing.end()
+    assert "1 episodes played" in output and "no good" in output
+    playing.nothing_is_left()
+
+
 @pytest.mark.parametrize(
     ("mode", "options", "named"),
     [
-        ("crash", [], ["3", "no good"]),
+        ("unasked", [], ["no_answers", "wrong flag"]),
+        ("temporary", [], ["75", "give_back"]),
         ("killed", [], ["signal 9"]),
         ("solve", ["--reward", "grade.py:broken"], ["ValueError", "no such test"]),
     ],
@@ -149,14 +166,14 @@ def test_a_failure_gives_the_episode_back(playing: Playing, mode: str, options: 
     playing.begin(mode, *options, says=("5",))
     playing.wait_for(lambda: playing.gateway.queue.failures)
     (error,) = playing.gateway.queue.failures
-    assert all(part in error for part in named), error
     code, output = playing.end()
+    assert all(part in error + output for part in named), (error, output)
     assert code == 128 + signal.SIGINT and "1 given back" in output and playing.gateway.queue.rows == []
     playing.nothing_is_left()
 
 
 def test_failures_alone_end_it_before_all_samples_are_used_up(playing: Playing) -> None:
-    playing.begin("crash", says=("5",) * 9, samples=9)
+    playing.begin("killed", says=("5",) * 9, samples=9)
     output, _ = playing.process.communicate(timeout=60)
     assert playing.process.returncode == 1 and "3 times in a row" in output, output
     assert len(playing.gateway.queue.failures) == 3
@@ -263,4 +280,5 @@ def test_a_program_that_cannot_be_started_does_not_wait_for_the_deadline(tmp_pat
     script.chmod(0o700)
     episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
     with StopPipe() as stop, started([str(script)], episode) as program:
-        assert "cannot start" in program.wait(150.0, stop).problem
+        ended = program.wait(150.0, stop)
+        assert ended.exit_code == keeper.CANNOT_START and "cannot start" in ended.last_words

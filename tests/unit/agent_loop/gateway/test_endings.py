@@ -1,16 +1,18 @@
 """An episode ends once: with a reward, an error, or neither."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.open_episodes import Ending
+from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes, Program
+from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import EngineLost, QueueLost, RequestRefused
 from rl_async.messages import Done, Refused, Trajectory
 from rl_async.reward_loop.api import MOST_PARTS, MOST_REASON, PART_NAME
-from tests.unit.agent_loop.fakes import ScriptedEngine, leased
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
 
 
@@ -163,6 +165,75 @@ async def test_a_refusal_leaves_the_episode_open(renderer: ChatRenderer) -> None
             await episodes.end("guessed", Ending(reward=1.0))
         assert refused.value.code == "unknown_episode"
     assert len(queue.rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "give_back", "played_again"),
+    [
+        (0, (75,), False),
+        (0, "all", False),
+        (1, (75,), False),
+        (1, (), False),
+        (1, "all", True),
+        (75, (75,), True),
+        (75, (), False),
+        (-9, (), True),
+        (137, (), True),
+        (255, (), False),
+    ],
+)
+async def test_only_failures_that_are_not_the_policys_are_played_again(
+    renderer: ChatRenderer, code: int, give_back: Any, played_again: bool
+) -> None:
+    queue = FakeQueue([leased()])
+    options = {"gateway": GatewayConfig(give_back=give_back)}
+    async with gateway(queue, renderer, ScriptedEngine(renderer, ["5"]), **options) as episodes:
+        episode = await begin(episodes)
+        await episode.complete(ask("a?"))
+        ending = Ending(program=Program(code, "it said 5"), idempotency_key="once")
+        ended = await episodes.end(episode.id, ending)
+        assert ended.accepted != played_again
+        assert await episodes.end(episode.id, ending) == ended
+    assert (len(queue.failures), len(queue.rows)) == ((1, 0) if played_again else (0, 1))
+    assert all((str(code) in row.error) == bool(code) and row.scored for (row,) in queue.rows)
+
+
+async def test_a_program_that_failed_since_no_engine_answered_is_played_again(renderer: ChatRenderer) -> None:
+    class Lost:
+        lost = False
+
+        async def generate(self, request: Any, **given: Any) -> Any:
+            return await (Gone() if self.lost else engine).generate(request, **given)
+
+    queue, engine, lost = FakeQueue([leased(samples=2)]), ScriptedEngine(renderer, ["5"] * 5), Lost()
+    async with gateway(queue, renderer, lost) as episodes:
+        for recovers in (False, True):
+            episode, lost.lost = await begin(episodes), False
+            await episode.complete(ask("a?"))
+            lost.lost = True
+            with pytest.raises(EngineLost):
+                await episode.complete(ask("a?", "5", "b?"))
+            lost.lost = False
+            if recovers:
+                await episode.complete(ask("a?", "5", "b?"))
+            assert (await episodes.end(episode.id, Ending(program=Program(1)))).accepted == recovers
+    assert len(queue.failures) == len(queue.rows) == 1
+
+
+async def test_reward_functions_see_how_the_program_ended(renderer: ChatRenderer) -> None:
+    class Scorer:
+        async def score(self, task: Any, row: Trajectory, *others: Trajectory) -> None:
+            row.reward = float(task.extra["program"] == {"exit_code": 2, "output": "so far"}) + task.extra["own"]
+
+    queue = FakeQueue([leased(extra={"own": 7})])
+    config = run_config()
+    episodes = OpenEpisodes(config, renderer, ScriptedEngine(renderer, ["5"]), queue, Scorer())
+    running = asyncio.create_task(episodes.run())
+    episode = await begin(episodes)
+    await episode.complete(ask("a?"))
+    assert (await episodes.end(episode.id, Ending(program=Program(2, "so far")))).reward == 8.0
+    queue.over.set()
+    await asyncio.wait_for(running, 10)
 
 
 async def test_what_the_queue_does_not_want_any_more_is_said(renderer: ChatRenderer) -> None:
