@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from rl_async.agent_loop.environments.adapters.gymnasium import Gymnasium
 from rl_async.agent_loop.environments.adapters.harbor import HarborTasks
 from rl_async.agent_loop.environments.adapters.openenv import OpenEnv
+from rl_async.agent_loop.environments.adapters.pettingzoo import PettingZoo
+from rl_async.agent_loop.environments.adapters.reasoning_gym import ReasoningGym
 from rl_async.agent_loop.environments.adapters.textarena import text_arena
 from rl_async.agent_loop.environments.adapters.verifiers import Verifiers
 from rl_async.agent_loop.environments.adapters.verl import Verl
@@ -23,11 +25,14 @@ EnvironmentFactory = Callable[[Task, Services], Any]  # makes an interface.Envir
 
 
 class Adapter(NamedTuple):
-    """``factory`` is called with the name behind the colon; its environments import ``package`` when they begin."""
+    """``factory`` is called with the name behind the colon; its environments import ``package`` when they begin, or
+    when they are made, if that may ``block``. ``by_seed``: their worlds need nothing of a task but a seed."""
 
     factory: Callable[[str], EnvironmentFactory]
     package: str = ""
     install: str = ""
+    by_seed: bool = False
+    may_block: bool = False
 
 
 def _with_name(kind: Callable[[str, Task, Mapping[str, Any]], Any]) -> Callable[[str], EnvironmentFactory]:
@@ -47,10 +52,14 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "simulated_user": SimulatedUser,
 }
 ADAPTERS = {
-    "gymnasium": Adapter(_with_name(Gymnasium), "gymnasium", "pip install gymnasium"),
+    "gymnasium": Adapter(_with_name(Gymnasium), "gymnasium", "pip install gymnasium", by_seed=True),
     "harbor": Adapter(_harbor),
-    "openenv": Adapter(_with_name(OpenEnv), "openenv", "pip install openenv-core"),
-    "textarena": Adapter(_with_name(text_arena), "textarena", "pip install textarena"),
+    "openenv": Adapter(_with_name(OpenEnv), "openenv", "pip install openenv-core", by_seed=True),
+    "pettingzoo": Adapter(
+        _with_name(PettingZoo), "pettingzoo", "pip install 'pettingzoo[classic]'", by_seed=True, may_block=True
+    ),
+    "reasoning_gym": Adapter(_with_name(ReasoningGym), "reasoning_gym", "pip install reasoning-gym", by_seed=True),
+    "textarena": Adapter(_with_name(text_arena), "textarena", "pip install textarena", by_seed=True),
     "verifiers": Adapter(_with_name(Verifiers), "verifiers.envs", "pip install 'verifiers<0.2'"),
     "verl": Adapter(_with_name(Verl)),
 }
@@ -75,7 +84,7 @@ def get_environment(name: str) -> EnvironmentKind:
     """
     project, _, rest = name.partition(":")
     if rest and project in ADAPTERS:
-        return EnvironmentKind(_adapted(name, ADAPTERS[project], rest))
+        return EnvironmentKind(_adapted(name, ADAPTERS[project], rest), may_block=ADAPTERS[project].may_block)
     if is_user_reference(name):
         return _of_user(name)
     if name not in ENVIRONMENTS:
@@ -84,6 +93,12 @@ def get_environment(name: str) -> EnvironmentKind:
             f"{', '.join(f'{prefix}:NAME' for prefix in ADAPTERS)}; or path.py:class"
         )
     return EnvironmentKind(ENVIRONMENTS[name])
+
+
+def by_seed(name: str) -> bool:
+    """Whether environments of this name need nothing of a task but a seed."""
+    project, _, rest = name.partition(":")
+    return bool(rest) and project in ADAPTERS and ADAPTERS[project].by_seed
 
 
 def _of_user(name: str) -> EnvironmentKind:

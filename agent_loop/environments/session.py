@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.environments.calls import call_user
+from rl_async.agent_loop.plain_text import without_escapes
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.errors import EnvironmentFailed, RlAsyncError
@@ -128,10 +129,10 @@ class UserSession:
         if observation is None:
             return []
         if isinstance(observation, str):
-            return [{"role": "user", "content": observation}]
+            return [{"role": "user", "content": without_escapes(observation)}]
         if not isinstance(observation, Sequence) or not all(map(_is_message, observation)):
             raise self._unusable(method, observation, "a text or messages with role and content as text")
-        return list(observation)
+        return [message | {"content": without_escapes(message["content"])} for message in observation]
 
     def _score(self, reward: Any) -> Score:
         try:

@@ -31,6 +31,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.checks.gateway import without_effect
     from rl_async.configs.checks.reward import unrewarded
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.plan.environments import try_environment
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources.fetch import fetch_sources, fetched_from
@@ -54,6 +55,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         for line in () if given.rollout.replay else try_mcp_servers(given.agent):
             print(line, flush=True)
     config = fetch_sources(given)
+    if arguments.launcher == "local":
+        try_environment(config)
     fetched = fetched_from(given, config)
     if arguments.dry_run:
         from rl_async.launcher.plan.dry_run import dry_run

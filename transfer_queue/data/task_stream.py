@@ -164,6 +164,16 @@ def check_first_rows(config: RunConfig) -> None:
                 raise DataError(f"{key}: {error}") from error
 
 
+def first_task(config: RunConfig) -> Task:
+    """Return a task of ``data.path``, to try an environment with. Raises DataError."""
+    part, label = parts(config.data)[0], labels(config.data)[0]
+    if part.path.startswith(GENERATED_PREFIX):
+        rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
+    else:
+        rows = open_first_rows(part.path, FIRST_ROWS)[0]
+    return _Source(rows, part, label, None, listed_code(config)).at(0)
+
+
 def held_out_tasks(config: RunConfig) -> list[Task]:
     """Return the held-out tasks of one evaluation, however long they are. Raises DataError for a bad row."""
     return _held_out(_held_out_sources(config, listed_code(config)), config.eval.tasks)

@@ -14,7 +14,9 @@ PYTHON = Path(os.environ.get(VARIABLE, ROOT / ".venv-environments/bin/python"))
 @pytest.mark.skipif(
     not PYTHON.is_file(), reason=f"no environments to play; install some with scripts/install_environments ({VARIABLE})"
 )
-@pytest.mark.parametrize("project", ["gymnasium", "textarena", "verifiers", "openenv", "verl"])
+@pytest.mark.parametrize(
+    "project", ["gymnasium", "textarena", "verifiers", "openenv", "verl", "pettingzoo", "reasoning_gym"]
+)
 def test_environments_of(project: str) -> None:
     file = Path(__file__).with_name(f"of_{project}.py")
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", str(file)]

@@ -1,0 +1,95 @@
+"""Tries the environment of `agent.environment`, in a process of its own: ``python -m
+rl_async.launcher.plan.environments``.
+
+An unknown name, an action space that cannot be played in text or an error in ``reset`` is then found before the run has
+a folder.
+"""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.derived.data import parts
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.messages import Task
+from rl_async.transfer_queue.data.task_stream import first_task
+
+SLACK_S = 60.0  # beside the environment's own deadlines: imports
+CALLS = 4  # that have a deadline: its preparation, its making, reset and close
+NEEDS_POLICY = "simulated_user"  # which may be played by the policy, and otherwise is a server of its own
+
+
+class _Trial(msgspec.Struct):
+    """What the process is told."""
+
+    config: RunConfig
+    task: Task
+
+
+def try_environment(config: RunConfig) -> None:
+    """Begin an episode of the run's environment with the first task, and end it.
+
+    Without data yet, only an environment that needs a seed alone is tried. Raises ConfigError, naming the key, for one
+    that the run could not use, and DataError for data without a task.
+    """
+    from rl_async.agent_loop.environments.registry import by_seed
+
+    agent, name = config.agent, config.agent.environment
+    if name is None or name == NEEDS_POLICY or agent.gateway is not None or config.rollout.replay:
+        return
+    if config.data.make is None or Path(parts(config.data)[0].path).is_file():
+        task = first_task(config)
+    elif by_seed(name):
+        task = Task(task_id="trial", data_source="", prompt=[{"role": "user", "content": "x"}], ground_truth="")
+    else:
+        return
+    hosts = agent.environment_hosts
+    limit = SLACK_S + CALLS * max(agent.environment_timeout_s, hosts.start_timeout_s if hosts else 0.0)
+    command = [sys.executable, "-m", "rl_async.launcher.plan.environments"]
+    try:
+        done = subprocess.run(
+            command, input=msgspec.json.encode(_Trial(config, task)), capture_output=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"agent.environment: {name} did not begin and end an episode within {limit:g} s") from error
+    said = done.stderr.decode(errors="replace")
+    if done.returncode == EXIT_USER:
+        raise ConfigError(said.splitlines()[-1])
+    if done.returncode != 0:
+        raise ConfigError(f"agent.environment: trying {name} ended with {done.returncode}: {said[-2000:]}")
+
+
+def main() -> int:
+    """Try what standard input says; what is wrong is the last line of standard error."""
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=_Trial)
+    try:
+        asyncio.run(_try(trial.config, trial.task))
+    except RlAsyncError as error:  # the first start of all: what fails now is wrong in the config
+        key, text = "agent.environment", " ".join(str(error).splitlines())
+        print(text if text.startswith(key) else f"{key}: {text} (task {trial.task.task_id})", file=sys.stderr)
+        return EXIT_USER
+    return 0
+
+
+async def _try(config: RunConfig, task: Task) -> None:
+    from rl_async.agent_loop.environments.local import LocalEnvironments
+    from rl_async.agent_loop.environments.services import Services
+
+    assert config.agent.environment is not None
+    limited = config.agent.environment_hosts is not None  # whose own deadline for the start is longer
+    services = Services(config)
+    environments = LocalEnvironments(config.agent.environment, services, start_limited=limited)
+    try:
+        async with environments.open(task) as session:
+            await session.reset()
+            session.tools()
+    finally:
+        await services.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
