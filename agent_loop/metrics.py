@@ -1,6 +1,6 @@
 """What agent workers and gateways tell Prometheus: samples, durations and failures of their parts, sampled tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -17,6 +17,12 @@ SECONDS = Histogram(
     "rl_async_agent_seconds", "Duration of the parts of episodes.", OPERATION, buckets=BUCKETS_S, registry=None
 )
 ERRORS = Counter("rl_async_agent_errors", "Parts of episodes that failed.", OPERATION, registry=None)
+CONVERSATIONS = Counter(
+    "rl_async_agent_conversation_tokens",
+    "Sampled tokens of agent programs, by conversation: main, other, left_out of training.",
+    ["conversation"],
+    registry=None,
+)
 TOKENS = Counter("rl_async_agent_tokens", "Tokens of prompts (input) and of answers (output).", ["kind"], registry=None)
 
 
@@ -44,6 +50,12 @@ def count_tokens(prompt: int, sampled: int) -> None:
     _tokens("output").inc(sampled)
 
 
+def count_conversations(sampled: Mapping[str, int]) -> None:
+    """Count the sampled tokens of an agent program's episode: of its ``main`` conversation, others, those left out."""
+    for kind, tokens in sampled.items():
+        CONVERSATIONS.labels(kind).inc(tokens)
+
+
 class Counts(Protocol):
     """Samples by how they ended."""
 
@@ -68,5 +80,5 @@ class SamplesCollector:
         if self._pool is not None:
             replayed = "Requests replayed after an engine failed them."
             yield CounterMetricFamily("rl_async_agent_replayed_requests", replayed, self._pool.replayed)
-        for instrument in (SECONDS, ERRORS, TOKENS):
+        for instrument in (SECONDS, ERRORS, TOKENS, CONVERSATIONS):
             yield from instrument.collect()

@@ -6,6 +6,7 @@ import math
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
-from rl_async.messages import Activity, LeasedGroup, Trajectory
+from rl_async.messages import Activity, LeasedGroup, Task, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
@@ -71,6 +72,7 @@ class GatewayEpisode:
         self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
         self.responses = KeptResponses()
         self.closed = False
+        self.sampled: Counter[str] = Counter()  # tokens by conversation (`metrics.CONVERSATIONS`), once it has ended
         self.lost = ""  # why the latest request got no answer, if no engine gave one
         self.ending = asyncio.Lock()
         self.began, self.traced_from = time.monotonic(), tracing.now()
@@ -78,7 +80,8 @@ class GatewayEpisode:
         self.trace = group.trace(sample)
         self._model = config.model.path
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
-        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning)
+        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning, _task_text(group.task))
+        self._left_out = (config.agent.gateway or GatewayConfig()).untrained
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._refuses_tools = unprinted or chat.name == "plain"
         self._follows_schemas = follows_json_schemas(config) and chat.plain_turns
@@ -316,20 +319,40 @@ class GatewayEpisode:
             json_schema=request.format.schema if request.format is not None else "",
         )
 
-    def trajectories(self) -> tuple[list[Trajectory], int]:
-        """Return all rows, without rewards, and the index of the row with the last answer."""
+    def trajectories(self, output: str | None = None) -> tuple[list[Trajectory], int]:
+        """Return the rows to train on, without rewards, and the index of the row with the answer to score.
+
+        ``output``: what the program printed, if known.
+        """
+        conversations, recorded = self._recorder.conversations, self._recorder.rows
+        untrained = conversations.untrained(self._left_out, output)
+        left_out = {row for conversation in untrained for row in conversation.rows}
+        kept = [number for number in range(len(recorded)) if number not in left_out]
+        if not kept:
+            return [], -1
+        scored = kept.index(conversations.scored_row(untrained, output))
+        main = conversations.rows_with(kept[scored])
+        self.sampled = Counter()
+        for number, row in enumerate(recorded):
+            kind = "left_out" if number in left_out else "main" if number in main else "other"
+            self.sampled[kind] += row.tokens.sampled
         timings = {"generate": self._generate_s, "total": time.monotonic() - self.began}
         rows = trajectories(
-            self._recorder.rows,
+            [recorded[number] for number in kept],
             self.group,
             self.sample,
             episode_id=self._name,
             sampling=self._sampling,
             timings=timings,
         )
-        if rows:
-            rows[self._recorder.last].activities = self._activities
-        return rows, self._recorder.last
+        rows[scored].activities = self._activities
+        return rows, scored
+
+
+def _task_text(task: Task) -> str:
+    """Return the last message of a task's prompt that is the user's, as a program would send it on."""
+    said = [message["content"] for message in task.prompt if message["role"] == "user"]
+    return str(said[-1]).strip() if said else ""
 
 
 def give_reward(

@@ -16,6 +16,7 @@ import msgspec
 from rl_async.agent_loop import spans
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
+from rl_async.agent_loop.metrics import count_conversations
 from rl_async.agent_loop.protocols import GatewayQueue, RewardScorer
 from rl_async.agent_loop.repetitions import Repetitions, beginning
 from rl_async.configs.schema.rollout import GatewayConfig
@@ -102,6 +103,7 @@ class OpenEpisodes:
         self._last_request = self._last_attended = time.monotonic()
         self.finished = False
         self._failures = Repetitions()
+        self._told_left_out = False
         self.put = self.failed = self.refused = 0
 
     # --- the loops --------------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ class OpenEpisodes:
         return f"{how} after its last request had failed: {episode.lost}" if episode.lost else ""
 
     async def _put(self, episode: GatewayEpisode, ending: Ending) -> Ended:
-        rows, last = episode.trajectories()
+        rows, last = episode.trajectories(None if ending.program is None else ending.program.output)
         if not rows:
             raise RequestRefused(
                 'the episode has no answer to train on; request one, or fail the episode with {"error": "..."}',
@@ -314,6 +316,15 @@ class OpenEpisodes:
                 row.traced = bool(episode.trace)
             reply = await self._queue.put(*rows)
         self.put += 1
+        count_conversations(episode.sampled)
+        if episode.sampled["left_out"] and not self._told_left_out:
+            self._told_left_out = True
+            log.info(
+                "%s: a conversation of %d sampled tokens is not trained: it began after the main one had ended, or "
+                "agent.gateway.untrained names it (logged once; rl_async_agent_conversation_tokens counts them)",
+                episode.name,
+                episode.sampled["left_out"],
+            )
         reward = rows[last].reward if rows[last].scored else None
         how = "no reward function could score it" if reward is None else f"with reward {reward:g}"
         return self._close(episode, reply, Ended(True, "", len(rows), reward), how, ending.idempotency_key)

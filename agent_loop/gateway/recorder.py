@@ -19,6 +19,7 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment
+from rl_async.agent_loop.gateway.conversations import Conversations
 from rl_async.agent_loop.gateway.dialects.chat import ASSISTANT, ChatMessage, FunctionCall, answered, history_keys
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
@@ -51,6 +52,7 @@ class Prompt(NamedTuple):
     tools: Sequence[dict[str, Any]]
     offered: bytes  # a hash of what the chat format prints of the tools
     forced: Sequence[int] = ()  # how the answer begins; the policy has not decided about it
+    asked_after: int = 0  # answers that were recorded before
 
     @property
     def given(self) -> list[int]:
@@ -70,10 +72,11 @@ class _Given(NamedTuple):
 class EpisodeRecorder:
     """The rows of one episode, in the order in which they were started."""
 
-    def __init__(self, chat: ChatFormat, past_reasoning: PastReasoning = "keep") -> None:
+    def __init__(self, chat: ChatFormat, past_reasoning: PastReasoning = "keep", task: str = "") -> None:
+        """``task``: a text that the program has of the task, by which its main conversation is known."""
         self._chat, self._past_reasoning = chat, past_reasoning
         self.rows: list[Segment] = []
-        self.last = -1  # the row with the answer recorded last
+        self.conversations = Conversations(task)
         self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
         self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
         self._offered: dict[bytes, bytes] = {}  # hashes of what is printed of tools, by hashes of their JSON
@@ -142,13 +145,14 @@ class EpisodeRecorder:
                 token_ids[:start], token_ids[start:], new, tools, sampled=sampled, limit=limit - len(token_ids)
             )
             turns = [_turn(m, answer.tokens, len(token_ids)) for m in new]
-        return Prompt(token_ids, turns, answer, messages, tools, offered)
+        return Prompt(token_ids, turns, answer, messages, tools, offered, asked_after=self.conversations.recorded)
 
     def bare(self, given: str | list[int]) -> Prompt:
         """Return a prompt that is no conversation: a text, in which control tokens count as such, or token ids."""
         token_ids = self._chat.encode(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else self._chat.turn_text(given)
-        return Prompt(token_ids, [Turn(role="user", text=text, start=0, end=len(token_ids))], None, (), (), b"")
+        turns = [Turn(role="user", text=text, start=0, end=len(token_ids))]
+        return Prompt(token_ids, turns, None, (), (), b"", asked_after=self.conversations.recorded)
 
     def record(
         self,
@@ -180,7 +184,10 @@ class EpisodeRecorder:
             key = history_keys([*prompt.messages, said], prompt.offered)[-1]
             self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
             self._texts[said.identity()] = text
-        self.last = next(number for number, other in enumerate(self.rows) if other is row)
+        number = next(number for number, other in enumerate(self.rows) if other is row)
+        self.conversations.add(
+            number, prompt.messages, said, prompt.asked_after, finished=result.finish_reason == "stop"
+        )
 
     def _longest(self, messages: Sequence[ChatMessage], offered: bytes) -> tuple[int, RecordedAnswer | None]:
         """Return the longest part of the history that ends with a recorded answer, in messages, and that answer.

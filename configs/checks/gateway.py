@@ -1,6 +1,8 @@
 """Rules for episodes that may have several rows, which some algorithms would take for episodes: those of agent programs
 behind a gateway, and those whose past reasoning is dropped."""
 
+import re
+
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
 from rl_async.configs.schema.rollout import AgentConfig
@@ -59,6 +61,11 @@ def gateway(c: RunConfig) -> str | None:
     """Apply ``gateway_problem`` to configs that start a gateway themselves, and refuse what only workers could do."""
     if c.agent.gateway is None:
         return None
+    for pattern in c.agent.gateway.untrained:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"agent.gateway.untrained: {pattern!r} is not a regular expression: {error}"
     if c.agent.environment is not None:
         return (
             f"agent.environment={c.agent.environment} has no effect with agent.gateway: agent programs bring their own "

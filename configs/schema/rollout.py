@@ -36,6 +36,13 @@ class GatewayConfig(Config, frozen=True):
             "Other failures are graded with what the program did; all: none are (docs/how-to/gateway.md)."
         ),
     ] = (75, 126, 127)
+    untrained: Annotated[
+        tuple[str, ...],
+        doc(
+            "Patterns: a conversation whose first system message or first message of the user matches one is not "
+            "trained, such as notes that a program makes for itself (docs/how-to/gateway.md)."
+        ),
+    ] = ()
     unsupported: Annotated[
         UnsupportedFields,
         doc("Fields that ask for other sampling than the run's: ignore (and count) them, or refuse the request."),

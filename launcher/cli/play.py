@@ -8,7 +8,7 @@ from rl_async.errors import EXIT_SIGNAL, UserError
 
 
 def add_play(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "rl-async play [-n N] [--reward FILE[:FUNCTION]] [--timeout S] [--url URL] RUN -- PROGRAM..."
+    parser.usage = "rl-async play [-n N] [--reward FILE[:FUNCTION]] [--timeout S] [--home] [--url U] RUN -- PROGRAM..."
     parser.description = (
         "Run PROGRAM for each episode of a gateway, in a folder of its own, until the run is over. {prompt} in its "
         "arguments is the task; OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys are set. See docs/how-to/gateway.md."
@@ -23,6 +23,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
         help="grades by FUNCTION(workspace, task, stdout), default grade (default: the run's reward.functions)",
     )
     parser.add_argument("--timeout", type=float, metavar="S", help="of one episode (default: agent.episode_timeout_s)")
+    parser.add_argument("--home", action="store_true", help="give each episode an empty home directory of its own")
     parser.add_argument("--url", default="", help="of the gateway (default: the run's own)")
     parser.set_defaults(command=_play)
 
@@ -55,7 +56,9 @@ def _play(arguments: argparse.Namespace) -> int:
         def say(line: str) -> None:
             print(printable(line), flush=True)
 
-        player = Player(program, reward, stop, say, timeout_s=arguments.timeout, at_once=arguments.n)
+        player = Player(
+            program, reward, stop, say, timeout_s=arguments.timeout, at_once=arguments.n, own_home=arguments.home
+        )
         try:
             player.play(gateway)
         except OSError as error:

@@ -22,7 +22,7 @@ class Player:
     """Plays with ``program`` until the run is over, ``stop`` is stopped, or nothing but failures comes.
 
     ``reward``: grades what the program did; None: the run's own reward functions score the last answer. ``say`` is
-    called with one line per episode.
+    called with one line per episode. ``own_home``: each episode has a home directory of its own.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class Player:
         *,
         timeout_s: float | None = None,
         at_once: int = 1,
+        own_home: bool = False,
     ) -> None:
         self._program, self._reward, self._stop, self._say = program, reward, stop, say
-        self._timeout_s, self._at_once = timeout_s, at_once
+        self._timeout_s, self._at_once, self._own_home = timeout_s, at_once, own_home
         self._lock = threading.Lock()
         self.rewards: list[float] = []  # of those that were accepted
         self.failed = self._in_a_row = 0
@@ -65,7 +66,7 @@ class Player:
             return self._give_back(episode, "play was stopped")
         timeout_s = episode.deadline_s if self._timeout_s is None else min(self._timeout_s, episode.deadline_s)
         try:
-            with started(self._program, episode) as program:
+            with started(self._program, episode, own_home=self._own_home) as program:
                 ended = program.wait(timeout_s, self._stop)
                 return self._give_back(episode, ended.problem) if ended.problem else self._end(episode, program, ended)
         except CannotGrade as error:

@@ -29,6 +29,7 @@ KEPT_BYTES = 1 << 20  # of each output stream, its end
 REMOVAL_S = 60.0
 FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
 MARK = "OPENAI_BASE_URL"  # a variable of the program and of what it starts, of another value in each episode
+XDG_HOME = re.compile(r"XDG_\w+_HOME")  # which would lead programs out of HOME
 PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
 
 
@@ -105,8 +106,13 @@ def arguments(program: Sequence[str], episode: RemoteEpisode, workspace: Path) -
     return [PLACEHOLDER.sub(lambda match: values[match[1]], word) for word in program]
 
 
-def environment(episode: RemoteEpisode, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which clients of either vendor find the episode by themselves."""
+def environment(episode: RemoteEpisode, given: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
+    """Return the environment in which clients of either vendor find the episode by themselves.
+
+    ``home``: a home directory of the episode's own.
+    """
+    if home is not None:
+        given = {name: value for name, value in given.items() if not XDG_HOME.fullmatch(name)} | {"HOME": str(home)}
     host = urlsplit(episode.base_url).hostname or ""
     direct = {name: ",".join(filter(None, [given.get(name, ""), host])) for name in ("NO_PROXY", "no_proxy")}
     return {
@@ -172,10 +178,11 @@ def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
 
 
 @contextmanager
-def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]:
+def started(program: Sequence[str], episode: RemoteEpisode, *, own_home: bool = False) -> Iterator[Program]:
     """Start the program in a fresh workspace; behind the block no process and no file of it is left.
 
-    Raises CannotStart, such as for a prompt that is too long for a command line.
+    ``own_home``: with a fresh home directory, too. Raises CannotStart, such as for a prompt that is too long for a
+    command line.
     """
     opened = contextlib.ExitStack()  # what to undo if it cannot be started
     try:
@@ -185,7 +192,7 @@ def started(program: Sequence[str], episode: RemoteEpisode) -> Iterator[Program]
         words = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
         keeping = subprocess.Popen(
             [*words, *arguments(program, episode, workspace)],
-            env=environment(episode, os.environ),
+            env=environment(episode, os.environ, folder / "home" if own_home else None),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -131,6 +131,27 @@ def test_episodes_are_graded_by_what_the_program_left(playing: Playing) -> None:
     playing.nothing_is_left()
 
 
+def test_a_home_of_its_own_is_empty_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    episode = RemoteEpisode("e", "http://127.0.0.1:9/e/v1", {"prompt": []}, Gateway("http://127.0.0.1:9"))
+    script = 'cd && pwd && ls -A && touch made && echo ${XDG_CONFIG_HOME-unset} && test -n "$OPENAI_BASE_URL"'
+    homes = set()
+    for own in (True, True, False):
+        with (
+            StopPipe() as stop,
+            started(["/bin/sh", "-c", script if own else "echo $HOME"], episode, own_home=own) as on,
+        ):
+            ended = on.wait(60.0, stop)
+            assert ended.exit_code == 0, ended
+        home, *rest = ended.stdout.splitlines()
+        assert (tmp_path in Path(home).parents) == own and rest == (["unset"] if own else [])
+        homes.add(home)
+        assert Path(home).exists() != own
+    assert len(homes) == 3
+
+
 def test_without_a_function_the_runs_own_score_the_answer(playing: Playing) -> None:
     playing.begin("solve", says=("5",))
     playing.wait_for(lambda: playing.gateway.queue.rows)

@@ -242,6 +242,11 @@ def test_impossible_combinations_name_their_keys(overrides: list[str], named: li
 GATEWAY = "agent.gateway={}"
 
 
+def test_a_pattern_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.gateway\.untrained"):
+        load_config("calculator", ["agent.gateway.untrained=['(']"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
