@@ -24,6 +24,7 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL
 from rl_async.process.http_auth import run_token
+from rl_async.process.signals import heeded
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import Generator
@@ -113,7 +114,7 @@ def cancel_on_signals() -> list[int]:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, cancel, number)
     return received
 

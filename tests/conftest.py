@@ -4,6 +4,7 @@ Torch and Transformers are imported where a model is made: most tests need neith
 """
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -29,6 +30,9 @@ hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A script's job in the background ignores Ctrl-C, which programs under test would inherit, and then keep ignoring.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(SessionSeed(config))
 
 

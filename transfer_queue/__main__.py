@@ -17,6 +17,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Task
 from rl_async.process.memory import collect_rarely, reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
+from rl_async.process.signals import heeded
 from rl_async.recording import Recording, task_of
 from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue.auth.authenticator import Authenticator
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     reuse_freed_memory()
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     return run_role(
         "queue", lambda: run_queue(arguments.run, arguments.address, relaunched=arguments.relaunched, stopped=stopped)

@@ -1,7 +1,6 @@
 """The command line ``rl-async``. A command imports what it needs when it runs, so that ``--help`` answers at once."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -9,6 +8,16 @@ from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.launcher.cli import configs, evaluations, gateway, inspection, models, play, rewards, runs, view
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
+from rl_async.process.output import (
+    OutputFailed,
+    ReaderGone,
+    checked_output,
+    discard_output,
+    open_missing,
+    settle_output,
+    steady_errors,
+    steady_output,
+)
 
 EXIT_INTERRUPTED = 130
 Command = Callable[[argparse.Namespace], int]
@@ -41,13 +50,28 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. 2: a mistake of the user, 1: something failed, 130: interrupted."""
+    """Run one command; the exit code. 2: a mistake of the user, 1: something failed, 130: interrupted.
+
+    Commands with ``steady`` beside ``command`` go on however their output fares; others end with its reader.
+    """
+    open_missing()
+    steady_errors()
+    checked_output()
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
+    if getattr(arguments, "steady", False):
+        steady_output()
     try:
         code = command(arguments)
         sys.stdout.flush()
         return code
+    except ReaderGone:
+        discard_output()
+        return 0
+    except OutputFailed as error:
+        discard_output()
+        _print_error(str(error))
+        return 1
     except UserError as error:
         _print_error(str(error))
         return EXIT_USER
@@ -56,9 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush does not fail again
-        return 0
+    finally:
+        settle_output()
 
 
 class PrintVersions(argparse.Action):

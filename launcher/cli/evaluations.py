@@ -23,7 +23,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-env", metavar="NAME", default="", help="environment variable with its API key")
     parser.add_argument("--solved", type=float, metavar="REWARD", help=SOLVED_HELP)
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode, and role")
-    parser.set_defaults(command=_evaluate, fail=parser.error)
+    parser.set_defaults(command=_evaluate, steady=True, fail=parser.error)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

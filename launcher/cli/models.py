@@ -35,7 +35,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, metavar="X", help="peak of AdamW's (default: 1e-5)")
     add("--ranks", type=int, metavar="N", help="trainer processes (trainer.ranks; default: 1)")
     add_overrides(parser)
-    parser.set_defaults(command=_sft)
+    parser.set_defaults(command=_sft, steady=True)
 
 
 def _sft(arguments: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def add_reward_model(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the new head, the split and the order (default: 0)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=int, default=1, metavar="N", help="torch threads on CPU (default: 1)")
-    parser.set_defaults(command=_reward_model)
+    parser.set_defaults(command=_reward_model, steady=True)
 
 
 def _reward_model(arguments: argparse.Namespace) -> int:
@@ -118,7 +118,7 @@ def add_model_commands(parser: argparse.ArgumentParser) -> None:
     reader = commands.add_parser("import", help="write a model as a folder of safetensors, tokenizer and chat template")
     reader.add_argument("source", metavar="SOURCE", help="a GGUF file, package:NAME with one, or OWNER/NAME[@REVISION]")
     reader.add_argument("folder", type=Path, metavar="DIR", help="folder to write, which must not exist")
-    reader.set_defaults(command=_import)
+    reader.set_defaults(command=_import, steady=True)
     info = commands.add_parser("info", help="architecture, chat format, what trains and serves it, memory")
     info.add_argument("model", metavar="DIR", help="folder, or what `model import` takes")
     info.add_argument("--config", metavar="NAME|PATH", help="a preset or a YAML file, to size the memory")

@@ -25,7 +25,7 @@ def add_play(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, metavar="S", help="of one episode (default: agent.episode_timeout_s)")
     parser.add_argument("--home", action="store_true", help="give each episode an empty home directory of its own")
     parser.add_argument("--url", default="", help="of the gateway (default: the run's own)")
-    parser.set_defaults(command=_play)
+    parser.set_defaults(command=_play, steady=True)
 
 
 def _play(arguments: argparse.Namespace) -> int:
@@ -36,6 +36,7 @@ def _play(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.watch.terminal import printable
     from rl_async.process.endpoints import gateway_url
     from rl_async.process.http_auth import token_file
+    from rl_async.process.signals import heeded
 
     if arguments.n < 1:
         raise UserError(f"play: -n {arguments.n} is not a number of programs")
@@ -50,7 +51,7 @@ def _play(arguments: argparse.Namespace) -> int:
             signals.append(number)
             stop.stop()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, on_signal)
 
         def say(line: str) -> None:

@@ -23,7 +23,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="where: this machine, or Ray's nodes")
     parser.add_argument("--address", default="", help="of the Ray cluster (default: the one that this machine is in)")
-    parser.set_defaults(command=_launch)
+    parser.set_defaults(command=_launch, steady=True)
 
 
 def _launch(arguments: argparse.Namespace) -> int:

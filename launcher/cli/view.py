@@ -15,7 +15,7 @@ def add_view(parser: argparse.ArgumentParser) -> None:
     runs = "run folders, or folders of runs (default: runs)"
     parser.add_argument("runs", type=Path, nargs="*", default=[Path("runs")], metavar="RUN", help=runs)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
-    parser.set_defaults(command=_view)
+    parser.set_defaults(command=_view, steady=True)
 
 
 def _view(arguments: argparse.Namespace) -> int:

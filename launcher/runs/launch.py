@@ -39,6 +39,7 @@ from rl_async.launcher.watch.view import View
 from rl_async.process.endpoints import write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.memory_budget import write_budget
+from rl_async.process.output import steady_file
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
@@ -120,7 +121,8 @@ def check_reachable(address: str) -> None:
 def log_into(folder: Path) -> Iterator[None]:
     """Write the launcher's own log into a file; on the terminal it would disrupt the live view."""
     log = logging.getLogger("rl_async")
-    handler = logging.FileHandler(folder / LOG)
+    file = steady_file(folder / LOG)
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     level, propagate = log.level, log.propagate
     log.addHandler(handler)
@@ -132,7 +134,7 @@ def log_into(folder: Path) -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
-        handler.close()
+        file.close()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
 from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
+from rl_async.process.signals import heeded, ignore_alone
 from rl_async.tasks import outcomes, to_the_end
 
 FIRST_BACKOFF_S = 0.2
@@ -40,8 +41,9 @@ class Children:
     """The newest process of each name. Use it as ``with``: signals are handled and processes live only inside.
 
     A first signal calls ``on_stop`` and raises Interrupted in ``beside``, so that the owner can end the processes in
-    order. A Ctrl-C after it kills them all; other signals may be repeated, as schedulers do. ``states`` has the
-    processes of ``lasting``, which live as long as the run.
+    order. A Ctrl-C after it kills them all; other signals may be repeated, as schedulers do. Signals that this process
+    was started to ignore, as by ``nohup``, stay ignored. ``states`` has the processes of ``lasting``, which live as
+    long as the run.
     """
 
     def __init__(
@@ -59,14 +61,16 @@ class Children:
 
     def __enter__(self) -> Self:
         self.executor.open()
-        for number in SIGNALS:
+        self._heeded = heeded(*SIGNALS)
+        ignore_alone(signal.SIGTERM)
+        for number in self._heeded:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in SIGNALS:
+        for number in self._heeded:
             asyncio.get_running_loop().remove_signal_handler(number)
         if self._roster_again is not None:
             self._roster_again.cancel()

@@ -14,6 +14,7 @@ from rl_async.launcher.view.server import ViewServer
 from rl_async.process.http_server import server_of
 from rl_async.process.lifeline import watch_lifeline
 from rl_async.process.role import bind
+from rl_async.process.signals import heeded
 
 HOST = "127.0.0.1"
 
@@ -40,7 +41,8 @@ def serve(places: Sequence[Path], port: int) -> None:
             http.should_exit = True
 
         # Uvicorn does so for SIGINT and SIGTERM; an exception in a handler would be taken for one of a request.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+        for number in heeded(signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, hang_up)
         try:
             await http.serve(sockets=[listener])
         finally:
@@ -48,7 +50,7 @@ def serve(places: Sequence[Path], port: int) -> None:
         if ended_by:
             raise SystemExit(128 + signal.SIGHUP)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in heeded(signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     asyncio.run(run())
 

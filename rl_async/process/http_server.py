@@ -2,7 +2,9 @@
 as JSON that OpenAI's and Anthropic's clients understand."""
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -15,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rl_async.errors import RequestRefused
 from rl_async.process.http_auth import Access, App, RequireToken, answer
+from rl_async.process.signals import heeded
 
 HEAD_BYTES = 1 << 17  # of a request before its body; the parser itself has no bound, and reads before any check
 HEAD_S = 60.0  # within which a request's head must be complete, counted from the connection for the first
@@ -89,6 +92,19 @@ class BoundedHead(HttpToolsProtocol):
         self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """A server that does not end by a signal that its process was started to ignore."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._heeded = heeded(signal.SIGINT, signal.SIGTERM)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the server on a signal."""
+        if sig in self._heeded:
+            super().handle_exit(sig, frame)
+
+
 def server_of(app: App, access: Access, **settings: Any) -> uvicorn.Server:
     """Return the server of an application that only ``access`` opens. ``settings`` are uvicorn's."""
     config = uvicorn.Config(
@@ -101,7 +117,7 @@ def server_of(app: App, access: Access, **settings: Any) -> uvicorn.Server:
         timeout_graceful_shutdown=1,
         **{"lifespan": "off", **settings},
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:

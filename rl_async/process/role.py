@@ -16,6 +16,7 @@ from typing import NoReturn
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.process.lifeline import watch_lifeline
 from rl_async.process.log import setup_logging
+from rl_async.process.output import steady_errors, steady_output
 from rl_async.process.stacks import answer_with_stacks
 
 
@@ -47,10 +48,13 @@ def run_role(name: str, work: Callable[[], None], exits: Mapping[type[RlAsyncErr
     """Do the work of the role ``name`` and return its exit code: 0 at its end, EXIT_USER for a mistake of the user.
 
     ``exits`` has the codes of other errors that are expected, the most specific first. All may come in an
-    ExceptionGroup. Any other error is a bug and propagates. OpenMP reads its variables when ``work`` imports torch, so
-    that its threads wait in the same way in a role that no launcher has started.
+    ExceptionGroup. Any other error is a bug and propagates. Prints to a full disk raise nothing, in users'
+    functions neither. OpenMP reads its variables when ``work`` imports torch, so that its threads wait in the same way
+    in a role that no launcher has started.
     """
     os.environ.update(wait_policy())
+    steady_errors()
+    steady_output()
     join_supervisor()
     log, exits = setup_logging(name), exits or {}
     expected: tuple[type[BaseException], ...] = (*exits, BaseExceptionGroup)

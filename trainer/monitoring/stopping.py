@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl_async.errors import EXIT_SIGNAL
+from rl_async.process.signals import heeded
 
 
 class StopRequest:
@@ -26,8 +27,8 @@ class StopRequest:
         self._training = False
 
     def listen(self) -> None:
-        """Install the handlers of SIGTERM and SIGINT; call it in the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Install the handlers of SIGTERM and SIGINT, unless ignored; call it in the main thread."""
+        for number in heeded(signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def wait_for_step(self, training: bool) -> None:

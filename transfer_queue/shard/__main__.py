@@ -34,6 +34,7 @@ from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.messages.codec import Frame
 from rl_async.process.memory import reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
+from rl_async.process.signals import heeded
 from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.allow_list import AllowList
@@ -253,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     reuse_freed_memory()
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     return run_role(
         "shard",

@@ -19,6 +19,7 @@ from rl_async.messages import GroupRecord, Refused, Task
 from rl_async.process.endpoints import FILE as ENDPOINTS
 from rl_async.process.endpoints import Endpoints, read_endpoints, write_endpoints
 from rl_async.process.http_auth import TOKEN_FILE, make_tokens, run_token, token_from_environment
+from rl_async.process.signals import heeded
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 from rl_async.transfer_queue.policy.admission import QueueSettings
@@ -180,7 +181,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
     from rl_async.transfer_queue.server.standalone import serve_standalone
 
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
 
     def listening(address: str) -> None:

@@ -88,7 +88,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=0, metavar="N", help="as queue.window (default: none)")
     parser.add_argument("--port", type=int, default=0, help="on this machine (default: a free one)")
     parser.add_argument("--metrics-port", type=int, default=0, help="for Prometheus, on this machine (default: none)")
-    parser.set_defaults(command=_serve)
+    parser.set_defaults(command=_serve, steady=True)
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -338,8 +338,12 @@ def driver(rig: Any, until: Any) -> Any:
     """A supervisor in a process of its own, all of whose roles run."""
     process: list[subprocess.Popen[bytes]] = []
 
-    def start() -> subprocess.Popen[bytes]:
-        process.append(subprocess.Popen([sys.executable, str(DRIVER), str(rig.folder)]))
+    def start(*ignored: signal.Signals) -> subprocess.Popen[bytes]:
+        def ignore() -> None:
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        process.append(subprocess.Popen([sys.executable, str(DRIVER), str(rig.folder)], preexec_fn=ignore))
         until(lambda: all(rig.pids(kind) for kind in ("queue", "engine", "worker", "trainer")))
         return process[0]
 
@@ -354,6 +358,15 @@ def test_one_signal_stops_everything_cleanly(rig: Any, driver: Any, number: int)
     process = driver()
     process.send_signal(number)
     assert process.wait(60) == 128 + number
+    assert rig.left() == []
+
+
+def test_signals_that_were_ignored_at_the_start_stay_ignored(rig: Any, driver: Any) -> None:
+    process = driver(signal.SIGINT, signal.SIGHUP)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)
+    rig.go()
+    assert process.wait(60) == 0
     assert rig.left() == []
 
 

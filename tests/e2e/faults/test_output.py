@@ -1,0 +1,76 @@
+"""What becomes of a run whose output loses its reader, and whose terminal is gone."""
+
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import RL_ASYNC, succeed
+from tests.e2e.small_runs import SMALL, metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+CODE = "code"
+
+
+def command(name: str, steps: int, *more: str) -> str:
+    words = ["launch", "--config", "calculator", "--name", name, *SMALL, f"trainer.steps={steps}", *more]
+    return shlex.join([RL_ASYNC, *words])
+
+
+@pytest.mark.parametrize("output", ["| head -1", ">&- 2>&-", "> /dev/full 2>&1"])
+def test_a_run_goes_on_without_its_output(workplace: Path, output: str) -> None:
+    script = f"{command('run', 2)} {output}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=workplace, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(metrics(workplace, "run")) == 2
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
+
+
+def test_ctrl_c_ends_tee_and_the_run_still_saves_its_step(workplace: Path) -> None:
+    script = f"{command('run', 400, 'debug.min_train_s=5')} 2>&1 | tee log; echo ${{PIPESTATUS[0]}} > {CODE}"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(workplace)
+        os.execv("/bin/bash", ["bash", "-ic", f"trap : INT; {script}"])
+
+    def drain() -> None:
+        try:
+            while os.read(terminal, 1 << 16):
+                pass
+        except OSError:  # the terminal is gone
+            pass
+
+    threading.Thread(target=drain, daemon=True).start()
+    deadline = time.monotonic() + 200
+    while len(metrics(workplace, "run")) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.write(terminal, b"\x03")
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert (workplace / CODE).read_text() == "130\n"
+    saved = [int(folder.name.rpartition("-")[2]) for folder in (workplace / "runs/run/checkpoints").iterdir()]
+    assert max(saved) == len(metrics(workplace, "run"))
+    assert "ok so far" in succeed(workplace, "audit", "runs/run")
+
+
+def test_a_run_that_ignores_hangups_survives_its_terminal(workplace: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(workplace)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.execv("/bin/bash", ["bash", "-c", f"{command('run', 3)}; echo $? > {CODE}"])
+    deadline = time.monotonic() + 200
+    while len(metrics(workplace, "run")) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    assert (workplace / CODE).read_text() == "0\n"
+    assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
