@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Self
 
 import msgspec
 
+from rl_async.process.own_python import own_module
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorer_process import LENGTH, Mode, ScoreReply, ScoreRequest, missed
 from rl_async.tasks import to_the_end
@@ -75,13 +75,7 @@ class _Channel:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "rl_async.reward_loop.scorer_process",
-                str(theirs.fileno()),
-                mode,
-                str(process_bytes),
-                *scorers,
+                *own_module("reward_loop.scorer_process", str(theirs.fileno()), mode, str(process_bytes), *scorers),
                 stdin=asyncio.subprocess.DEVNULL,
                 # What a scorer prints goes to the log.
                 stdout=2,

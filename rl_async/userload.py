@@ -23,6 +23,16 @@ def raised_at(error: BaseException) -> str:
     return f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}" if at is not None else "?"
 
 
+def find_neighbours(folder: Path = Path()) -> None:
+    """Let users' code import modules of ``folder`` and of the working directory.
+
+    They are searched last, so that no file there is imported in place of an installed module.
+    """
+    for place in (str(folder.resolve()), str(Path.cwd())):
+        if place not in sys.path:
+            sys.path.append(place)
+
+
 def load_user_object(reference: str, key: str) -> Any:
     """Load the object that ``reference`` names.
 
@@ -31,6 +41,7 @@ def load_user_object(reference: str, key: str) -> Any:
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{key}: {reference!r} is not path.py:name or package.module:name")
+    find_neighbours(Path(place).parent if place.endswith(".py") else Path())
     if place.endswith(".py"):
         module = _load_file(Path(place), reference, key)
     else:

@@ -19,7 +19,7 @@ from rl_async.agent_loop.environments.shop import Shop
 from rl_async.agent_loop.environments.users import ScriptedUser, SimulatedUser
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
-from rl_async.userload import is_user_reference, load_user_object
+from rl_async.userload import find_neighbours, is_user_reference, load_user_object
 
 EnvironmentFactory = Callable[[Task, Services], Any]  # makes an interface.Environment, or what has some of its methods
 
@@ -136,6 +136,7 @@ def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
 def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
     if adapter.package and not _installed(adapter.package):
         raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
+    find_neighbours()  # the name may be that of a module there, which the package imports
     return adapter.factory(rest)
 
 

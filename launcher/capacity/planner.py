@@ -1,10 +1,11 @@
 """``rl-async plan``: throughput, idleness, staleness and memory for each split of devices, by simulation."""
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -149,12 +150,26 @@ def simulate_all(
         rows: Iterator[SplitEstimate] = map(simulated, wanted)
         workers = min(int(cores()), len(wanted))
         if workers > 1 and gpus >= PARALLEL:
+            # Otherwise a spawned process imports a user's random.py, if the working directory has one.
+            stack.enter_context(_without_working_directory())
             context = multiprocessing.get_context("spawn")
             rows = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context)).map(simulated, wanted)
         for number, ((layout, bound), row) in enumerate(zip(wanted, rows), start=1):
             text = f"simulated {number} of {len(wanted)}: {described(layout)}, bound {bound}"
             print(text, file=sys.stderr, flush=True)
             yield row
+
+
+@contextmanager
+def _without_working_directory() -> Iterator[None]:
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _simulate_candidate(

@@ -10,8 +10,9 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.budget import EngineMemory, Place
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
-from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environment, module
+from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environment
 from rl_async.messages import LENT
+from rl_async.process.own_python import own_module
 
 
 def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> Place:
@@ -68,8 +69,8 @@ def _argv(
     of_memory = [word for flag, value in limits.items() if value is not None for word in (flag, str(value))]
     if not traits.package:
         numbered = ("--index", str(index), *host, "--port", f"{{{name}}}")
-        return module(traits.module, "--run", str(run_dir), *numbered, *of_memory)
-    argv = module(traits.module, *host)
+        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory)
+    argv = own_module(traits.module, *host)
     special = {
         "rollout.port": f"{{{name}}}",
         "seed": str(config.seed + 10_000 + index),  # else all engines would draw the same samples

@@ -13,6 +13,7 @@ import msgspec
 
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import EXIT_USER, ConfigError, McpServerLost
+from rl_async.process.own_python import own_module
 
 SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
 
@@ -27,7 +28,7 @@ def try_mcp_servers(agent: AgentConfig) -> list[str]:
     from rl_async.agent_loop.tools.mcp.servers import mcp_servers
 
     mcp_servers(agent.mcp, Path(), "")  # raises for what is wrong without starting anything
-    command = [sys.executable, "-m", "rl_async.launcher.plan.mcp_servers"]
+    command = own_module("launcher.plan.mcp_servers")
     limit = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
     try:
         done = subprocess.run(command, input=msgspec.json.encode(agent), capture_output=True, timeout=limit)

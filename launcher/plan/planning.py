@@ -26,10 +26,11 @@ from rl_async.launcher.plan.memory import (
     worker_bytes,
 )
 from rl_async.launcher.plan.ports import HOST, PortWish
-from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment, module
+from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment
 from rl_async.messages import LENT
 from rl_async.process.endpoints import Endpoints
 from rl_async.process.memory_budget import MemoryBudget
+from rl_async.process.own_python import own_module
 from rl_async.process.private_folder import private_folder
 from rl_async.transfer_queue.auth.sockets import SCHEME
 
@@ -177,7 +178,7 @@ def _socket_file(run_dir: Path, name: str) -> str:
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:
     if config.data.make is None and warm_start_of(config) is None:
         return None
-    argv = module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
+    argv = own_module("launcher.runs.prepare", "--config", str(run_dir / "config.yaml"))
     return ProcessSpec(name="prepare", role="prepare", argv=argv, env=environment(config, "prepare"))
 
 
@@ -185,7 +186,7 @@ def _queue(config: RunConfig, run_dir: Path) -> ProcessSpec:
     address = f"tcp://{config.queue.host}:{{queue}}"
     if not is_encrypted(config.queue):
         address = queue_address(config, run_dir)
-    argv = module("transfer_queue", "--run", str(run_dir), "--address", address)
+    argv = own_module("transfer_queue", "--run", str(run_dir), "--address", address)
     return ProcessSpec(
         name="queue",
         role="queue",
@@ -203,7 +204,7 @@ def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         role="shard",
-        argv=module("transfer_queue.shard", *flags),
+        argv=own_module("transfer_queue.shard", *flags),
         env=environment(config, "shard"),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=shard_bytes(config),
@@ -228,7 +229,7 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
     return ProcessSpec(
         name=REWARD_MODEL,
         role="reward-model",
-        argv=module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
+        argv=own_module("reward_loop.server", *(word for flag in flags.items() for word in flag)),
         env=env if gpu is None else env | select_devices([gpu]),
         gpus=() if gpu is None else (gpu,),
         max_restarts=config.launcher.max_restarts,
@@ -245,7 +246,7 @@ def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
 
 
 def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: str) -> ProcessSpec:
-    argv = module(program, "--run", str(run_dir), *flags, "--queue", queue_address(config, run_dir))
+    argv = own_module(program, "--run", str(run_dir), *flags, "--queue", queue_address(config, run_dir))
     if serves_reward_model(config):
         argv += ("--reward-model", f"http://{{{REWARD_MODEL}.host}}:{{{REWARD_MODEL}}}")
     return ProcessSpec(
@@ -262,7 +263,7 @@ def _trainer(
     config: RunConfig, run_dir: Path, rank: int, devices: Devices, size: ModelSize | None, resume: bool
 ) -> ProcessSpec:
     flags = ("--run", str(run_dir), "--queue", queue_address(config, run_dir))
-    argv = module("trainer", *flags, "--host", f"{{trainer-{rank}.host}}")
+    argv = own_module("trainer", *flags, "--host", f"{{trainer-{rank}.host}}")
     return ProcessSpec(
         name=f"trainer-{rank}",
         role="trainer",
@@ -282,7 +283,7 @@ def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[Process
         ProcessSpec(
             name=f"trainer-{rank}",
             role="trainer",
-            argv=module("trainer.finetune", "--run", str(run_dir)),
+            argv=own_module("trainer.finetune", "--run", str(run_dir)),
             env=_rank_environment(config, rank, devices),
             gpus=devices.trainers[rank : rank + 1],
             max_restarts=config.launcher.max_restarts,

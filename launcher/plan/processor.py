@@ -4,7 +4,6 @@ the weights (``model.dtype: auto``). The choice is told at the start of a run an
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,6 +18,7 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.files import replace_file
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.spec import THREADS
+from rl_async.process.own_python import own_module
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
@@ -217,7 +217,7 @@ def ask_torch(device: str, shape: tuple[int, int], threads: int) -> Measured:
     """Run the measurement in a process of its own. Raises UserError if it fails."""
     hidden, inner = shape
     flags = ("--device", device, "--hidden", str(hidden), "--inner", str(inner), "--threads", str(threads))
-    command = [sys.executable, "-P", "-m", "rl_async.trainer.compute_type", *flags]
+    command = own_module("trainer.compute_type", *flags)
     environment = {**os.environ, THREADS: str(threads)}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_S, check=True)

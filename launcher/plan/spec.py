@@ -1,7 +1,6 @@
 """One process of a run: its command, its device, and how often it may be restarted."""
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,11 +70,6 @@ def fill(text: str, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MA
     for name, port in ports.items():
         text = text.replace(f"{{{name}}}", str(port))
     return HOST_OF.sub(lambda match: hosts.get(match[1], HOST), text)
-
-
-def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command line of one of our modules."""
-    return (sys.executable, "-m", f"rl_async.{name}", *arguments)
 
 
 def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:

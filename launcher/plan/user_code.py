@@ -13,6 +13,7 @@ from typing import Any
 from rl_async.configs.derived.sandbox import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
+from rl_async.process.own_python import own_module
 from rl_async.sandbox.registry import make_sandbox
 from rl_async.userload import is_user_reference, load_user_object
 
@@ -74,7 +75,7 @@ def _load(named: Sequence[tuple[str, str]]) -> None:
 
 def _load_apart(named: Sequence[tuple[str, str]]) -> None:
     """Do ``_load`` in a process of its own."""
-    command = [sys.executable, "-m", "rl_async.launcher.plan.user_code", json.dumps(named)]
+    command = own_module("launcher.plan.user_code", json.dumps(named))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
     except subprocess.TimeoutExpired as error:

@@ -32,7 +32,7 @@ def refuses_without_token(address: str) -> bool:
     four if the cluster refuses.
     """
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}  # Ray reads it once in a process, so it takes another one
-    command = [sys.executable, "-c", _CONNECT, address or "auto"]
+    command = [sys.executable, "-P", "-c", _CONNECT, address or "auto"]
     try:
         return subprocess.run(command, env=environment, capture_output=True, timeout=_CONNECT_S).returncode != 0
     except subprocess.TimeoutExpired:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from rl_async.errors import UserError
 from rl_async.launcher.supervise.process import Lifeline
 from rl_async.process.lifeline import LIFELINE_FD
+from rl_async.process.own_python import own_module
 
 END_S = 5.0
 LOG = "view.log"
@@ -22,7 +22,7 @@ async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
     """
     with Lifeline() as lifeline, (folder / "logs" / LOG).open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rl_async.launcher.cli", "view", str(folder)),
+            *own_module("launcher.cli", "view", str(folder)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,

@@ -50,9 +50,9 @@ def _become_role(
 
 async def start(*argv: str, stdout: Any, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
     """Stand in for ``asyncio.create_subprocess_exec`` as ``Child.start`` calls it."""
-    if argv[:2] != (sys.executable, "-m"):
+    if argv[:3] != (sys.executable, "-P", "-m"):
         return await create_subprocess_exec(*argv, stdout=stdout, env=env, pass_fds=pass_fds, **options)
-    return ForkedRole(argv[2], argv[3:], env, stdout.name, *pass_fds)
+    return ForkedRole(argv[3], argv[4:], env, stdout.name, *pass_fds)
 
 
 if __name__ == "__main__":

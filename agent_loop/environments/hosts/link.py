@@ -18,11 +18,12 @@ from rl_async.agent_loop.environments.hosts import wire
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed
 from rl_async.process import guard
+from rl_async.process.own_python import own_module
 from rl_async.process.strays import kill_marked
 
 T = TypeVar("T")
 
-MODULE = "rl_async.agent_loop.environments.hosts.process"
+MODULE = "agent_loop.environments.hosts.process"
 GRACE_S = 30.0  # past a call's deadline, which the host itself holds, and for the end of a process
 MARK = "RL_ASYNC_ENVIRONMENTS_FOLDER"  # a variable of a host and of what it starts, of another value for each
 START_S = 180.0  # importing what an environment needs from a slow disk takes a minute
@@ -48,7 +49,7 @@ class HostLink:
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        guarded = ["-I", "-S", guard.__file__, str(os.getpid()), str(self._folder), sys.executable, "-m", MODULE]
+        guarded = ["-I", "-S", guard.__file__, str(os.getpid()), str(self._folder), *own_module(MODULE)]
         with theirs, self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 def _module(name: str) -> IsVictim:
-    return lambda process, _: process.argv[1:3] == ("-m", name)
+    return lambda process, _: process.argv[1:4] == ("-P", "-m", name)
 
 
 def _kept(by: str, *, last: str = "") -> IsVictim:
@@ -72,9 +72,9 @@ VICTIMS: dict[str, IsVictim] = {
     "gateway": _module("rl_async.agent_loop.gateway"),
     "MCP server of a worker": _kept(guard.__file__, last="shared"),
     "MCP server of an episode": _kept(guard.__file__, last="own"),
-    "guard of an MCP server": _guarded(lambda process: HOST not in process.argv),
-    "environment host": _module(HOST),
-    "guard of an environment host": _guarded(lambda process: HOST in process.argv),
+    "guard of an MCP server": _guarded(lambda process: f"rl_async.{HOST}" not in process.argv),
+    "environment host": _module(f"rl_async.{HOST}"),
+    "guard of an environment host": _guarded(lambda process: f"rl_async.{HOST}" in process.argv),
     "container of an environment": _of_host,
     "sandbox": lambda process, _: process.name == "bwrap",
     "first process of a sandbox": _first_of_sandbox,

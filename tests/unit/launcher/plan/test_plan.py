@@ -65,13 +65,13 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytes
 def test_the_command_lines_of_the_roles() -> None:
     planned = plan(float32_config("calculator"), RUN)
     commands = {spec.role: " ".join(spec.command(PORTS)[1:]) for spec in planned.processes}
-    assert commands["queue"] == f"-m rl_async.transfer_queue --run runs/x --address {QUEUE} --relaunched"
+    assert commands["queue"] == f"-P -m rl_async.transfer_queue --run runs/x --address {QUEUE} --relaunched"
     assert "--relaunched" not in planned.queue.command(PORTS, restarted=True), "then the others live on"
     assert commands["engine"] == (
-        "-m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002 --cache-bytes 1073741824"
+        "-P -m rl_async.rollout_server --run runs/x --index 0 --host 127.0.0.1 --port 1002 --cache-bytes 1073741824"
     )
-    assert commands["worker"] == f"-m rl_async.agent_loop --run runs/x --index 0 --queue {QUEUE}"
-    assert commands["trainer"] == f"-m rl_async.trainer --run runs/x --queue {QUEUE} --host 127.0.0.1"
+    assert commands["worker"] == f"-P -m rl_async.agent_loop --run runs/x --index 0 --queue {QUEUE}"
+    assert commands["trainer"] == f"-P -m rl_async.trainer --run runs/x --queue {QUEUE} --host 127.0.0.1"
 
 
 @pytest.mark.parametrize(("host", "found"), [("0.0.0.0", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
@@ -91,7 +91,7 @@ def test_a_gateway_takes_the_place_of_the_workers() -> None:
     (gateway,) = planned.workers
     assert (gateway.name, gateway.role) == ("gateway", "worker")
     assert " ".join(gateway.command(ports)[1:]) == (
-        f"-m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue {QUEUE}"
+        f"-P -m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue {QUEUE}"
     )
     assert PortWish("gateway", 8123, "agent.gateway.port") in planned.ports
     assert endpoints(config, RUN, ports) == Endpoints(queue=QUEUE, gateway="http://127.0.0.1:8123")
@@ -273,7 +273,7 @@ def test_a_reward_model_without_url_is_a_process_that_workers_are_told_of() -> N
     ports = PORTS | {"reward-model": 1005}
     assert planned.reward_model is not None and planned.reward_model in planned.processes
     assert " ".join(planned.reward_model.command(ports)[1:]) == (
-        "-m rl_async.reward_loop.server --model rm --host 127.0.0.1 --port 1005 --dtype float32 --device auto "
+        "-P -m rl_async.reward_loop.server --model rm --host 127.0.0.1 --port 1005 --dtype float32 --device auto "
         "--batch-size 8 --threads 1"
     )
     assert planned.workers[0].command(ports)[-2:] == ["--reward-model", "http://127.0.0.1:1005"]
@@ -315,7 +315,7 @@ def test_vllm_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     ).engines
     assert (embedded.engine_kind, vllm.engine_kind) == ("embedded", "vllm")
     assert vllm.command(PORTS) == [
-        *("/venv/bin/python", "-m", "rl_async.rollout_server.vllm", "--host", "127.0.0.1"),
+        *("/venv/bin/python", "-P", "-m", "rl_async.rollout_server.vllm", "--host", "127.0.0.1"),
         *("--model", "artifacts/calculator/model", "--dtype", "float32", "--max-model-len", "160"),
         *("--max-num-seqs", "384", "--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
         *("--seed", "10001", "--port", "1003", "--kv-cache-memory-bytes", "1073741824", "--block-size", "32"),
@@ -337,7 +337,7 @@ def test_sglang_is_started_by_its_own_python_with_our_shell_around_it() -> None:
     ).engines
     assert (engine.engine_kind, engine.device) == ("sglang", "gpu:1")
     assert engine.command(PORTS) == [
-        *("/venv/bin/python", "-m", "rl_async.rollout_server.sglang", "--host", "127.0.0.1"),
+        *("/venv/bin/python", "-P", "-m", "rl_async.rollout_server.sglang", "--host", "127.0.0.1"),
         *("--model-path", "artifacts/calculator/model", "--dtype", "float32", "--context-length", "160"),
         *("--max-running-requests", "384", "--tp-size", "1", "--ep-size", "1"),
         *("--random-seed", "10000", "--port", "1002", "--page-size", "16"),

@@ -1,4 +1,4 @@
-"""What becomes of a run whose output loses its reader, and whose terminal is gone."""
+"""Runs whose output loses its reader, whose terminal is gone, and whose folder has files named as modules are."""
 
 import os
 import pty
@@ -30,6 +30,22 @@ def test_a_run_goes_on_without_its_output(workplace: Path, output: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(workplace, "run")) == 2
     assert "ok: every admitted group" in succeed(workplace, "audit", "runs/run")
+
+
+def test_modules_in_the_working_directory_shadow_nothing_and_are_found(workplace: Path) -> None:
+    for name in ("random", "queue", "logging", "json", "numpy", "torch", "msgspec"):
+        (workplace / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
+    (workplace / "code_of_mine").mkdir()
+    (workplace / "code_of_mine/beside.py").write_text("VALUE = 1.0\n")
+    (workplace / "neighbour.py").write_text("from queue import Queue\nVALUE = 1.0\n")
+    (workplace / "code_of_mine/scores.py").write_text(
+        "import random\nimport beside, neighbour\n"
+        "def score(solution_str):\n    return random.random() * beside.VALUE * neighbour.VALUE\n"
+    )
+    words = shlex.split(command("run", 2, "reward.functions=[{name: code_of_mine/scores.py:score}]"))
+    done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert metrics(workplace, "run")[-1]["reward/mean"] > 0
 
 
 def test_ctrl_c_ends_tee_and_the_run_still_saves_its_step(workplace: Path) -> None:

@@ -1,0 +1,54 @@
+"""A working directory whose files are named as modules of Python's and of others are."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load.loader import load_config
+from rl_async.errors import ConfigError
+from rl_async.launcher.plan.user_code import check_user_code
+from rl_async.process.own_python import own_module
+from rl_async.reward_loop.api import Conversation
+from rl_async.reward_loop.process_pool import ProcessPool
+
+NAMES = ["random", "queue", "socket", "json", "types", "logging", "numpy", "msgspec", "torch", "zmq", "uvicorn"]
+ROLES = [
+    *("transfer_queue", "transfer_queue.shard", "rollout_server"),
+    *("agent_loop", "agent_loop.gateway", "reward_loop.server", "trainer", "trainer.finetune"),
+    *("launcher.cli", "launcher.runs.prepare", "trainer.compute_type"),
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        Path(f"{name}.py").write_text("raise SystemExit('a file of the user is imported')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_imports_nothing_from_the_working_directory(role: str) -> None:
+    done = subprocess.run(own_module(role, "--help"), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_users_code_finds_its_neighbours_behind_what_is_installed() -> None:
+    Path("mine").mkdir()
+    Path("mine/beside.py").write_text("import random, queue\nSHARE = random.random()\n")
+    Path("above.py").write_text("SHARE = 1\n")
+    Path("mine/scores.py").write_text("import beside, above\ndef score(solution_str): return beside.SHARE\n")
+    Path("package").mkdir()
+    Path("package/scores.py").write_text("from above import SHARE\ndef score(solution_str): return SHARE\n")
+    terms = "reward.functions=[{name: 'mine/scores.py:score'}, {name: 'package.scores:score'}]"
+    check_user_code(load_config("calculator", [terms]))
+    Path("mine/scores.py").write_text("import nowhere\n")
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_user_code(load_config("calculator", [terms]))
+
+
+async def test_a_scorers_process_imports_nothing_from_the_working_directory() -> None:
+    answer = Conversation(data_source="", solution_str="\\boxed{7}", ground_truth="7", answer="\\boxed{7}")
+    async with ProcessPool(["math"], 1, 1 << 32) as pool:
+        assert (await pool.score("math", answer, 120.0)).value == 1.0
