@@ -33,7 +33,7 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     That path is beside ``path`` and differs between processes, also between containers, whose main process is always 1.
     If the block raises, what it wrote is deleted. After the block, a ``durable`` file survives a power cut; without
-    that, one may leave it empty.
+    that, one may leave it empty. An OSError names ``path``, also one of a write, which by itself names no file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{_PROCESS}")
     _delete_leftovers(path)
@@ -45,6 +45,10 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         temporary.replace(path)
         if durable:
             force_to_disk(path.parent)
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         _delete(temporary)
 

@@ -57,7 +57,9 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     ):
         feed = Feed(journal.append, ledger.append)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)
-        count = recover(store, journal, ledger, time.monotonic(), clients_remain=not relaunched)
+        within = config.queue.journal == "sqlite" and not config.queue.journal_folder
+        now = time.monotonic()
+        count = recover(store, journal, ledger, now, clients_remain=not relaunched, within=within)
         log.info("%d transitions in the journal (%s)", count, journal.run_id)
         if relaunched:
             store.relaunch()

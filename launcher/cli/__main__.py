@@ -9,6 +9,7 @@ from rl_async.launcher.cli import configs, evaluations, gateway, inspection, mod
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
 from rl_async.process.output import (
+    NO_ROOM,
     OutputFailed,
     ReaderGone,
     checked_output,
@@ -78,6 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RlAsyncError as error:
         _print_error(f"{type(error).__name__}: {error}")
         return 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _print_error(f"{error.filename or 'a file'}: {error.strerror}; make room there, and give the command again")
+        return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:

@@ -30,6 +30,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.configs.checks.data import no_room
     from rl_async.configs.checks.gateway import without_effect
     from rl_async.configs.checks.reward import unrewarded
+    from rl_async.configs.load.loader import load_config
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
     from rl_async.launcher.plan.environments import try_environment
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
@@ -65,6 +66,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         return 0
     from rl_async.launcher.runs.launch import launch, launch_on_ray
 
+    resume = bool(arguments.resume)
+    unnamed = not (resume or load_config(arguments.config, arguments.overrides, name=arguments.name).name)
     if arguments.launcher == "ray":
-        return launch_on_ray(config, folder, arguments.address, resume=bool(arguments.resume), fetched=fetched)
-    return launch(config, folder, resume=bool(arguments.resume), fetched=fetched)
+        return launch_on_ray(config, folder, arguments.address, resume=resume, unnamed=unnamed, fetched=fetched)
+    return launch(config, folder, resume=resume, unnamed=unnamed, fetched=fetched)

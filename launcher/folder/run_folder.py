@@ -6,7 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rl_async.files import make_durable_folder, replace_file
 from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.processor import read_machine
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
+from rl_async.transfer_queue.journal.sqlite import FILE as SQLITE
 from rl_async.transfer_queue.reports.ledger import tells_end, tells_samples
 
 SOURCES = "sources.json"  # in a run folder: what was fetched for it
@@ -171,12 +173,35 @@ def _fetched(folder: Path) -> Fetched:
         ) from error
 
 
+class RunInUse(UserError):
+    """Another process holds the run; names both."""
+
+
+@contextmanager
+def hold_unnamed(config: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, Path]]:
+    """Hold a new run whose name was not given while the block runs, as ``hold`` does.
+
+    If another launcher has taken the folder meanwhile, the next number is chosen.
+    """
+    prefix, _, first = folder.name.rpartition("-")
+    for number in count(int(first)):
+        own = folder.with_name(f"{prefix}-{number:03d}")
+        with ExitStack() as held:
+            try:
+                held.enter_context(hold(own))
+            except RunInUse:
+                continue
+            if not own.exists():
+                yield msgspec.structs.replace(config, name=own.name), own
+                return
+
+
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """Keep every other launcher of this machine out of the run while the block runs.
 
     The lock is on a file beside the folder and is released when this process ends; children do not inherit it. A folder
-    of runs that was made for the lock alone is removed again. Raises UserError, before anything is changed, if another
+    of runs that was made for the lock alone is removed again. Raises RunInUse, before anything is changed, if another
     process holds the lock.
     """
     new = not folder.parent.exists()
@@ -193,7 +218,7 @@ def hold(folder: Path) -> Iterator[None]:
                 raise BlockingIOError  # its last holder removed it after we opened it
         except BlockingIOError:
             file.seek(0)
-            raise UserError(
+            raise RunInUse(
                 f"--name: the run {folder} is in use by process {file.read().strip() or '?'}; wait for it or stop it, "
                 "or choose another name"
             ) from None
@@ -215,8 +240,23 @@ def saved(folder: Path) -> int:
 
 
 def begun(folder: Path) -> bool:
-    """Whether there is something to continue: a checkpoint, or samples in the queue's journal."""
-    return bool(checkpoints(folder)) or tells_samples(folder / "ledger.jsonl")
+    """Whether there is something to continue: a checkpoint, or samples in the queue's journal.
+
+    The ledger says whether the journal has any. Without one, a journal is taken for one that has.
+    """
+    ledger = folder / "ledger.jsonl"
+    if checkpoints(folder) or tells_samples(ledger):
+        return True
+    lost = folder.is_dir() and not (ledger.exists() and ledger.stat().st_size)
+    return lost and _may_have_journal(folder)
+
+
+def _may_have_journal(folder: Path) -> bool:
+    if (folder / SQLITE).exists():
+        return True
+    config = folder / "config.yaml"
+    queue = load_resolved(config).queue if config.exists() else None
+    return queue is not None and (queue.journal == "redis" or bool(queue.journal_folder))
 
 
 def run_prefix(name_or_path: str, mode: str) -> str:

@@ -31,7 +31,7 @@ from rl_async.messages import LENT
 from rl_async.process.endpoints import Endpoints
 from rl_async.process.memory_budget import MemoryBudget
 from rl_async.process.own_python import own_module
-from rl_async.process.private_folder import private_folder
+from rl_async.process.private_folder import socket_file
 from rl_async.transfer_queue.auth.sockets import SCHEME
 
 REWARD_MODEL = "reward-model"
@@ -172,7 +172,7 @@ def queue_address(config: RunConfig, run_dir: Path) -> str:
 
 
 def _socket_file(run_dir: Path, name: str) -> str:
-    return f"{SCHEME}{private_folder(run_dir) / name}"
+    return f"{SCHEME}{socket_file(run_dir, name)}"
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> ProcessSpec | None:

@@ -15,7 +15,7 @@ from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError, RowsLost
 from rl_async.evaluation.summary import answers_of, failed_rows, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
-from rl_async.launcher.folder.run_folder import hold, next_folder
+from rl_async.launcher.folder.run_folder import hold_unnamed, next_folder
 from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.plan.machine import settle_here
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, note_machine, prepare
@@ -75,7 +75,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
         say(console, f"run folder: {folder}")
         return evaluation.outcome.exit_code
 
-    with hold(folder), hold_private_folder(folder):
+    with hold_unnamed(config, folder) as (config, folder), hold_private_folder(folder):
         config, machine = settle_here(config, folder)
         planned, ports = make_ready(config, folder)
         note_machine(folder, machine)

@@ -24,7 +24,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
 from rl_async.evaluation.summary import failed_row
-from rl_async.launcher.folder.run_folder import create, hold, next_folder
+from rl_async.launcher.folder.run_folder import create, hold_unnamed, next_folder
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, Outcome
@@ -54,7 +54,7 @@ def evaluate_endpoint(
     console = Console()
     prepare_data(config, lambda line: say(console, line))
     samples = HeldOutSamples(held_out_tasks(config), config)
-    with hold(folder):
+    with hold_unnamed(config, folder) as (config, folder):
         try:
             code = asyncio.run(_play_and_tell(config, endpoint, samples, folder, console))
         finally:

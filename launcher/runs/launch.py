@@ -19,7 +19,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
-from rl_async.launcher.folder.run_folder import begun, create, hold, note_sources
+from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
 from rl_async.launcher.plan.memory import model_size
@@ -48,9 +48,14 @@ CONNECT_S = 5.0
 LOG = Path("logs", "launcher.log")  # in the run folder
 
 
-def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fetched | None = None) -> int:
-    """Train and show the run; the exit code. Raises UserError or RoleFailed."""
-    with hold(folder), hold_private_folder(folder):
+def launch(
+    config: RunConfig, folder: Path, *, resume: bool = False, unnamed: bool = False, fetched: Fetched | None = None
+) -> int:
+    """Train and show the run; the exit code. ``unnamed``: ``folder`` was chosen, and may be another that is free.
+
+    Raises UserError or RoleFailed.
+    """
+    with held(config, folder, unnamed) as (config, folder), hold_private_folder(folder):
         config, machine = settle_here(config, folder)
         planned, ports = make_ready(config, folder, resume=resume)
         note_sources(folder, fetched or {})
@@ -60,7 +65,13 @@ def launch(config: RunConfig, folder: Path, *, resume: bool = False, fetched: Fe
 
 
 def launch_on_ray(
-    config: RunConfig, folder: Path, address: str, *, resume: bool = False, fetched: Fetched | None = None
+    config: RunConfig,
+    folder: Path,
+    address: str,
+    *,
+    resume: bool = False,
+    unnamed: bool = False,
+    fetched: Fetched | None = None,
 ) -> int:
     """Train on the nodes of the Ray cluster at ``address``; the exit code. Raises NoRoom, and what ``launch`` does."""
     if find_spec("ray") is None:
@@ -69,7 +80,7 @@ def launch_on_ray(
     present_token(os.environ, Path.home(), lambda: refuses_without_token(address))
     from rl_async.launcher.ray.executor import RayNodes, connected
 
-    with hold(folder), connected(address) as cluster:
+    with held(config, folder, unnamed) as (config, folder), connected(address) as cluster:
         config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
@@ -77,6 +88,17 @@ def launch_on_ray(
         note_machine(folder, machine)
         with log_into(folder), naming_deletion(folder):
             return asyncio.run(_run(config, folder, planned, RayNodes(cluster, config, planned, folder)))
+
+
+@contextmanager
+def held(config: RunConfig, folder: Path, unnamed: bool) -> Iterator[tuple[RunConfig, Path]]:
+    """Keep other launchers out of a run while the block runs; the config and the folder that it has."""
+    if unnamed:
+        with hold_unnamed(config, folder) as own:
+            yield own
+    else:
+        with hold(folder):
+            yield config, folder
 
 
 def note_machine(folder: Path, machine: MachineRecord) -> None:

@@ -1,7 +1,6 @@
 """The processes that a launcher keeps: started, restarted with a backoff, listed in a file, ended on a signal."""
 
 import asyncio
-import errno
 import logging
 import signal
 import time
@@ -15,6 +14,7 @@ from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
 from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
+from rl_async.process.output import NO_ROOM
 from rl_async.process.signals import heeded, ignore_alone
 from rl_async.tasks import outcomes, to_the_end
 
@@ -22,7 +22,6 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 ROSTER_AGAIN_S = 1.0
 HEALTHY_S = 6 * 3600.0  # after which a run of weeks does not end by restarts that lie days apart
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger("rl_async.launcher")

@@ -177,6 +177,14 @@ def tail_of(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
+def is_full(folder: Path) -> bool:
+    """Whether a file in the folder cannot grow by a block."""
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except FileNotFoundError:
+        return False
+
+
 def said_last(output: str) -> str:
     """Return the last error in a process's output, on one line; without one its last line that is not empty."""
     last = error = ""
@@ -212,6 +220,8 @@ def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
             return UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
     after = f" after {restarts} restarts" if restarts else ""
     more = "; launcher.max_restarts allows no more" if restarts and code != EXIT_FAILED else ""
+    if is_full(child.log.parent):
+        more += f"; the disk of {child.log} is full, so some of what it wrote is lost: make room there"
     lines = textwrap.indent(child.tail() or "(it wrote nothing)", "  ")
     said = said_last(child.output()) or "nothing"
     return RoleFailed(

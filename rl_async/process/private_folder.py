@@ -20,6 +20,7 @@ from typing import BinaryIO
 from rl_async.errors import UserError
 
 RENDEZVOUS = "RL_ASYNC_RENDEZVOUS"  # variable: the file by which ranks meet, new for each of their starts
+LONGEST = 107  # bytes of a socket file's path (unix(7))
 LOCK = "lock"  # held by the launcher while the run lasts
 
 log = logging.getLogger("rl_async.launcher")
@@ -29,6 +30,17 @@ def private_folder(run: Path) -> Path:
     """Return the private folder of a run, the same for the same run folder, user and TMPDIR."""
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"rl-async-{os.getuid()}" / name
+
+
+def socket_file(run: Path, name: str) -> Path:
+    """Return the path of a socket file in a run's private folder. Raises UserError if TMPDIR makes it too long."""
+    path = private_folder(run) / name
+    if (length := len(os.fsencode(path))) > LONGEST:
+        raise UserError(
+            f"TMPDIR: the path of a socket file in {tempfile.gettempdir()} would have {length} bytes, and the most is "
+            f"{LONGEST}; set TMPDIR to a shorter path, such as /tmp"
+        )
+    return path
 
 
 @contextmanager

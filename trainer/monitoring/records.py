@@ -1,15 +1,25 @@
 """Files the trainer appends to, ``trained``, ``refused`` and ``evaluations.jsonl``, and the lineage."""
 
+import errno
+import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from rl_async.errors import TrainerReplaced
+from rl_async.errors import TrainerReplaced, UserError
 from rl_async.files import append_durably, append_lines, replace_file
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import TrainedRow
+from rl_async.transfer_queue.reports.ledger import newest_lineage
+
+LINEAGE = "lineage"
+_TAIL = 1 << 16  # bytes, of which each line has less
+
+log = logging.getLogger("rl_async.trainer")
 
 
 class RefusedRow(msgspec.Struct, frozen=True):
@@ -61,16 +71,60 @@ def next_lineage(run: Path, resuming: bool) -> int:
     """Return the lineage of this trainer process: 0 for a new run, one more than the last after each resume.
 
     It is kept in the file ``lineage`` of the run folder, not in the checkpoint: two crashes after one checkpoint make
-    two lineages.
+    two lineages. Where that file is lost or damaged, the run's records tell the last one. Raises UserError if they are
+    lost, too.
     """
-    path = run / "lineage"
-    lineage = int(path.read_text()) + 1 if resuming and path.exists() else 0
-    replace_file(path, f"{lineage}\n".encode(), durable=True)
+    lineage = _last_lineage(run) + 1 if resuming else 0
+    replace_file(run / LINEAGE, f"{lineage}\n".encode(), durable=True)
     return lineage
 
 
+def _last_lineage(run: Path) -> int:
+    """Return the newest lineage that trained the run; -1 if none did."""
+    told = _written_lineage(run)
+    recorded = max(newest_lineage(run / "ledger.jsonl"), _trained_lineage(run / "trained.jsonl"))
+    if told is None and recorded < 0:
+        raise UserError(
+            f"{run / LINEAGE} is damaged, and neither ledger.jsonl nor trained.jsonl has the number that it held; "
+            "write a number into it that is higher than the number of times that the run was resumed"
+        )
+    if told is None or told < recorded:
+        log.warning("%s is lost or damaged; the run's records say %d", run / LINEAGE, recorded)
+    return max(recorded, -1 if told is None else told)
+
+
+def _written_lineage(run: Path) -> int | None:
+    """Return what the file says; -1 without one, None if that is no number."""
+    try:
+        text = (run / LINEAGE).read_bytes().strip()
+    except FileNotFoundError:
+        return -1
+    return int(text) if text.isdigit() else None
+
+
+def _trained_lineage(path: Path) -> int:
+    """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall; -1 without one."""
+    if not path.exists():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    with suppress(IndexError, msgspec.MsgspecError):
+        return msgspec.json.decode(lines[-1], type=_OfLineage).lineage
+    return -1
+
+
+class _OfLineage(msgspec.Struct):
+    lineage: int
+
+
 def require_newest(run: Path, lineage: int) -> None:
-    """Raise TrainerReplaced if a trainer of a newer lineage than this one has resumed the run."""
-    newest = int((run / "lineage").read_text())
+    """Raise TrainerReplaced if a trainer of a newer lineage than this one has resumed the run.
+
+    Raises OSError if that cannot be known.
+    """
+    newest = _written_lineage(run)
+    if newest is None or newest < 0:
+        raise OSError(errno.EIO, "damaged or lost, so a newer trainer may have resumed the run", str(run / LINEAGE))
     if newest > lineage:
         raise TrainerReplaced(f"{run}: the trainer of lineage {lineage} was replaced by one of lineage {newest}")

@@ -86,5 +86,5 @@ def hole(place: str, number: int) -> str:
     """The message for a record without transition ``number``, which cannot be replayed."""
     return (
         f"{place} lacks transition {number}, which was recorded, so the queue's state cannot be known; move the journal"
-        " away (or delete its keys) and continue from the last checkpoint with --resume"
+        " away (or rename its keys) and continue from the last checkpoint with --resume"
     )

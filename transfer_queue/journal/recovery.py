@@ -11,17 +11,26 @@ from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import Transition
 
 
-def recover(store: Store, journal: Journal, ledger: Ledger, now: float, *, clients_remain: bool = False) -> int:
+def recover(
+    store: Store, journal: Journal, ledger: Ledger, now: float, *, clients_remain: bool = False, within: bool = False
+) -> int:
     """Replay the journal into a new store and complete the ledger; returns how many transitions there were.
 
-    The ledger is on the disk before the journal records anything more: without its name there, nothing would go on.
+    The ledger is on the disk before the journal records anything more: without its name there, nothing would go on. A
+    journal that is ``within`` the run's folder is this run's: a lost ledger is written again from it.
 
     Raises JournalError if what was recorded makes no sense, is another run's of the same name, or ends before the
-    ledger does and ``clients_remain`` who were told what is lost; DataError if the tasks are not those it was recorded
-    with.
+    ledger does and ``clients_remain`` who were told what is lost, or if the ledger is lost and the journal no longer
+    has all that it said; DataError if the tasks are not those it was recorded with.
     """
     dump, dumped, transitions = journal.recover()
-    known = ledger.follow(journal.run_id, dumped)
+    lost = ledger.is_empty and within
+    if lost and dump:
+        raise JournalError(
+            "ledger.jsonl is lost, and the journal no longer has the beginning of what it said, which the audit needs: "
+            "put the file back, or move the journal away and continue from the newest checkpoint with --resume"
+        )
+    known = ledger.follow(journal.run_id, dumped) or lost
     try:
         recorded = _of_this_run(dump, transitions, known, journal.run_id)
         store.recover(dump, ledger.catch_up(recorded, may_cut=not clients_remain), now)
@@ -44,8 +53,8 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
     if not empty and not known:
         raise JournalError(
             f"the journal is that of {run_id}, which ledger.jsonl in this run folder does not mention: is it "
-            "another run of the same name? Choose another name, or delete the keys or files of that journal (a run "
-            "that moves to another host takes its folder along)"
+            "another run of the same name? Choose another name, or move that journal away (a run that moves to another "
+            "host takes its folder along)"
         )
 
 

@@ -50,6 +50,7 @@ class Ledger:
         self._path = path
         drop_torn_line(path)
         self._file = path.open("ab", buffering=0)
+        self.is_empty = self._file.tell() == 0  # as at a run's first start, or since the file was lost
         self._lines: list[bytes] = []
         self._seq = 0  # of the next transition
         self._known = 0  # transitions whose lines are in the file already
@@ -171,6 +172,12 @@ def tells_samples(path: Path) -> bool:
     return path.exists() and any(line is not None and line.event == "put" for _, line in _numbered(path))
 
 
+def newest_lineage(path: Path) -> int:
+    """Return the lineage of the last trainer that a ledger saw resume the run; -1 if it saw none."""
+    with _mapped(path) as lines:
+        return max((line.lineage for _, line in _newest(lines, "resume")), default=-1)
+
+
 def tells_end(path: Path) -> bool:
     """Whether the last that a ledger says of its run is that it ended; False without one. Torn lines do not count."""
     with _mapped(path) as lines:
@@ -217,6 +224,7 @@ class _Numbered(msgspec.Struct):
     event: str
     seq: int = -1
     id: str = ""
+    lineage: int = -1
 
 
 def _numbered(path: Path, offset: int = 0) -> Iterator[tuple[int, _Numbered | None]]:

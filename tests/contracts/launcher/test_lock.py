@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.folder.run_folder import hold
+from rl_async.launcher.folder.run_folder import hold, hold_unnamed, new_run
 
 HOLDER = """
 import pathlib, sys
@@ -35,3 +35,14 @@ def test_a_run_in_use_is_refused_naming_its_process_until_that_is_gone(tmp_path:
         assert not folder.exists()
         assert (tmp_path / "runs" / ".mine.lock").read_text() == f"{os.getpid()}\n"
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_unnamed_runs_that_start_at_once_take_different_names(tmp_path: Path) -> None:
+    chosen = [new_run("calculator", [f"launcher.run_dir={tmp_path}"]) for _ in range(3)]
+    assert len({folder for _, folder in chosen}) == 1
+    with hold_unnamed(*chosen[0]) as (first, one), hold_unnamed(*chosen[1]) as (second, two):
+        one.mkdir()
+        assert [first.name, second.name] == [one.name, two.name] and one != two
+    two.mkdir()
+    with hold_unnamed(*chosen[2]) as (third, three):
+        assert third.name == three.name and three not in (one, two)

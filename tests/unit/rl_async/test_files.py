@@ -137,3 +137,10 @@ def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path: Path) -> No
         os.utime(path, (1, 1))
     replace_file(tmp_path / "file", b"whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".file.2-0123abcd", ".file.mine-1", "file"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full: run it on Linux")
+def test_a_write_to_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as failed, written_whole(tmp_path / "file"):
+        Path("/dev/full").write_bytes(b"x")
+    assert failed.value.filename == str(tmp_path / "file")

@@ -1,13 +1,21 @@
 """A run's private folder: where it is, who can enter it, and when it goes."""
 
 import fcntl
+import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.process.private_folder import LOCK, hold_private_folder, make_private, private_folder
+from rl_async.process.private_folder import (
+    LOCK,
+    LONGEST,
+    hold_private_folder,
+    make_private,
+    private_folder,
+    socket_file,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +35,19 @@ def test_only_its_user_enters_a_run_s_folder_while_the_run_lasts(tmp_path: Path)
 def test_a_path_of_any_length_has_short_socket_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     assert len(str(private_folder(Path("/x" * 500)) / "shard-1000")) < 100  # a socket file's path ends at 107
+
+
+def test_a_temporary_folder_with_a_long_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "d" * 150)
+    with pytest.raises(UserError, match="TMPDIR"):
+        socket_file(tmp_path, "queue")
+    room = LONGEST - len(str(private_folder(tmp_path).relative_to(tempfile.gettempdir()) / "queue")) - 1
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "d" * (room - 1))
+    with socket.socket(socket.AF_UNIX) as found, pytest.raises(FileNotFoundError):
+        found.connect(str(socket_file(tmp_path, "queue")))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "d" * room)
+    with pytest.raises(UserError, match="TMPDIR"):
+        socket_file(tmp_path, "queue")
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])

@@ -72,6 +72,21 @@ def test_a_run_without_a_checkpoint_continues_with_the_samples_that_it_has(root:
         new_run("calculator", [root], name="mine")
 
 
+@pytest.mark.parametrize("ledger", [None, b""], ids=["lost", "empty"])
+@pytest.mark.parametrize("journal", ["sqlite", "redis", "elsewhere"])
+def test_no_run_is_to_be_deleted_whose_ledger_alone_is_lost(root: str, journal: str, ledger: bytes | None) -> None:
+    more = {"redis": ["queue.journal=redis"], "elsewhere": ["queue.journal_folder=elsewhere"]}.get(journal, [])
+    folder = make_run(root, *more, name="mine")
+    if ledger is not None:
+        (folder / "ledger.jsonl").write_bytes(ledger)
+    if journal == "sqlite":
+        (folder / "queue.sqlite").touch()
+    assert unfinished("calculator", [root], "mine")
+    assert resumed_run("calculator", [root], name="mine")[1] == folder
+    with pytest.raises(UserError, match="--resume to continue"):
+        new_run("calculator", [root], name="mine")
+
+
 def test_a_run_is_unfinished_from_its_first_checkpoint_to_its_last(root: str) -> None:
     for name, saved, expected in (("none", (), False), ("some", (1, 2), True), ("all", (3,), False)):
         record(make_run(root, "trainer.steps=3", name=name, steps=saved), RunFinished(left=[]))

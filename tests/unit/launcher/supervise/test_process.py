@@ -1,8 +1,11 @@
 """What a process said last, from its output."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from rl_async.launcher.supervise.process import said_last
+from rl_async.launcher.supervise.process import is_full, said_last
 
 TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -26,3 +29,12 @@ rl_async.errors.QueueLost: no answer
 )
 def test_the_last_error_else_the_last_line(output: str, said: str) -> None:
     assert said in said_last(output) and bool(said) == bool(said_last(output))
+
+
+@pytest.mark.parametrize(("free", "full"), [(0, True), (1, False)])
+def test_a_disk_is_full_whose_blocks_are_all_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, full: bool
+) -> None:
+    found = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*found[:4], free, *found[5:]]))
+    assert is_full(tmp_path) is full

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from rl_async.configs.schema.correction import RULES
+from rl_async.errors import UserError
 from rl_async.messages import Trajectory, codec
 from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.batches.sources import RecordedSource
-from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage
+from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage, require_newest
 from rl_async.trainer.step.explanation import TokenOutcomes, explain
 from tests.conftest import make_rows
 
@@ -97,6 +98,33 @@ def test_a_torn_evaluation_is_cut_off_before_the_next_is_written(tmp_path: Path)
 
 def test_every_resume_is_a_lineage_of_its_own(tmp_path: Path) -> None:
     assert [next_lineage(tmp_path, resuming) for resuming in (False, True, True)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"1\x00", b"\xff", b"-1"])
+def test_a_lost_or_damaged_lineage_is_known_from_the_records(tmp_path: Path, content: bytes | None) -> None:
+    for lineage in range(3):
+        assert next_lineage(tmp_path, lineage > 0) == lineage
+    append_trained(tmp_path / "trained.jsonl", 1, 0, make_rows(0)[:2])
+
+    def damage() -> None:
+        (tmp_path / "lineage").unlink()
+        if content is not None:
+            (tmp_path / "lineage").write_bytes(content)
+
+    damage()
+    with pytest.raises(OSError, match="lineage"):
+        require_newest(tmp_path, 2)
+    assert next_lineage(tmp_path, True) == 2
+    (tmp_path / "ledger.jsonl").write_text('{"event":"resume","step":0,"lineage":6,"fresh":false,"seq":3}\n')
+    damage()
+    assert next_lineage(tmp_path, True) == 7
+    assert (tmp_path / "lineage").read_text() == "7\n"
+
+
+def test_a_damaged_lineage_without_records_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lineage").write_text("")
+    with pytest.raises(UserError, match="lineage"):
+        next_lineage(tmp_path, True)
 
 
 def test_a_lineage_survives_a_power_cut(tmp_path, monkeypatch):

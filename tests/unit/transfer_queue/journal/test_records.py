@@ -307,6 +307,34 @@ def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_pa
         queue(tmp_path / "two")
 
 
+def test_a_lost_ledger_is_written_again_from_the_journal_that_is_within_the_run_or_named(make_rig, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+
+    def queue(act=lambda store: None, compact=False):
+        with closing(SqliteJournal(tmp_path, "run")) as journal, closing(Ledger(path)) as ledger:
+            rig, settings = make_rig(), QueueSettings(steps=1, batch_groups=1, group_size=1)
+            rig.store = Store(settings, rig.source, [], Feed(journal.append, ledger.append))
+            recover(rig.store, journal, ledger, 0.0, within=True)
+            act(rig.store)
+            JournalRecorder(rig.store, journal, ledger).flush()
+            if compact:
+                journal.compact(rig.store.dump())
+
+    queue(lambda store: store.finish())
+    before = path.read_text()
+    assert '"finish"' in before
+    for content in (None, ""):
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        queue()
+        assert path.read_text() == before
+    queue(compact=True)
+    path.unlink()
+    with pytest.raises(JournalError, match=r"ledger\.jsonl is lost"):
+        queue()
+
+
 def test_memory_is_given_back_when_much_was_freed(monkeypatch):
     given: list[int] = []
     monkeypatch.setattr(payloads_module, "trim", lambda: given.append(len(given)))
