@@ -115,7 +115,7 @@ class Occupancy(NamedTuple):
     slots: int  # that may be held; fewer than the settings' while the bound is tightened
     alive: int  # training groups that hold a slot
     unreserved: int  # of these, in no batch yet
-    kept: int  # training groups admitted so far, without those dropped or dead-lettered
+    wanted: int  # training groups that the steps without a batch take
     expected_bytes: int  # payload bytes held, and those still to come for admitted groups
     group_bytes: int  # expected of one more group
 
@@ -127,24 +127,28 @@ def may_admit(settings: QueueSettings, occupancy: Occupancy) -> bool:
     otherwise: a budget smaller than a batch must slow the run down, not stop it.
     """
     fits = occupancy.expected_bytes + occupancy.group_bytes <= settings.max_bytes
-    return _has_slot(settings, occupancy) and (fits or occupancy.unreserved < settings.batch_groups)
+    return _has_slot(occupancy) and (fits or occupancy.unreserved < settings.batch_groups)
 
 
 def is_short_of_bytes(settings: QueueSettings, occupancy: Occupancy) -> bool:
     """Whether nothing but the byte budget keeps the next training group out."""
-    return _has_slot(settings, occupancy) and not may_admit(settings, occupancy)
+    return _has_slot(occupancy) and not may_admit(settings, occupancy)
 
 
-def _has_slot(settings: QueueSettings, occupancy: Occupancy) -> bool:
-    return occupancy.alive < occupancy.slots and occupancy.kept < settings.steps * settings.batch_groups
+def _has_slot(occupancy: Occupancy) -> bool:
+    return occupancy.alive < occupancy.slots and occupancy.unreserved < occupancy.wanted
 
 
-def may_lease(settings: QueueSettings, active: int, *, begun: bool) -> bool:
-    """Whether a waiting training group may be leased, ``active`` groups having tokens already.
+def may_lease(settings: QueueSettings, active: int, *, oldest: int | None, published: int) -> bool:
+    """Whether a waiting training group, whose oldest token is of the version ``oldest``, may be leased.
 
-    Refuses only after a rollback: weights as old as those published then would be too old when the group's turn comes.
+    ``active`` groups have tokens already. Refuses only after a rollback: weights as old as those published then would
+    be too old when the group's turn comes. A group with tokens that are no younger than these becomes no older, also
+    where a resumed run has fewer slots than there are active groups.
     """
-    return active + (not begun) <= settings.slots
+    if oldest is not None and oldest <= published:
+        return True
+    return active + (oldest is None) <= settings.slots
 
 
 def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:

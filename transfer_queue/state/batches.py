@@ -56,7 +56,6 @@ class Batches:
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
         self._divide = divide
         self._batches: dict[int, StepBatch] = {}
-        self._next_step = 0  # the first without a batch
         self._retired = 0  # steps before this one are forgotten
         self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
         self.effects: t.Effects = {
@@ -79,8 +78,8 @@ class Batches:
         if batch is not None and not batch.retired:
             lost = [group_id for group_id in batch.groups if group_id in self._book.regenerating]
             return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
-        if step != self._next_step:
-            return Refused(code="wrong_step", reason=f"the next step to reserve is {self._next_step}, not {step}")
+        if step != self._book.next_step:
+            return Refused(code="wrong_step", reason=f"the next step to reserve is {self._book.next_step}, not {step}")
         if self.is_short(step):
             return self._not_ready(step, self._book.first_unfinished(step), now)
         if isinstance(members := self._members(step, now), NotReady):
@@ -93,7 +92,7 @@ class Batches:
     def is_short(self, step: int) -> bool:
         """Whether ``step`` is next and the counts of groups tell that it has no batch, without a walk over them."""
         book, counts = self._book, self._book.open_counts
-        return step == self._next_step and (
+        return step == self._book.next_step and (
             book.count(State.READY) < book.settings.batch_groups
             or is_blocked(counts.unfinished, counts.ready, counts.pinned, step, book.settings)
         )
@@ -114,7 +113,8 @@ class Batches:
         unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
         if unfinished:
             return self._not_ready(step, unfinished, now)
-        seats = max(0, settings.batch_groups - len(members))  # fewer than 0 if a resumed run has smaller batches
+        candidates = self._without_expired(candidates, step)
+        seats = max(0, settings.batch_groups - len(members))
         choice = choose(candidates, step, seats, settings, pinned)
         for group_id in choice.drop:
             self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
@@ -122,9 +122,24 @@ class Batches:
             return self._not_ready(step, choice.blocked_by, now)
         return members + choice.take
 
+    def _without_expired(self, candidates: list[Candidate], step: int) -> list[Candidate]:
+        """Give up groups whose tokens are too old for any step to come.
+
+        There are none unless a resumed run has smaller batches, or a tighter bound, than the run that sampled them.
+        """
+        settings = self._book.settings
+        if settings.replays or settings.on_straggler == "mask":
+            return candidates
+        expired = {c.group for c in candidates if c.deadline is not None and c.deadline < step}
+        for group_id in sorted(expired):
+            self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
+        return [c for c in candidates if c.group not in expired]
+
     def _candidate(self, group: Group) -> Candidate:
         book = self._book
-        leasable = book.published is not None and may_lease(book.settings, book.active, begun=group.oldest is not None)
+        leasable = book.published is not None and may_lease(
+            book.settings, book.active, oldest=group.oldest, published=book.published.step
+        )
         return Candidate(
             group.group_id,
             group.state is State.READY,
@@ -186,8 +201,9 @@ class Batches:
             return Refused(code="wrong_step", reason=f"{book.published} is published already")
         trained = [(step, batch) for step, batch in self._batches.items() if step < version.step]
         untrained = [step for step, batch in trained if not batch.committed]
-        if untrained or version.step > self._next_step:
-            return Refused(code="wrong_step", reason=f"{version} before step {min(untrained, default=self._next_step)}")
+        if untrained or version.step > self._book.next_step:
+            first = min(untrained, default=book.next_step)
+            return Refused(code="wrong_step", reason=f"{version} before step {first}")
         if version != book.published:
             released = [group for _, batch in trained if not batch.released for group in batch.groups]
             self._change(t.Published(version=version, released=released))
@@ -195,7 +211,7 @@ class Batches:
 
     def retire(self, step: int) -> Done | Refused:
         """Steps before ``step`` are in a durable checkpoint: forget their groups and payloads."""
-        if step > self._next_step or any(not b.committed for s, b in self._batches.items() if s < step):
+        if step > self._book.next_step or any(not b.committed for s, b in self._batches.items() if s < step):
             return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
         if step <= self._retired:
             return Done()
@@ -236,7 +252,7 @@ class Batches:
             return self._resume_answer()
         if self._resumed is not None and lineage == self._book.lineage:
             return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
-        untouched = self._book.next_group == 0 and self._next_step == 0
+        untouched = self._book.next_group == 0 and self._book.next_step == 0
         if untouched or (snapshot and not self._reaches(step)):
             return self._restore(step, lineage, snapshot)
         return self._roll_back(step, lineage)
@@ -248,7 +264,7 @@ class Batches:
     def _reaches(self, step: int) -> bool:
         """Whether the batches from ``step`` on are known, and those before it trained."""
         trained = all(batch.committed for at, batch in self._batches.items() if at < step)
-        return trained and self._retired <= step <= self._next_step
+        return trained and self._retired <= step <= self._book.next_step
 
     def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
         """Steps from ``step`` on get the same batches again, of the trajectories that are still here."""
@@ -291,7 +307,7 @@ class Batches:
                 max_staleness=book.settings.max_staleness,
                 readmitted=state.groups,
                 samples=book.settings.group_size,
-                given_up=state.next_group - step * book.settings.batch_groups - len(state.groups),
+                given_up=max(0, state.next_group - step * book.settings.batch_groups - len(state.groups)),
                 cursor=state.cursor,
             )
         )
@@ -315,7 +331,7 @@ class Batches:
         if any(group.state is not State.READY for group in groups):
             raise ValueError(f"groups of step {event.step} are not complete")
         self._batches[event.step] = StepBatch(event.groups)
-        self._next_step = event.step + 1
+        self._book.next_step = event.step + 1
         self._book.refills_left = event.refills_left
         for group in groups:
             self._book.move(group, State.RESERVED)
@@ -360,14 +376,15 @@ class Batches:
             self._start_over(event)
         else:
             self._reopen(event.step)
-        self._next_step = event.step
+        self._book.next_step = event.step
         book.lineage, book.published, book.finished = event.lineage, None, False
         book.max_staleness = event.max_staleness
+        self._unpin_surplus()
         kept = 0 if event.fresh else len(book.open)
         self._resumed = (event.step, event.lineage, Resumed(kept=kept, readmitted=len(event.readmitted)))
 
     def _reopen(self, step: int) -> None:
-        for at in range(step, self._next_step):
+        for at in range(step, self._book.next_step):
             batch = self._batches.pop(at)
             if batch.released:
                 self._book.alive += len(batch.groups)
@@ -375,6 +392,15 @@ class Batches:
                 group = self._book.groups[group_id]
                 group.pinned = at
                 self._book.reopen(group)
+
+    def _unpin_surplus(self) -> None:
+        """Let any step have the groups that do not fit into the batch that they belonged to, if batches are smaller."""
+        pinned: Counter[int] = Counter()
+        for _, group in sorted(self._book.open.items()):
+            if group.pinned is not None:
+                pinned[group.pinned] += 1
+                if pinned[group.pinned] > self._book.settings.batch_groups:
+                    self._book.pin(group, None)
 
     def _start_over(self, event: t.RolledBack) -> None:
         book = self._book
@@ -392,9 +418,10 @@ class Batches:
     def dump(self) -> BatchesState:
         """The state for a dump; equal for equal batches."""
         batches = {step: self._batches[step] for step in sorted(self._batches)}
-        return BatchesState(batches=batches, next_step=self._next_step, retired=self._retired, resumed=self._resumed)
+        next_step = self._book.next_step
+        return BatchesState(batches=batches, next_step=next_step, retired=self._retired, resumed=self._resumed)
 
     def load(self, state: BatchesState) -> None:
         """Restore a dumped state; only a new store can."""
         self._batches = state.batches
-        self._next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed
+        self._book.next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed

@@ -77,6 +77,7 @@ class Book:
         self.published: Version | None = None  # nothing is admitted or leased without one
         self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
         self.alive = 0  # training groups that hold a slot
+        self.next_step = 0  # the first without a batch
         self.next_group = 0
         self.next_eval_group = EVAL_GROUPS
         self.given_up = 0  # training groups dropped or dead-lettered
@@ -119,13 +120,21 @@ class Book:
         """Training groups that hold a slot and whose tokens have an age: all but those never leased."""
         return self.alive - self._unleased
 
+    @property
+    def wanted(self) -> int:
+        """The training groups that the steps without a batch take, those that are here among them.
+
+        Steps that have one count for nothing: a resumed run may have batches of another size.
+        """
+        return (self.settings.steps - self.next_step) * self.settings.batch_groups
+
     def occupancy(self) -> Occupancy:
         """How full the queue is, as far as admission is concerned."""
         return Occupancy(
             slots=self.settings.slots_at(self.max_staleness),
             alive=self.alive,
             unreserved=len(self.open),
-            kept=self.next_group - self.given_up,
+            wanted=self.wanted,
             expected_bytes=self.payload_bytes + self._outstanding * self._largest_bytes,
             group_bytes=self.settings.group_size * self._largest_bytes,
         )
@@ -214,6 +223,12 @@ class Book:
         if group.state is State.RESERVED:
             self.regenerating.add(group.group_id)
         self.settle(group)
+
+    def pin(self, group: Group, step: int | None) -> None:
+        """Pin a group to a step, or (None) let any step have it."""
+        self._count_open(group, -1)
+        group.pinned = step
+        self._count_open(group, 1)
 
     def trained(self, group: Group) -> None:
         """Mark a group as trained; end the leases of samples that were being generated again after a loss."""

@@ -97,7 +97,9 @@ class Delivery:
             return pinned
         waiting = book.head(TRAIN)
         if waiting is not None:
-            return waiting if may_lease(book.settings, book.active, begun=waiting.oldest is not None) else None
+            published = book.published.step if book.published else -1
+            free = may_lease(book.settings, book.active, oldest=waiting.oldest, published=published)
+            return waiting if free else None
         return self._admit()
 
     def _admit(self, own: m.Task | None = None) -> Group | None:

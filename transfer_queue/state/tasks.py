@@ -109,7 +109,7 @@ class Tasks:
         book = self._book
         if book.submitted:
             return book.submitted[0], book.cursor, True
-        task = self._source.next((book.next_group - book.given_up) // book.settings.batch_groups)
+        task = self._source.next(book.next_step + len(book.open) // book.settings.batch_groups)
         return None if task is None else (task, self._source.cursor(), False)
 
     def refused(self, tasks: Sequence[Task]) -> Refused | None:
@@ -150,9 +150,8 @@ class Tasks:
             return Refused(code="unknown_group", reason=f"group {group} is no dead letter; those kept: {known}")
         if book.finished:
             return Refused(code="finished", reason="the run is over")
-        total = book.settings.steps * book.settings.batch_groups
-        if book.next_group - book.given_up >= total:
-            reason = f"all {total} groups of the run are admitted, so group {group} could not be trained any more"
+        if len(book.open) >= book.wanted:
+            reason = f"all groups of the run are admitted, so group {group} could not be trained any more"
             return Refused(code="too_late", reason=reason)
         self._change(Requeued(group=group, request=request))
         return Done()

@@ -28,8 +28,15 @@ SETTINGS = QueueSettings(steps=5, batch_groups=2, group_size=4, max_staleness=1,
 
 
 def load(**changes: int) -> Occupancy:
-    values = {"slots": SETTINGS.slots, "alive": 0, "unreserved": 0, "kept": 0, "expected_bytes": 0, "group_bytes": 100}
-    return Occupancy(**(values | changes))
+    values = {
+        "slots": SETTINGS.slots,
+        "alive": 0,
+        "unreserved": 0,
+        "wanted": 10,
+        "expected_bytes": 0,
+        "group_bytes": 100,
+    }
+    return Occupancy(**({"group_bytes": 100} | values | changes))
 
 
 def test_settings_come_from_the_config():
@@ -61,8 +68,8 @@ def test_admission_stops_at_slots_run_length_and_bytes():
     assert may_admit(SETTINGS, load(alive=3))
     assert not may_admit(SETTINGS, load(alive=4))
     assert may_admit(SETTINGS, load(alive=1, slots=2)) and not may_admit(SETTINGS, load(alive=2, slots=2))
-    assert may_admit(SETTINGS, load(kept=9))
-    assert not may_admit(SETTINGS, load(kept=10))
+    assert may_admit(SETTINGS, load(unreserved=1, wanted=2))
+    assert not may_admit(SETTINGS, load(unreserved=2, wanted=2))
     assert may_admit(SETTINGS, load(unreserved=2, expected_bytes=900))
     assert not may_admit(SETTINGS, load(unreserved=2, expected_bytes=901))
     assert may_admit(SETTINGS, load(unreserved=1, expected_bytes=10_000))
@@ -72,12 +79,16 @@ def test_shortness_of_bytes_is_told_from_other_reasons():
     assert is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=901))
     assert not is_short_of_bytes(SETTINGS, load(unreserved=2, expected_bytes=900))
     assert not is_short_of_bytes(SETTINGS, load(alive=4, unreserved=2, expected_bytes=901))
-    assert not is_short_of_bytes(SETTINGS, load(kept=10, unreserved=2, expected_bytes=901))
+    assert not is_short_of_bytes(SETTINGS, load(wanted=2, unreserved=2, expected_bytes=901))
 
 
 def test_a_new_group_needs_a_slot_among_those_with_tokens_and_one_begun_has_it():
-    assert may_lease(SETTINGS, 3, begun=False) and not may_lease(SETTINGS, 4, begun=False)
-    assert may_lease(SETTINGS, 4, begun=True) and not may_lease(SETTINGS, 5, begun=True)
+    def may(active: int, oldest: int | None) -> bool:
+        return may_lease(SETTINGS, active, oldest=oldest, published=2)
+
+    assert may(3, None) and not may(4, None)
+    assert may(4, 3) and not may(5, 3)
+    assert may(5, 2), "its tokens are as old already, as after a resume with fewer slots"
 
 
 def choice(candidates: list[Candidate], on_straggler: str = "wait", pinned: dict[int, int] | None = None) -> Choice:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.messages import Done, Resumed, Version
+from rl_async.messages import Done, Reserved, Resumed, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot
 from rl_async.transfer_queue.state.tasks import numbered
@@ -253,3 +253,49 @@ def test_a_run_that_ends_says_which_groups_it_leaves(make_rig):
     train_step(rig, 2)
     rig.store.finish()
     assert rig.of(RunFinished)[0].left == []
+
+
+@pytest.mark.parametrize("way", ["journal", "dump", "snapshot"])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 1), (4, 3), (2, 4), (3, 4)])
+@pytest.mark.parametrize("on_straggler", ["wait", "drop"])
+def test_a_resumed_run_may_have_batches_of_another_size(make_rig, before, after, bound, way, on_straggler):
+    """Each step to come has its batch, whatever was sampled ahead, reserved or half finished, and the bound holds."""
+    settings = {"max_staleness": bound, "steps": 7, "on_straggler": on_straggler}
+    rig = make_rig(**settings, batch_groups=before)
+    rig.publish(0)
+    for step in range(2):
+        train_step(rig, step)
+    snapshot = rig.store.batches.snapshot()
+    groups = rig.lease()
+    rig.put_all(groups[:before])
+    assert isinstance(rig.store.batches.reserve(2, 0.0), Reserved)
+    for group in groups[before:]:  # one sample of two, and then its worker dies with the queue
+        rig.store.delivery.put("w", [rig.header(group, 0)], rig.now)
+    other = make_rig(**settings, batch_groups=after)
+    if way == "journal":
+        other.store.recover(b"", rig.seen, 0.0)
+    elif way == "dump":
+        other.store.recover(rig.store.dump(), [], 0.0)
+    other.store.relaunch()
+    assert isinstance(other.store.resume(2, 1, snapshot), Resumed)
+    other.publish(2, 1)
+    for step in range(2, 7):
+        other.put_all(other.lease())
+        other.store.batches.reserve(step, 0.0)  # gives up what is too old for smaller batches
+        batch = train_step(other, step, 1)
+        assert len(members(batch)) == after
+        assert min(run.version.step for header in batch.headers for run in header.versions) >= step - bound
+    assert all(group.group_id < (bound + 3) * before for group in other.lease()), "nothing is admitted that nobody needs"
+
+
+def test_a_run_resumed_with_fewer_steps_admits_nothing_beyond_them(make_rig):
+    rig = make_rig(max_staleness=0, steps=10)
+    rig.publish(0)
+    train_step(rig, 0)
+    other = recovered(make_rig, rig, max_staleness=0, steps=2)
+    other.store.relaunch()
+    other.store.resume(1, 1, b"")
+    other.publish(1, 1)
+    train_step(other, 1, 1)
+    assert other.lease() == []
