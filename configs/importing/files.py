@@ -1,25 +1,30 @@
-"""Reads what other projects' users keep their settings in: YAML, TOML, JSON, and shell scripts with arguments."""
+"""Reads what other projects' users keep their settings in: YAML, TOML, JSON, shell scripts and Python programs."""
 
+import ast
 import re
 import shlex
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rl_async.configs.importing.translation import Values, flatten
-from rl_async.configs.load.loader import parse
+from rl_async.configs.load.loader import MOST_BYTES, parse
 from rl_async.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"[+~]{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _UNSET = re.compile(r"\$[A-Za-z_]")
 _UNKNOWN = re.compile(r".*\$[({].*|\$\w+", re.DOTALL)  # computed by the shell, or nothing but a variable
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*(.*?))?\s*\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)\s*(?:,(.*))?\}")
+MOST_LINE = 1 << 16  # characters of a line of a script, and of what its variables stand for
 
 
 def read_text(path: Path) -> str:
     """The text of the file. Raises ConfigError, naming it."""
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path}: more than {MOST_BYTES} bytes are no settings")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
@@ -33,6 +38,8 @@ def read_settings(path: Path) -> Values:
             return flatten(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{path}: nested too deeply") from error
     if path.suffix in (".yaml", ".yml", ".json"):
         values = parse(text, str(path))
         if not isinstance(values, dict):
@@ -54,12 +61,21 @@ def overrides(words: list[str], origin: str, dotted: bool = True) -> Values:
 def script_words(path: Path) -> list[str]:
     """The words of a shell script, with the variables filled in that it sets itself or that have a default."""
     variables: dict[str, str] = {}
+    expanded = 0
 
     def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[3], match[2] if match[2] is not None else match[0])
+        nonlocal expanded
+        found = variables.get(match[1] or match[3], match[2] if match[2] is not None else match[0])
+        expanded += len(found)
+        if expanded > MOST_LINE:
+            raise ConfigError(f"{path}: variables stand for more than {MOST_LINE} characters of a line")
+        return found
 
     words = []
-    for line in read_text(path).replace("\\\n", " ").splitlines():
+    for line in read_text(path).replace("\r\n", "\n").replace("\\\n", " ").split("\n"):
+        if len(line) > MOST_LINE:
+            raise ConfigError(f"{path}: a line has more than {MOST_LINE} characters")
+        expanded = 0
         try:
             parts = shlex.split(line, comments=True)
         except ValueError:  # a quotation over several lines, which is no list of arguments
@@ -85,12 +101,53 @@ def flags(path: Path) -> Values:
             name = None if equals else name
         elif name is not None and word and not word.startswith(("$", "-")):
             seen = found[name]
-            found[name] = (
-                parse(word, str(path)) if seen is True else [*(seen if isinstance(seen, list) else [seen]), word]
-            )
+            if isinstance(seen, list):
+                seen.append(word)
+            else:
+                found[name] = parse(word, str(path)) if seen is True else [seen, word]
         else:
             name = None
     return found
+
+
+def calls(path: Path, names: Collection[str]) -> tuple[Values, list[str]]:
+    """The keyword arguments of calls of these names in a Python program, which is read and not run.
+
+    Values may be literals, or names of the program's own to which a literal is assigned once; others, by name, cannot
+    be known. Raises ConfigError for what is not Python, and if nothing is called so.
+    """
+    try:
+        program = ast.parse(read_text(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path}: not valid Python: {error}") from error
+    assigned: dict[str, list[ast.expr]] = {}
+    found: list[ast.Call] = []
+    for node in ast.walk(program):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.Call) and _name(node.func) in names:
+            found.append(node)
+    if not found:
+        raise ConfigError(f"{path}: no call of {' or '.join(names)}")
+    values: Values = {}
+    left = []
+    for keyword in (keyword for call in found for keyword in call.keywords):
+        expression = keyword.value
+        if isinstance(expression, ast.Name) and len(assigned.get(expression.id, [])) == 1:
+            expression = assigned[expression.id][0]
+        try:
+            value = ast.literal_eval(expression)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            left.append(f"{keyword.arg or '**'} = {ast.unparse(keyword.value)}: not a literal, and left out")
+            continue
+        if keyword.arg is not None:
+            values[keyword.arg] = value
+    return values, left
+
+
+def _name(function: ast.expr) -> str:
+    """The last part of a dotted name; empty for other expressions."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def resolve_references(values: Values) -> tuple[Values, list[str]]:
@@ -101,7 +158,7 @@ def resolve_references(values: Values) -> tuple[Values, list[str]]:
             match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if match is None:
                 break
-            value = values.get(match[1], parse(match[2], key) if match[2] is not None else _Missing)
+            value = values.get(match[1], parse(match[2].strip(), key) if match[2] is not None else _Missing)
         if value is _Missing or (isinstance(value, str) and _UNKNOWN.fullmatch(value)):
             left.append(f"{key} = {values[key]}: not resolved, and left out")
             continue

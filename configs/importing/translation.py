@@ -60,17 +60,28 @@ class Translation:
         """Put each key of a table whose value is given or has a default."""
         for key in keys:
             value = self.take(key.theirs, key.default)
-            if value not in key.skip:
-                self.put(key.ours, key.convert(value), key.theirs)
+            if value in key.skip:
+                continue
+            try:
+                converted = key.convert(value)
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise ConfigError(f"{key.theirs}: {_short(value)} is not a value of {key.ours}") from error
+            self.put(key.ours, converted, key.theirs)
 
     def text(self, head: str, no_counterpart: Mapping[str, str]) -> str:
-        """Our YAML, below comments about everything that needs a look."""
+        """Our YAML, below comments about everything that needs a look.
+
+        Raises ConfigError if nothing that is given is known: then it is not such a config.
+        """
+        named, unknown = self._left(no_counterpart)
+        if len(unknown) == len(self.given):
+            first = f": {', '.join(line.partition(' = ')[0] for line in unknown[:5])}" if unknown else ""
+            raise ConfigError(f"{head.rstrip('.')}: it holds none of the settings that this command knows{first}")
         values = nested(self.ours)
         try:
             from_values(values)
         except ConfigError as error:
             self.notes.append(f"refused as it stands: {error}")
-        named, unknown = self._left(no_counterpart)
         comments = [
             head,
             *_section("Defaults there that are others here, and are written below:", self.written),
@@ -78,7 +89,7 @@ class Translation:
             *_section("Given there, without a counterpart here:", named),
             *_section("Given there, and not known to this command:", unknown),
         ]
-        return "".join(f"# {line}".rstrip() + "\n" for line in comments) + dump_values(values)
+        return "".join(f"# {_printable(line)}".rstrip() + "\n" for line in comments) + dump_values(values)
 
     def _left(self, no_counterpart: Mapping[str, str]) -> tuple[list[str], list[str]]:
         """Say what was given and not used: keys below a prefix of ``no_counterpart`` together, and all others."""
@@ -132,6 +143,11 @@ def nested(flat: Values) -> dict[str, Any]:
     return result
 
 
+def _printable(text: str) -> str:
+    """Return the text with everything spelled out that could end a comment: YAML knows more line breaks than one."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def _section(title: str, lines: list[str]) -> list[str]:
     if not lines:
         return []
@@ -140,5 +156,5 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, default=str) if value is None or isinstance(value, bool | list | dict) else str(value)
+    text = json.dumps(value, default=str) if value is None or isinstance(value, bool | list) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

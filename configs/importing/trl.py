@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rl_async.configs.importing.files import overrides, read_settings
-from rl_async.configs.importing.translation import Key, Translation, our_default
+from rl_async.configs.importing.files import calls, flags, overrides, read_settings
+from rl_async.configs.importing.translation import Key, Translation, Values, our_default
 
 KEYS = (
     Key("model_name_or_path", "model.path"),  # of ModelConfig, which TRL's scripts read from the same file
@@ -43,6 +43,7 @@ AGGREGATION = {
     **dict.fromkeys(("bnpo", "dapo", "cispo"), "token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
 }
+CLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
 TRACKERS = ("tensorboard", "swanlab", "wandb", "mlflow")
 NO_COUNTERPART = {
     "per_device_train_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
@@ -58,7 +59,8 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the fields in ``file`` and the ``name=value`` in ``more``."""
-    t = Translation(read_settings(file) | overrides(more, "an argument", dotted=False))
+    given, unresolved = _read(file)
+    t = Translation(given | overrides(more, "an argument", dotted=False), notes=unresolved)
     t.translate(KEYS)
     _length(t)
     _loss(t)
@@ -81,6 +83,15 @@ def write(file: Path, more: list[str]) -> str:
     t.notes.append("GRPOTrainer is synchronous; with queue.max_staleness=1 generation overlaps with training")
     t.notes.append("reward functions are arguments of GRPOTrainer in TRL; here they are reward.functions")
     return t.text(f"From {file} (TRL, read by the fields of GRPOConfig 1.16).", NO_COUNTERPART)
+
+
+def _read(file: Path) -> tuple[Values, list[str]]:
+    """The fields in a config file, a Python program or a script with flags, and what of them cannot be known."""
+    if file.suffix == ".py":
+        return calls(file, CLASSES)
+    if file.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+        return {name.replace("-", "_"): value for name, value in flags(file).items()}, []
+    return read_settings(file), []
 
 
 def _length(t: Translation) -> None:

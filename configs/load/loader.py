@@ -7,6 +7,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from rl_async.configs.nearest import nearest
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 
+MOST_BYTES = 1 << 20  # of a config
+MOST_VALUES = 50_000
+MOST_DEPTH = 1000  # of brackets; Python's limit of recursion comes first
+_BRACKETS = re.compile(r"[\[\]{}]")
 Places = dict[str, str]  # dotted key -> where it was given: file:line, or the argument
 
 
@@ -151,13 +156,50 @@ def _kind(values: Any) -> str:
 
 def _parse(text: str, origin: str) -> tuple[Any, yaml.Node | None]:
     """Parse YAML into plain values and the node tree, which has line numbers. Raises ConfigError, naming ``origin``."""
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{origin}: more than {MOST_BYTES} characters are no config")
+    _refuse_deep(text, origin)
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        _refuse_bomb(node, origin)
         _refuse_repetition(node, origin, set())
         return (None if node is None else loader.construct_document(node)), node
+    except RecursionError as error:
+        raise ConfigError(f"{origin}: nested too deeply") from error
     except (yaml.MarkedYAMLError, ReaderError) as error:
         raise ConfigError(explain_mistake(error, text, origin)) from error
+
+
+def _refuse_deep(text: str, origin: str) -> None:
+    """Raise ConfigError if more brackets are open at once than PyYAML can read; it takes their square in time.
+
+    Brackets in quotes count, too, which no config comes near.
+    """
+    depth = 0
+    for bracket in _BRACKETS.finditer(text):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > MOST_DEPTH:
+            raise ConfigError(f"{origin}: nested too deeply")
+
+
+def _refuse_bomb(node: yaml.Node | None, origin: str) -> None:
+    """Raise ConfigError if aliases make a value part of itself, or stand for more than MOST_VALUES in all."""
+    sizes: dict[int, int] = {}  # by id of a node; 0 while it is being counted
+
+    def size(node: yaml.Node) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            of_mapping = isinstance(node, yaml.MappingNode)
+            sizes[id(node)] = 1 + sum(map(size, chain.from_iterable(node.value) if of_mapping else node.value))
+        elif sizes[id(node)] == 0:
+            raise ConfigError(f"{origin}:{node.start_mark.line + 1}: a value is part of itself, by an alias")
+        return sizes[id(node)]
+
+    if node is not None and size(node) > MOST_VALUES:
+        raise ConfigError(f"{origin}: more than {MOST_VALUES} values, counting what aliases stand for")
 
 
 def _refuse_repetition(node: yaml.Node | None, origin: str, seen: set[int]) -> None:

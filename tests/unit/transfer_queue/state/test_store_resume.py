@@ -286,7 +286,9 @@ def test_a_resumed_run_may_have_batches_of_another_size(make_rig, before, after,
         batch = train_step(other, step, 1)
         assert len(members(batch)) == after
         assert min(run.version.step for header in batch.headers for run in header.versions) >= step - bound
-    assert all(group.group_id < (bound + 3) * before for group in other.lease()), "nothing is admitted that nobody needs"
+    assert all(group.group_id < (bound + 3) * before for group in other.lease()), (
+        "nothing is admitted that nobody needs"
+    )
 
 
 def test_a_run_resumed_with_fewer_steps_admits_nothing_beyond_them(make_rig):
