@@ -7,6 +7,10 @@ that it names is there.
 With ``synchronous=normal`` a power cut may take payloads that the database names. Then the log is shortened to where
 all payloads were there (``shortening.py``). It can be, because the samples of a dump are forced to the disk before the
 dump, and what a group's end frees is kept, rows and files, until the next dump.
+
+Each row has a checksum of its values, which is compared when the journal is read: SQLite has none of what is in its
+pages, and a changed bit there could be another reward, version or cursor. A journal of before gets them when it is
+opened.
 """
 
 import fcntl
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from xxhash import xxh3_64_digest
 
 from rl_async.errors import JournalError, UserError
 from rl_async.filesystems import require_local
@@ -43,12 +48,16 @@ _WAL_PAGES = (
     8192  # of 4 KiB: how much is written before the database itself is brought up to date, which waits for disk
 )
 
+_CHECKED = 1 << 16  # in the file's version, beside JOURNAL_SCHEMA: rows have checksums
 _TABLES = """
-CREATE TABLE meta (run_id TEXT NOT NULL);
-CREATE TABLE log (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL);
-CREATE TABLE dump (seq INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE payload (grp INTEGER, sample INTEGER, place BLOB NOT NULL, PRIMARY KEY (grp, sample)) WITHOUT ROWID;
+CREATE TABLE meta (run_id TEXT NOT NULL, digest BLOB);
+CREATE TABLE log (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL, digest BLOB);
+CREATE TABLE dump (seq INTEGER NOT NULL, body BLOB NOT NULL, digest BLOB);
+CREATE TABLE payload (
+    grp INTEGER, sample INTEGER, place BLOB NOT NULL, digest BLOB, PRIMARY KEY (grp, sample)
+) WITHOUT ROWID;
 """
+_COLUMNS = {"meta": "run_id", "dump": "seq, body", "log": "seq, kind, body", "payload": "grp, sample, place"}
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
 _encode = msgspec.msgpack.Encoder().encode
@@ -91,7 +100,7 @@ class SqliteJournal:
             db = sqlite3.connect(self._path, isolation_level=None)
             (schema,) = db.execute("PRAGMA user_version").fetchone()
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if tables and schema != JOURNAL_SCHEMA:
+            if tables and schema not in (JOURNAL_SCHEMA, JOURNAL_SCHEMA | _CHECKED):
                 raise JournalError(
                     f"{self._path} was written by another version (journal schema {schema}, this one has "
                     f"{JOURNAL_SCHEMA}). Finish the run with that version, or: {START_OVER}"
@@ -100,12 +109,14 @@ class SqliteJournal:
             db.execute(f"PRAGMA synchronous={self._synchronous}")
             db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
             if not tables:
-                db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA}; COMMIT")
+                db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA | _CHECKED}; COMMIT")
+            elif schema == JOURNAL_SCHEMA:
+                _add_checksums(db)
             if db.execute("SELECT count(*) FROM meta").fetchone() == (0,):
-                db.execute("INSERT INTO meta VALUES (?)", (new_run_id(name),))
+                db.execute("INSERT INTO meta VALUES (?, ?)", _checked(new_run_id(name)))
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # under another name it would be another journal
             (self.run_id,) = db.execute("SELECT run_id FROM meta").fetchone()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._failed(error) from error
         return db
 
@@ -121,17 +132,32 @@ class SqliteJournal:
     def recover(self) -> Recovered:
         """Read what was flushed. Raises JournalError naming the file for what cannot be understood."""
         try:
+            self._verify()
             count, dump = self._db.execute("SELECT seq, body FROM dump").fetchone() or (0, b"")
             history = self._whole_history(count)
             for (group, sample), place in history.places().items():
                 self._places.setdefault(group, {})[sample] = place
             self._freed = history.freed
             self._log_bytes = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM log").fetchone()[0]
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise self._failed(error) from error
         self._dump_bytes = len(dump)
         self._segments.open(history.places().values(), history.segments())
         return Recovered(dump, count, self._transitions(count))
+
+    def _verify(self) -> None:
+        """Raise JournalError if the file's structure or a row is not as it was written."""
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise JournalError(f"the queue's journal {self._path} is damaged ({found}). {START_OVER}")
+        for table, columns in _COLUMNS.items():
+            for *values, digest in self._db.execute(f"SELECT {columns}, digest FROM {table}"):
+                if digest != _digest(*values):
+                    named = "" if table in ("meta", "dump") else f" {values[0]!r}"
+                    raise JournalError(
+                        f"the queue's journal {self._path} is damaged: the row{named} of its table {table} is not what "
+                        f"was written there. {START_OVER}"
+                    )
 
     def _whole_history(self, dumped: int) -> History:
         """What the log says of payloads, after taking off its end if payloads of that are lost."""
@@ -158,7 +184,7 @@ class SqliteJournal:
 
     def _failed(self, error: Exception) -> JournalError:
         text = f"the queue's journal {self._path}: {error}"
-        if isinstance(error, sqlite3.OperationalError):
+        if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error):  # text that is none is damage
             return JournalError(
                 f"{text}; see that there is room and that it can be written, then continue with --resume: nothing that "
                 "was acknowledged is lost"
@@ -212,12 +238,12 @@ class SqliteJournal:
             self._segments.force()  # no state before this one will have its payloads
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("INSERT INTO log VALUES (?, ?, ?)", self._pending)
+            self._db.executemany("INSERT INTO log VALUES (?, ?, ?, ?)", (_checked(*row) for row in self._pending))
             if self._start_over:
                 self._db.execute("DELETE FROM payload")
             if self._placed:
-                rows = [(group, sample, place) for (group, sample), place in self._placed.items()]
-                self._db.executemany("INSERT INTO payload VALUES (?, ?, ?)", rows)
+                rows = [_checked(group, sample, place) for (group, sample), place in self._placed.items()]
+                self._db.executemany("INSERT INTO payload VALUES (?, ?, ?, ?)", rows)
             self._db.execute("COMMIT")
             self._log_bytes += sum(len(body) for _, _, body in self._pending)
             self._pending, self._placed, self._start_over = [], {}, False
@@ -244,7 +270,7 @@ class SqliteJournal:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("DELETE FROM dump")
-            self._db.execute("INSERT INTO dump VALUES (?, ?)", (self._seq, dump))
+            self._db.execute("INSERT INTO dump VALUES (?, ?, ?)", _checked(self._seq, dump))
             self._db.execute("DELETE FROM log")
             self._db.executemany("DELETE FROM payload WHERE grp = ?", [(group,) for group in self._freed])
             self._db.execute("COMMIT")
@@ -263,6 +289,26 @@ class SqliteJournal:
             self._db.close()
         self._segments.close()
         os.close(self._lock)
+
+
+def _digest(*values: int | str | bytes) -> bytes:
+    return xxh3_64_digest(_encode(values))
+
+
+def _checked(*values: int | str | bytes) -> tuple[int | str | bytes, ...]:
+    """Return the values of a row with their checksum."""
+    return (*values, _digest(*values))
+
+
+def _add_checksums(db: sqlite3.Connection) -> None:
+    """Give the rows of a journal of before their checksums, all at once."""
+    db.create_function("checksum", -1, _digest, deterministic=True)
+    db.execute("BEGIN IMMEDIATE")
+    for table, columns in _COLUMNS.items():
+        db.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB")
+        db.execute(f"UPDATE {table} SET digest = checksum({columns})")
+    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA | _CHECKED}")
+    db.execute("COMMIT")
 
 
 def _require_local(folder: Path) -> None:

@@ -232,6 +232,68 @@ def test_a_damaged_transition_is_named(tmp_path: Path) -> None:
         Driver(sqlite_journals(tmp_path))
 
 
+def test_a_changed_bit_of_the_database_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    driver = started(tmp_path / "run")
+    for step in range(2):
+        driver.train(step)
+        driver.journal.flush()
+    driver.journal.compact(driver.store.dump())
+    driver.train(2)
+    driver.journal.flush()
+    expected, run_id = driver.store.dump(), driver.journal.run_id
+    driver.journal.close()
+    whole = (tmp_path / "run" / "queue.sqlite").read_bytes()
+    found = 0
+    for number in range(300):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", copy)
+        damaged = bytearray(whole)
+        damaged[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+        (copy / "queue.sqlite").write_bytes(damaged)
+        try:
+            again = Driver(sqlite_journals(copy))
+        except JournalError as error:
+            assert "queue.sqlite" in str(error)
+            found += 1
+        else:
+            assert (again.store.dump(), again.journal.run_id) == (expected, run_id)
+            again.journal.close()
+        shutil.rmtree(copy)
+    assert found > 0
+
+
+@pytest.mark.parametrize("table", ["meta", "log", "dump", "payload"])
+def test_a_journal_without_checksums_is_read_and_has_them_from_then_on(tmp_path: Path, table: str) -> None:
+    driver = started(tmp_path)
+    driver.train(0)
+    driver.journal.flush()
+    driver.journal.compact(driver.store.dump())
+    driver.train(1)
+    driver.journal.flush()
+    expected = driver.store.dump()
+    driver.journal.close()
+    with sqlite3.connect(tmp_path / "queue.sqlite") as db:
+        for name in ("meta", "log", "dump", "payload"):
+            db.execute(f"ALTER TABLE {name} DROP COLUMN digest")
+        db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA}")
+    db.close()
+    for step in (2, 3):
+        again = Driver(sqlite_journals(tmp_path))
+        assert again.store.dump() == expected
+        again.train(step)
+        again.journal.flush()
+        expected = again.store.dump()
+        again.journal.close()
+    column = {"meta": "run_id", "log": "kind", "dump": "body", "payload": "place"}[table]
+    kind = "TEXT" if table in ("meta", "log") else "BLOB"
+    with sqlite3.connect(tmp_path / "queue.sqlite") as db:
+        db.execute(f"UPDATE {table} SET {column} = CAST({column} || x'41' AS {kind})")
+    db.close()
+    with pytest.raises(JournalError, match=rf"queue\.sqlite.*table {table} .*--resume"):
+        Driver(sqlite_journals(tmp_path))
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"queue\.lock"):
         SqliteJournal(tmp_path / "nowhere", "run")
