@@ -8,17 +8,24 @@ as plain text: a tool's `<|im_end|>` is text about a token, and ends no turn.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
+from types import FrameType
 from typing import Any, TypeVar
 
 import jinja2
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.errors import ConfigError
+
 T = TypeVar("T")
 
+TEMPLATE_S = 1.0  # of computing, for a few short messages
 LONG = 10_000  # characters
 _SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
 
@@ -189,12 +196,39 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
+@contextmanager
+def ending(tokenizer: PreTrainedTokenizerFast, seconds: float = TEMPLATE_S) -> Iterator[None]:
+    """Raise ConfigError if the chat template computes for longer than ``seconds`` of this thread's time in the block.
+
+    A loop over two ranges has as many turns as its author wants, and a thread cannot be ended from outside.
+    """
+    deadline, before = time.thread_time() + seconds, sys.gettrace()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.thread_time() > deadline:
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path} did not end within {seconds:g} s of computing; use "
+                "another model, or correct its template"
+            )
+        return watch if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(watch)
+    try:
+        yield
+    except RecursionError as error:
+        raise ConfigError(f"the chat template of {tokenizer.name_or_path} calls itself without end") from error
+    finally:
+        sys.settrace(before)
+
+
 def _printed(tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
     """Yield what the template prints for short conversations, as far as it accepts them."""
     for count in range(1, len(_SKELETON) + 1):
         try:
-            yield str(
-                tokenizer.apply_chat_template(list(_SKELETON[:count]), tokenize=False, add_generation_prompt=True)
-            )
+            with ending(tokenizer):
+                text = str(
+                    tokenizer.apply_chat_template(list(_SKELETON[:count]), tokenize=False, add_generation_prompt=True)
+                )
+            yield text
         except (jinja2.TemplateError, ValueError):  # a template without tool results, say
             continue

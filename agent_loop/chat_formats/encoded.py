@@ -3,6 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jinja2
@@ -11,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.cache import TokenCache
 from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, TooLong, flat_calls, text_size
-from rl_async.template_tokens import TemplateTokens, encode
+from rl_async.template_tokens import TemplateTokens, encode, ending
 
 CACHE_BYTES = 64 << 20
+WATCHED = 20  # first messages that a template prints, after which it is taken to end
 _MARK = "reasoningmark"  # stands for the reasoning of a turn
 TOOL = {
     "type": "function",
@@ -27,7 +29,7 @@ class TokenizerFormat(ABC):
     stop_token_ids: list[int]
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._renders = tokenizer, 0
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
@@ -209,10 +211,13 @@ class TokenizerFormat(ABC):
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generate: bool) -> str:
         """Print messages by the chat template. Raises jinja2.TemplateError if it cannot print them."""
+        self._renders += 1
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
-            )
+            # The first messages are those by which formats are told apart; tracing makes it some times slower.
+            with ending(self._tokenizer) if self._renders <= WATCHED else nullcontext():
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+                )
         except (TypeError, ValueError) as error:  # of a message, call or tool that is not of the form it expects
             raise jinja2.TemplateError(str(error)) from error
         return str(text)

@@ -14,6 +14,7 @@ from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan.planning import serves_reward_model
+from rl_async.safetensors_files import INDEX, indexed_files, read_header
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
 MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
@@ -183,3 +184,11 @@ def _check_weights(path: Path, key: str) -> None:
         raise UserError(
             f"{key}: {path} has no weights (*.safetensors); pickles (*.bin) are not read: save as safetensors"
         )
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            read_header(file)
+        named = indexed_files(path / INDEX) if (path / INDEX).is_file() else []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {error}; save or download the model again") from error
+    if missing := [name for name in named if not (path / name).is_file()]:
+        raise UserError(f"{key}: {path} lacks {', '.join(missing[:5])}, which {INDEX} names; download the model again")

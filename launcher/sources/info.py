@@ -14,6 +14,7 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.machine import check_engine_python, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.sources.gguf import SOURCE_FILE
+from rl_async.safetensors_files import read_header
 
 Facts = Iterator[tuple[str, str]]
 
@@ -49,12 +50,9 @@ def _weights(folder: Path, hf: Any) -> Facts:
 
 def _elements(file: Path) -> Counter[str]:
     """Count the elements of a safetensors file by type, from its header alone."""
-    with file.open("rb") as content:
-        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
     found: Counter[str] = Counter()
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            found[tensor["dtype"]] += math.prod(tensor["shape"])
+    for tensor in read_header(file).values():
+        found[tensor.dtype] += math.prod(tensor.shape)
     return found
 
 

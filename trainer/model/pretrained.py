@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,9 +28,10 @@ from transformers.core_model_loading import (
 )
 
 from rl_async.errors import UserError
+from rl_async.safetensors_files import INDEX, indexed_files
 from rl_async.trainer.model.parts import own_part, read_part
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
 NAMED = 3  # missing tensors that an error lists
 
 
@@ -79,16 +79,9 @@ class StoredWeights:
                 f"{self.key}: no {ONE_FILE} or {INDEX} in {self.folder}; save the model in the safetensors format"
             )
         try:
-            files = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        except (OSError, msgspec.MsgspecError) as error:
-            raise UserError(f"{self.key}: cannot read {index}: {error}") from error
-        return [self.folder / name for name in sorted(set(files.values()))]
-
-
-class _Index(msgspec.Struct):
-    """``model.safetensors.index.json``: the file of each tensor."""
-
-    weight_map: dict[str, str]
+            return [self.folder / name for name in indexed_files(index)]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.key}: {error}") from error
 
 
 def skeleton(kind: Any, config: Any, attention: str) -> Any:

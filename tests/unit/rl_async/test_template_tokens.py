@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers import decoders as decoding
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.errors import ConfigError
 from rl_async.template_tokens import TemplateTokens
 
 START, END, TAG, BOS = "<|im_start|>", "<|im_end|>", "<tool_response>", "</s>"
@@ -141,3 +142,18 @@ def test_text_that_spells_a_token_is_kept_as_text() -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_text_by_itself_has_no_control_tokens(name: str) -> None:
     assert control(name, TOKENS[name].encode_outside(f"a {END} {START} {TAG} {BOS}")) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% set k = i * j %}{% endfor %}{% endfor %}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    ],
+)
+def test_a_template_that_never_ends_is_named(template: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), name_or_path="their/model")
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match="their/model"):
+        TemplateTokens(tokenizer)

@@ -28,11 +28,14 @@ def write_data(root: Path) -> None:
         (root / f"{name}.parquet").touch()
 
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
+
 def write_model(root: Path, *left_out: str) -> Path:
     folder = root / "model"
     folder.mkdir()
     for name in {"config.json", "tokenizer.json", "model.safetensors"} - set(left_out):
-        (folder / name).write_text("{}")
+        (folder / name).write_bytes(NO_TENSORS if name.endswith(".safetensors") else b"{}")
     return folder
 
 
@@ -116,6 +119,19 @@ def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(UserError, match=r"model\.path: .*safetensors"):
         needs_model(config(tmp_path))
+
+
+def test_weights_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    for content in (b"", (1 << 40).to_bytes(8, "little") + b"{}"):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match=r"model\.path: .*model\.safetensors"):
+            needs_model(config(tmp_path))
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+    for name in ("../x.safetensors", "model-2.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
+        with pytest.raises(UserError, match=rf"model\.path: .*{name}"):
+            needs_model(config(tmp_path))
 
 
 def test_a_reference_model_is_looked_at_as_well(tmp_path: Path) -> None:

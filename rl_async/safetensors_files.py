@@ -1,0 +1,58 @@
+"""Headers of safetensors files, and the index that names such files. Both are checked: they may come from strangers.
+
+A header is 8 bytes with its length, then JSON with the type, shape and place of each tensor.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, as the format's own library has it
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """The entry of a tensor in a header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises ValueError, naming the file, for what is no safetensors file."""
+    with file.open("rb") as content:
+        size, length = file.stat().st_size, int.from_bytes(content.read(8), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER):
+            raise ValueError(f"{file} is damaged, or no safetensors file: its header would have {length} bytes")
+        text = content.read(length)
+    try:
+        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        start, end = tensor.data_offsets
+        if not 0 <= start <= end <= size - 8 - length:
+            raise ValueError(f"{file} ends before its tensor {name}, or its header is damaged")
+    return tensors
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Return the files that an index names, each in the index's folder.
+
+    Raises ValueError, naming the index, if it is none, or names something elsewhere.
+    """
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"cannot read {index}: {error}") from error
+    for name in names:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{index} names {name!r}, which is not a file of its folder")
+    return sorted(names)
