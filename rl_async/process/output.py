@@ -171,4 +171,4 @@ def discard_output() -> None:
 def _text(binary: io.RawIOBase | io.BufferedWriter, lines: bool = True) -> TextIO:
     """Return a text stream for ``binary``. Characters that its encoding lacks are written as escape sequences."""
     encoding = next((stream.encoding for stream in (sys.__stdout__, sys.__stderr__) if stream is not None), "utf-8")
-    return io.TextIOWrapper(binary, encoding, "backslashreplace", line_buffering=lines)  # type: ignore[arg-type]
+    return io.TextIOWrapper(binary, encoding, "backslashreplace", line_buffering=lines)  # type: ignore[type-var]
