@@ -135,6 +135,13 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
     ):
         if old != new:
             raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
+    for key, had, has in (
+        ("critic", before.critic is not None, config.critic is not None),
+        ("trainer.lora", before.trainer.lora is not None, config.trainer.lora is not None),
+    ):
+        if had != has and checkpoints(folder):
+            state = "with" if had else "without"
+            raise UserError(f"{key}: the checkpoints of {folder} are those of a run {state} it, which a resume keeps")
     if not _has_more(folder, config):
         raise UserError(
             f"trainer.steps: {folder} has trained {saved(folder)} of {config.trainer.steps} steps; give a larger number"

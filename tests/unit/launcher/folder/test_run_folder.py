@@ -121,6 +121,22 @@ def test_a_run_does_not_become_another_by_being_resumed(root: str, config: str, 
         resumed_run(config, [root, override], name="mine")
 
 
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [("critic", ["critic={}", "algorithm.advantage=gae"]), ("trainer.lora", ["trainer.lora={rank: 4}"])],
+)
+def test_a_resumed_run_gets_and_loses_no_model_that_its_checkpoints_lack_or_have(
+    root: str, key: str, overrides: list[str]
+) -> None:
+    record(make_run(root, name="without", steps=(3,)), RESUMED)
+    with pytest.raises(UserError, match=rf"{key}: .*without"):
+        resumed_run("calculator", [root, *overrides], name="without")
+    record(make_run(root, *overrides, name="with", steps=(3,)), RESUMED)
+    assert resumed_run("calculator", [root, *overrides], name="with")[0].name == "with"
+    with pytest.raises(UserError, match=rf"{key}: .*with it"):
+        resumed_run("calculator", [root, f"{key}=null", "algorithm.advantage=grpo"], name="with")
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])
 def test_a_name_that_is_no_folder_name_is_refused(root: str, name: str) -> None:
     with pytest.raises(UserError, match="--name"):
