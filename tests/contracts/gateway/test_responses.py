@@ -165,7 +165,7 @@ def test_functions_in_a_namespace(take: Any, start: Any, renderer: ChatRenderer)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "messages"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "computer_call_output", "call_id": "x"}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]", "call_id": "x"}]}, "input"),
