@@ -93,8 +93,10 @@ def _is_aside(one: Conversation, main: Conversation, output: str | None) -> bool
 
     It began after the main conversation had come to its end, with an answer that calls nothing, and is not given that
     answer to go on with. What the program printed is the main conversation's last answer and not its own; if that is
-    unknown, it has fewer answers than the main conversation.
+    unknown, it has fewer answers than the main conversation. Bare prompts are no conversation, so nothing is certain.
     """
+    if not (main.opening and one.opening):
+        return False
     if not main.finished or one.asked_after <= main.last_answer:
         return False
     if any(main.said and main.said in message.text for message in one.opening if message.role in ("system", "user")):
