@@ -20,7 +20,7 @@ from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START, Call
 
 _MARK = "rendermark"  # the assistant's text in the placeholder conversation
 _PROBE, _PROBE_ID = "probe", "callid012"  # a function that is called to see how, and its call's id
-_KEY = "probekey"  # of an argument
+_KEY = "probekey"
 _NAME = re.compile(r"[\w.-]{0,256}")  # of functions, that no template would have to escape
 _TAIL = 16  # tokens of a prompt in which an open <think> is looked for
 
@@ -52,7 +52,8 @@ class ChatRenderer(TokenizerFormat):
             raise ValueError(f"the chat template ends an assistant's turn with {closing!r}, not with a special token")
         self.end_of_turn: int = first[0]
         self._end_text = tokenizer.added_tokens_decoder[first[0]].content
-        self._closing = closing[: closing.index(self._end_text)] + self._end_text  # some print a space before it
+        # Llama 2's template prints a space before the token that ends a turn.
+        self._closing = closing[: closing.index(self._end_text)] + self._end_text
         self.stop_token_ids = sorted({self.end_of_turn, tokenizer.eos_token_id or self.end_of_turn})
 
     def printed_call(self) -> str:

@@ -105,7 +105,7 @@ def _tools(value: Any, place: str) -> list[dict[str, Any]]:
     if isinstance(value, str):  # as Parquet files tend to have it
         try:
             value = msgspec.json.decode(value)
-        except (ValueError, RecursionError) as error:  # of which the latter: nested too deeply
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: tools are not JSON: {error}") from error
     if value is None:
         return []

@@ -29,8 +29,9 @@ from rl_async.template_tokens import TemplateTokens
 Message = dict[str, Any]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # the keys in which data sets have it
-_THOUGHT = "</think>"  # in a content that begins with its reasoning
+# The keys in which data sets have the reasoning of a turn, and what ends reasoning that is part of a content.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = "</think>"
 
 
 class ChatTokens(NamedTuple):
@@ -52,7 +53,8 @@ class ChatEncoder:
         self._encode: Callable[[Chat], ChatTokens] = self._marked
         self._print: Callable[[Chat], str] = self._render
         self._takes_text = takes_arguments_as_text(self._print_past)
-        self._whole: set[str] = set()  # shapes of conversations of which the template leaves nothing out
+        # Shapes of conversations that the template prints whole.
+        self._whole: set[str] = set()
         if _MARKER.search(str(tokenizer.get_chat_template())):
             return
         self._encode = self._by_prefixes
@@ -195,7 +197,7 @@ class ChatEncoder:
     def _print_past(self, messages: list[Message]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TypeError, ValueError) as error:  # of a call in another form than it expects
+        except (TypeError, ValueError) as error:
             raise jinja2.TemplateError(str(error)) from error
 
 

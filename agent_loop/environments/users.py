@@ -43,7 +43,8 @@ class SimulatedUser:
         self._config, self._model = services.config.agent.user, services.user
         self._stopped, self._said = False, 0
         spoken = (message for message in task.prompt if message["role"] in ("user", "assistant"))
-        asked = [message for message in spoken if message["content"]]  # a past call may say nothing to the user
+        # A past call may say nothing to the user.
+        asked = [message for message in spoken if message["content"]]
         place, row = f"task {task.task_id}", task.extra | {"ground_truth": task.ground_truth}
         self._score = fill(self._config.score, row, place)
         self._chat: list[Message] = [

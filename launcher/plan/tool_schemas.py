@@ -43,7 +43,8 @@ def _schemas_apart(names: Sequence[str]) -> Any:
         raise ConfigError(f"agent.tools: loading them took longer than {LOAD_S:g} s") from error
     if done.returncode != 0:
         raise ConfigError(f"agent.tools: loading them ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])  # the code may have printed something before
+    # The user's code may have printed something before.
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 
 LOG_SEQUENCE_RATIO_LIMIT = 10.0  # of gspo's mean of log r over a row
-SMALLEST = 1e-8  # beside the complement of a probability, as in verl, which keeps it away from log(0)
+SMALLEST = 1e-8  # beside the complement of a probability, as in verl
 
 
 @dataclass(frozen=True)

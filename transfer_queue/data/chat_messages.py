@@ -16,7 +16,8 @@ from rl_async.transfer_queue.data.values import depth_problem, plain_value, shor
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty system message replaces the template's own
+# An empty system message replaces the template's own, and a tool may return nothing.
+MAY_BE_EMPTY = ("system", "developer", "tool")
 # Messages that were written as one text, as JSON or by Python's repr: a list of them, one, or an object that has them.
 _MESSAGES_AS_TEXT = re.compile(
     r"""\s*(?:\[\s*\{\s*(["'])(?:role|content|from)\1\s*:.*\]|\{\s*(["'])(?:role|messages)\2\s*:.*\})\s*""", re.DOTALL
@@ -98,7 +99,7 @@ def _arguments(value: Any, place: str) -> str:
         raise DataError(f"{place} must be a JSON object, got {short(value)}")
     try:
         found = msgspec.json.decode(value)
-    except (ValueError, RecursionError) as error:  # of which the latter: nested too deeply
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place} are not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{place} must be a JSON object, got {short(value)}")

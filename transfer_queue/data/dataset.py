@@ -19,7 +19,8 @@ from rl_async.transfer_queue.data.values import as_text, depth_problem, message_
 
 GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
 _BATCH = 1024
-_NESTED = ("prompt", "messages", "chosen", "rejected", "tools", "reward_model")  # columns whose null keys are Arrow's
+# Columns whose keys without a value are taken for Arrow's.
+_NESTED = ("prompt", "messages", "chosen", "rejected", "tools", "reward_model")
 _OTHERS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PAR1": "Parquet"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 EMPTY: Mapping[str, Any] = {}
@@ -111,7 +112,8 @@ class ParquetRows:
 def _to_python(column: pa.ChunkedArray, place: str, start: int) -> list[Any]:
     try:
         return column.to_pylist(maps_as_pydicts="strict")
-    except (ValueError, OverflowError, KeyError, pa.ArrowException) as error:  # text that is not UTF-8, dates, keys
+    # Text may not be UTF-8, a date beyond Python's, a key of a map there twice.
+    except (ValueError, OverflowError, KeyError, pa.ArrowException) as error:
         if len(column) == 1:
             raise DataError(f"{place.format(start)}: {error}; write it as text in UTF-8") from error
         return [value for n in range(len(column)) for value in _to_python(column.slice(n, 1), place, start + n)]
@@ -293,7 +295,8 @@ def _sent(task: Task, place: str) -> Task:
             raise DataError(f"{place}, column {column}: {problem}")
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)
-    except (TypeError, ValueError, OverflowError) as error:  # a type that has no encoding, half a character
+    # A type may have no encoding, and a text half a character.
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{place}: it cannot be sent: {error}") from error
 
 
@@ -311,7 +314,8 @@ def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
 def _is_number(value: Any) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max  # also of integers that no float holds, and of NaN
+    # NaN is not, and neither is an integer that no float holds.
+    return abs(value) <= sys.float_info.max
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:

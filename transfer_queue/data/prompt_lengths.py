@@ -85,7 +85,8 @@ class _Tokenizer:
         given = list(messages)
         try:
             text = self._render(for_templates(given), tools)
-        except (jinja2.TemplateError, TypeError, ValueError):  # some templates take arguments as text
+        except (jinja2.TemplateError, TypeError, ValueError):
+            # Some templates take arguments as text.
             try:
                 text = self._render(given, tools)
             except (jinja2.TemplateError, TypeError, ValueError) as error:
