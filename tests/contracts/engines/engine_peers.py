@@ -92,7 +92,8 @@ def running(
     log = folder / f"{kind}.log"
     process: subprocess.Popen[bytes] | Forked
     if kind == "embedded" and forked:
-        _, _, module, *arguments = spec.command(ports)
+        command = spec.command(ports)
+        module, *arguments = command[command.index("-m") + 1 :]
         process = Forked(module, *arguments, environment=spec.environment(ports), log=log, session=True)
     else:
         with log.open("wb") as output:
