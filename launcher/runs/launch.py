@@ -11,15 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_SIGNAL, RlAsyncError, UserError
+from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
-from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources
+from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
+from rl_async.launcher.folder.tail import Record, last_line
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
 from rl_async.launcher.plan.memory import model_size
@@ -215,20 +217,23 @@ def announce(config: RunConfig, folder: Path, executor: Executor, console: Conso
 async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executor) -> int:
     console = Console()
     view: View | None = None
+
+    async def on_trouble(why: str) -> None:
+        await _diagnose(folder, why, console)
+
+    keys, notice = client_keys(config, folder, "operator"), StopNotice(folder)
+
+    def on_stop(number: int) -> None:
+        say(console, notice.text(number))
+
+    supervisor = Supervisor(planned, executor, folder, keys, on_trouble, on_stop)
     try:
-
-        async def on_trouble(why: str) -> None:
-            await _diagnose(folder, why, console)
-
-        keys, notice = client_keys(config, folder, "operator"), StopNotice(folder)
-
-        def on_stop(number: int) -> None:
-            say(console, notice.text(number))
-
-        with Supervisor(planned, executor, folder, keys, on_trouble, on_stop) as supervisor:
+        with supervisor:
             await prepare(config, planned, supervisor, console)
             await supervisor.allocate()
             say(console, f"run folder: {folder}")
+            if kept := saved(folder):
+                say(console, f"resumed from the checkpoint of version {kept}")
             announce(config, folder, executor, console)
             view = View(config, folder, supervisor.states, supervisor.status, console)
             async with AsyncExitStack() as beside:
@@ -239,11 +244,23 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
                 await supervisor.run()
     except Interrupted as interruption:
         _print_summary(console, view)
+        lost = unsaved(folder)
         hint = f"continue with --resume --name {folder.name}" if begun(folder) else "there is nothing to continue"
-        print(f"interrupted; every process has ended; {hint}", file=sys.stderr)
-        return EXIT_SIGNAL + interruption.number
+        print(f"interrupted; every process has ended; {lost}{hint}", file=sys.stderr)
+        return EXIT_FAILED if lost and not supervisor.ended_at_once else EXIT_SIGNAL + interruption.number
     _print_summary(console, view)
     return 0
+
+
+def unsaved(folder: Path) -> str:
+    """Say which steps were trained and are in no checkpoint, and where a resumed run begins; empty if all are."""
+    line = last_line(folder / "metrics.jsonl")
+    trained = int(msgspec.json.decode(line, type=Record).get("step") or 0) + 1 if line else 0
+    kept = saved(folder)
+    if trained <= kept:
+        return ""
+    steps = f"step {kept} is" if trained == kept + 1 else f"steps {kept} to {trained - 1} are"
+    return f"{steps} in no checkpoint (logs/trainer-0.log says why), so that a resumed run begins at step {kept}; "
 
 
 async def _diagnose(folder: Path, why: str, console: Console) -> None:

@@ -55,6 +55,7 @@ class Children:
         self._roster = Roster(folder)
         self._roster_again: asyncio.TimerHandle | None = None
         self._on_stop = on_stop
+        self.ended_at_once = False  # by a second Ctrl-C
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
@@ -222,6 +223,7 @@ class Children:
         self._signals.append(number)
         if self._signalled.is_set():
             if number == signal.SIGINT:
+                self.ended_at_once = True
                 self._kill_now()
             return
         self._signalled.set()

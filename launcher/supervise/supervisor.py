@@ -85,6 +85,11 @@ class Supervisor:
         """States of all processes that live as long as the run."""
         return list(self._children.states.values())
 
+    @property
+    def ended_at_once(self) -> bool:
+        """Whether a second Ctrl-C ended the processes before they could save."""
+        return self._children.ended_at_once
+
     async def status(self) -> StatusReport:
         """Ask the queue for its status. Raises QueueLost."""
         return await self.queue.status()

@@ -10,7 +10,7 @@ import pytest
 
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
-from rl_async.launcher.runs.launch import check_chat, log_into, naming_deletion
+from rl_async.launcher.runs.launch import check_chat, log_into, naming_deletion, unsaved
 
 VLLM = ["rollout.engine=vllm"]  # whose start takes minutes
 
@@ -62,3 +62,26 @@ def test_a_run_whose_folder_was_deleted_ends_with_its_name(tmp_path: Path, fails
         shutil.rmtree(folder)
         folder.mkdir()  # as a process of the run may that goes on writing
         fails(folder / "missing")
+
+
+@pytest.mark.parametrize(
+    ("trained", "kept", "said"),
+    [
+        (0, [], ()),
+        (4, [4], ()),
+        (4, [2, 4], ()),
+        (5, [4], ("step 4 is", "step 4")),
+        (3, [], ("steps 0 to 2 are", "step 0")),
+    ],
+)
+def test_steps_that_a_stop_could_not_save_are_named(
+    tmp_path: Path, trained: int, kept: list[int], said: tuple[str, ...]
+) -> None:
+    lines = [f'{{"step":{step},"version":{step + 1}}}\n' for step in range(trained)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    for step in kept:
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").touch()
+    text = unsaved(tmp_path)
+    assert all(part in text for part in said) and bool(text) == bool(said)
