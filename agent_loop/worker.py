@@ -18,6 +18,7 @@ from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
 from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory, by_role
+from rl_async.tasks import Overdue, within
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -202,11 +203,8 @@ class AgentWorker:
     async def _episode(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
         """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""
         try:
-            async with asyncio.timeout(self._agent.episode_timeout_s) as deadline:
-                return await self._runner.run(group, sample)
-        except TimeoutError:
-            if not deadline.expired():  # raised by the user's code
-                raise
+            return await within(self._agent.episode_timeout_s, self._runner.run(group, sample))
+        except Overdue:
             limit = f"{self._agent.episode_timeout_s:g} s (agent.episode_timeout_s)"
             raise EpisodeTimeout(f"episode {group.group_id}.{sample} did not finish within {limit}") from None
 

@@ -1,13 +1,43 @@
-"""Several coroutines at once, none of which outlives the call.
+"""Coroutines at once, none of which outlives the call, and deadlines that a process which stood still does not miss.
 
-When one fails under ``asyncio.gather``, the others go on, beside whatever their caller closes.
+When one coroutine fails under ``asyncio.gather``, the others go on, beside whatever their caller closes. The timer of
+``asyncio.timeout`` fires after a pause of the machine before the answers are read that came meanwhile.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+LOOK_S = 1.0  # the most that one look at a deadline counts
+SOON_S = 1e-4  # before a deadline, when it is taken to have passed
+
+
+class Overdue(TimeoutError):
+    """A deadline of ``within`` has passed."""
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """Return the result of ``work``. Raises Overdue after ``seconds``, when the work was cancelled and has ended.
+
+    The time in which this process stood still (stopped, swapped out, in a machine that was suspended) counts for
+    LOOK_S at most.
+    """
+    task, left = asyncio.ensure_future(work), seconds
+    try:
+        while not task.done():
+            if left < SOON_S:
+                raise Overdue
+            began, look = time.monotonic(), min(left, LOOK_S)
+            await asyncio.wait([task], timeout=look)
+            left -= min(time.monotonic() - began, look)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    return task.result()
 
 
 async def together(*work: Awaitable[T]) -> list[T]:

@@ -20,6 +20,11 @@ VOCAB = 64
 VLLM_PYTHON = "RL_ASYNC_VLLM_PYTHON"
 
 
+# Under nohup this session ignores SIGHUP, and processes would start with that. A handler of its own ends neither it nor
+# is it handed on.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
 # torch's TCPStore looks up the name of each peer's address before it connects. One lost answer of a resolver would cost
 # a test the default of 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -15,7 +15,7 @@ from typing import TypeVar
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.tasks import to_the_end
+from rl_async.tasks import Overdue, to_the_end, within
 from rl_async.threads import in_daemon_thread, opened_in_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
@@ -264,11 +264,8 @@ class Fleet:
     async def _in_time(self, work: Awaitable[None]) -> bool:
         """Do the work; whether it was done within weight_sync.sync_timeout_s."""
         try:
-            async with asyncio.timeout(self._sync.sync_timeout_s) as deadline:
-                await work
-        except TimeoutError:
-            if not deadline.expired():
-                raise
+            await within(self._sync.sync_timeout_s, work)
+        except Overdue:
             return False
         return True
 

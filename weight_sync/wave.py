@@ -22,7 +22,7 @@ import msgspec
 
 from rl_async.errors import RanksLost, RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.tasks import outcomes
+from rl_async.tasks import Overdue, outcomes, within
 from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
@@ -166,9 +166,8 @@ async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s
     member.enter(phase)
     member.unanswered = True
     try:
-        async with asyncio.timeout(timeout_s):
-            answer = await request
-    except TimeoutError:
+        answer = await within(timeout_s, request)
+    except Overdue:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
     except TrainerReplaced:  # the engine is sound
         raise

@@ -15,7 +15,7 @@ from rl_async.launcher.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "artifacts"}
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "artifacts", "build"}
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, sorted(FOLDERS)))})/[\w./-]*\w")

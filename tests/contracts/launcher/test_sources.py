@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from rl_async.launcher.sources.modelscope import INSTALL, installed
 from tests.contracts.launcher.fake_hub import COMMIT, fake_hub, fake_modelscope
 
+WEIGHTS = save({"a": np.zeros(1, np.float32)})
 ROW = {"prompt": "what is 1+1?", "data_source": "sums", "reward_model": {"ground_truth": "2"}}
 DATA = "datasets/org/tasks"
 OUTSIDE = (
@@ -84,8 +87,8 @@ def test_no_network_is_one_line_that_names_the_key(tmp_path: Path, offline: bool
 
 @needs_modelscope
 def test_modelscope_is_asked_through_its_own_client(tmp_path: Path, split: dict[str, bytes]) -> None:
-    wanted = {"config.json": b"{}", "model.safetensors": b"w", "tokenizer.json": b"{}"}
-    model = wanted | {"modeling.py": b"raise", "pytorch_model.bin": b"pickle", "other/model.safetensors": b"w"}
+    wanted = {"config.json": b"{}", "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"}
+    model = wanted | {"modeling.py": b"raise", "pytorch_model.bin": b"pickle", "other/model.safetensors": WEIGHTS}
     with fake_modelscope({DATA: split, "models/org/model": model}) as endpoint:
         first = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks")
         other = rl_async(tmp_path, endpoint, "data", "inspect", "modelscope:org/tasks@v9")

@@ -1,13 +1,14 @@
 """Coroutines at once: their results, and what becomes of the others when one fails or the caller is cancelled."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from rl_async import tasks
-from rl_async.tasks import to_the_end, together
+from rl_async.tasks import Overdue, to_the_end, together, within
 
 
 class Work:
@@ -86,3 +87,29 @@ def test_the_package_runs_nothing_at_once_that_may_outlive_its_caller() -> None:
     sources += [file for part in package.iterdir() if part.is_symlink() for file in part.resolve().rglob("*.py")]
     assert len(sources) > 300
     assert [str(file) for file in sources if "asyncio.gather(" in file.read_text()] == []
+
+
+async def test_work_that_takes_too_long_has_ended_when_that_is_raised() -> None:
+    work = Work()
+    with pytest.raises(Overdue):
+        await within(0.05, work.waits("a"))
+    assert work.ended == {"a": "cancelled"}
+    assert await within(30.0, work.returns("b")) == "b"
+
+
+async def test_a_time_out_of_the_work_itself_is_not_that_of_the_deadline() -> None:
+    async def times_out() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError) as raised:
+        await within(30.0, times_out())
+    assert not isinstance(raised.value, Overdue)
+
+
+async def test_what_came_while_this_process_stood_still_is_in_time() -> None:
+    answer = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.5, answer.set_result, "in time")
+    waiting = asyncio.ensure_future(within(2.0, answer))
+    await asyncio.sleep(0.01)
+    time.sleep(3.0)  # noqa: ASYNC251  the process is to stand still
+    assert await waiting == "in time"

@@ -252,9 +252,9 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
     config = float32_config(
         "calculator", ["data.train_batch_groups=2", "rollout.group_size=2", "queue.max_staleness=1"]
     )
+    monkeypatch.chdir(tmp_path)
     alone = list(simulate_all(config, 2, COSTS, MIXED))
     monkeypatch.setattr(planner, "PARALLEL", 1)
-    monkeypatch.chdir(tmp_path)
     Path("random.py").write_text("raise ImportError('a file of the user')\n")
     monkeypatch.setattr(planner, "cores", lambda: 2.0)
     assert list(simulate_all(config, 2, COSTS, MIXED)) == alone and len(alone) == 4
