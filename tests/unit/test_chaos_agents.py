@@ -35,8 +35,8 @@ def process(pid: int, parent: int, *argv: str, name: str = "python") -> Process:
     [
         ("agent worker", ("python", "-P", "-m", "rl_async.agent_loop", "--run", "x"), "python"),
         ("gateway", ("python", "-P", "-m", "rl_async.agent_loop.gateway", "--run", "x"), "python"),
-        ("environment host", ("python", "-P", "-m", HOST), "python"),
-        ("guard of an environment host", (*GUARD, "python", "-P", "-m", HOST), "python"),
+        ("environment host", ("python", "-P", "-m", f"rl_async.{HOST}"), "python"),
+        ("guard of an environment host", (*GUARD, "python", "-P", "-m", f"rl_async.{HOST}"), "python"),
         ("guard of an MCP server", (*GUARD, "npx", "server"), "python"),
         ("sandbox", ("bwrap", "--new-session"), "bwrap"),
         ("first process of a sandbox", ("python3", "-I", "-S", "/inside.py"), "python3"),
@@ -50,8 +50,8 @@ def test_a_process_is_known_by_its_command(role: str, argv: tuple[str, ...], nam
 
 def test_what_a_host_started_is_its_child() -> None:
     running = [
-        process(1, 0, *GUARD, "python", "-P", "-m", HOST),
-        process(2, 1, "python", "-P", "-m", HOST),
+        process(1, 0, *GUARD, "python", "-P", "-m", f"rl_async.{HOST}"),
+        process(2, 1, "python", "-P", "-m", f"rl_async.{HOST}"),
         process(3, 2, "sh"),
     ]
     assert [found.pid for found in victims("container of an environment", running)] == [3]
