@@ -162,7 +162,7 @@ async def test_a_conversation_that_alone_is_not_judged_is_not_waited_for() -> No
 
     terms = (RewardTerm(name="judge"),)
     async with Outside(judging) as server:
-        judge = config(server, attempts=30, backoff_s=0.01, cache="none")
+        judge = config(server, attempts=6, backoff_s=0.02, cache="none")
         async with RewardService(RewardConfig(functions=terms, judge=judge)) as service:
             await score(service, "easy")
             hard = asyncio.create_task(score(service, "hard"))
