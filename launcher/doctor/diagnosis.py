@@ -21,6 +21,7 @@ LINE = 400  # characters of a log line
 AGAIN = 2  # ends of a process, after which it will probably end again
 SETTLED_S = 60.0  # a restarted process that has run for longer may go on
 QUIET_S = 30.0  # slow at least beyond this
+HELD_UP_S = 1.0  # for which the queue counts a pause
 IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
@@ -51,7 +52,7 @@ def diagnose(seen: Observation) -> Diagnosis:
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
-    also = (failed,) if failed else ()
+    also = tuple(filter(None, (failed, _held_up(seen))))
     late = _recovering(seen) or _starting(seen) or _late(seen)
     if late:
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
@@ -383,6 +384,18 @@ def _late(seen: Observation) -> str:
     return (
         f"nothing is stuck, but the run is slow: trainer rank {slowest.rank} is {slowest.phase} of step "
         f"{slowest.step} for {slowest.for_s:.0f} s{than}{batch}{deadline}"
+    )
+
+
+def _held_up(seen: Observation) -> str:
+    """Say how often the queue stood still; empty if it did not."""
+    times = seen.queue.report.status.counters.get("held_up", 0) if seen.queue else 0
+    if not times:
+        return ""
+    often = "once" if times == 1 else f"{times} times"
+    return (
+        f"the queue stood still {often} for more than {HELD_UP_S:g} s since it was started, as when the disk of its "
+        f"journal is slow: {seen.run}/logs/queue.log says for how long"
     )
 
 

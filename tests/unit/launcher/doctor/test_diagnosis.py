@@ -339,3 +339,10 @@ def test_processes_of_a_run_that_ends_are_not_lost() -> None:
 
 def silent_engine() -> ObservedEngine:
     return ObservedEngine(engine_id="engine-0", url="http://x", answers=False)
+
+
+def test_a_queue_that_stood_still_is_told_beside_the_rest() -> None:
+    report = inspection()
+    status = replace(report.status, counters={"held_up": 3})
+    found = diagnose(run(queue=ObservedQueue(report=replace(report, status=status))))
+    assert found.health == "fine" and len(found.findings) == 2 and named(found.findings[1], "3 times", "queue.log")
