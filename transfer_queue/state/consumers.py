@@ -12,6 +12,7 @@ has not read is here.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -198,9 +199,12 @@ class Consumers:
         return {name: cursor.position for name, cursor in self._cursors.items()}
 
     def _read_by_all(self, positions: dict[str, int]) -> list[int]:
-        """Groups on the shelf that every consumer has read if they are at these positions."""
+        """Groups on the shelf that every consumer has read if they are at these positions.
+
+        The shelf is in the order of positions, so that what consumers have not read is not walked over.
+        """
         lowest = min(positions.values(), default=self._end)
-        return [group for group in self._shelf if self._places[group] <= lowest]
+        return list(takewhile(lambda group: self._places[group] <= lowest, self._shelf))
 
     def _delivered(self, position: int) -> DeliveredGroup:
         entry = self._log[position]

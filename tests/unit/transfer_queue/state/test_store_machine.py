@@ -352,6 +352,13 @@ class Histories(RuleBasedStateMachine):
                 assert walked == batches.reserve(step, self.now)
 
     @invariant()
+    def the_shelf_is_in_the_order_of_training(self) -> None:
+        if hasattr(self, "store"):
+            consumers = self.store.consumers
+            places = [consumers._places[group] for group in consumers._shelf]
+            assert places == sorted(places)
+
+    @invariant()
     def consumers_miss_only_what_is_counted(self) -> None:
         if not hasattr(self, "store"):
             return
