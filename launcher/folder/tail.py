@@ -1,5 +1,6 @@
 """Reads files that another process appends to, from where the last call ended."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,5 +51,6 @@ class MetricsTail:
         self._lines = LineTail(path)
 
     def read(self) -> list[Record]:
-        """Return the new records, oldest first."""
-        return [msgspec.json.decode(line, type=Record) for line in self._lines.read()]
+        """Return the new records, oldest first. A number that was none in training is NaN, which JSON has as null."""
+        found = [msgspec.json.decode(line, type=dict[str, float | None]) for line in self._lines.read()]
+        return [{key: math.nan if value is None else value for key, value in record.items()} for record in found]

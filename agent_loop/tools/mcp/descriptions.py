@@ -13,7 +13,8 @@ MOST_TOOLS = 64  # of one server: all their schemas stand in every prompt
 SCHEMA_BYTES = 16 << 10  # of one tool's schema, its description included
 NAME_CHARACTERS = 64
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")
-_KEPT = ("type", "properties", "required", "$defs", "additionalProperties", "anyOf", "oneOf", "allOf")
+# Of a schema's keys; definitions is what $defs was called until draft 7.
+_KEPT = ("type", "properties", "required", "$defs", "definitions", "additionalProperties", "anyOf", "oneOf", "allOf")
 
 
 class Listed(NamedTuple):

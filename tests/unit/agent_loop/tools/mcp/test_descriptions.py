@@ -84,3 +84,11 @@ def test_a_schema_that_would_fill_the_prompt_is_refused() -> None:
 def test_templates_always_find_properties_and_required() -> None:
     (offer,) = offers([("k", "", listed("now", parameters={"type": "object", "$schema": "x"}))], ())
     assert offer.schema["function"]["parameters"] == {"type": "object", "properties": {}, "required": []}
+
+
+@pytest.mark.parametrize("named", ["$defs", "definitions"])
+def test_what_a_schema_refers_to_is_kept(named: str) -> None:
+    place = {"$ref": f"#/{named}/Place"}
+    parameters = {"type": "object", "properties": {"to": place}, named: {"Place": {"type": "string"}}}
+    (offer,) = offers([("k", "", listed("go", parameters=parameters))], ())
+    assert offer.schema["function"]["parameters"] == parameters | {"required": []}
