@@ -11,6 +11,12 @@ Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
 _BLOCK = 1 << 20  # bytes, of which each line has less
 
 
+def record_of(line: bytes) -> Record:
+    """Read one line of metrics. A number that was none in training is NaN, which JSON has as null."""
+    found = msgspec.json.decode(line, type=dict[str, float | None])
+    return {key: math.nan if value is None else value for key, value in found.items()}
+
+
 def last_line(path: Path) -> bytes:
     """Return the last complete line of a file; empty if there is none. Takes as long for a file of any length."""
     if not path.is_file():
@@ -51,6 +57,5 @@ class MetricsTail:
         self._lines = LineTail(path)
 
     def read(self) -> list[Record]:
-        """Return the new records, oldest first. A number that was none in training is NaN, which JSON has as null."""
-        found = [msgspec.json.decode(line, type=dict[str, float | None]) for line in self._lines.read()]
-        return [{key: math.nan if value is None else value for key, value in record.items()} for record in found]
+        """Return the new records, oldest first."""
+        return list(map(record_of, self._lines.read()))

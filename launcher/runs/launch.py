@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
@@ -21,7 +20,7 @@ from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
-from rl_async.launcher.folder.tail import Record, last_line
+from rl_async.launcher.folder.tail import last_line, record_of
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
 from rl_async.launcher.plan.memory import model_size
@@ -255,7 +254,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
 def unsaved(folder: Path) -> str:
     """Say which steps were trained and are in no checkpoint, and where a resumed run begins; empty if all are."""
     line = last_line(folder / "metrics.jsonl")
-    trained = int(msgspec.json.decode(line, type=Record).get("step") or 0) + 1 if line else 0
+    trained = int(record_of(line)["step"]) + 1 if line else 0
     kept = saved(folder)
     if trained <= kept:
         return ""

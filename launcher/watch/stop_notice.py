@@ -4,10 +4,8 @@ import signal
 import time
 from pathlib import Path
 
-import msgspec
-
 from rl_async.launcher.folder.run_folder import saved
-from rl_async.launcher.folder.tail import Record, last_line
+from rl_async.launcher.folder.tail import last_line, record_of
 from rl_async.process.heartbeat import Beat, read_beats
 
 NOT_IN_A_STEP = ("starting", "waiting for a batch")
@@ -25,7 +23,7 @@ class StopNotice:
         line = last_line(self._folder / "metrics.jsonl")
         return describe_stop(
             beats[0] if beats else None,
-            msgspec.json.decode(line, type=Record).get("time/train_s") if line else None,
+            record_of(line).get("time/train_s") if line else None,
             saved(self._folder),
             time.time(),
             "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",
