@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.contracts.backends.models import make_model
+from tests.contracts.backends.models import LAYERS, TERMS, make_model
 from tests.contracts.trainer.test_critic_ranks import train
+from tests.support.rounding import assert_trained_alike
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,8 +28,6 @@ MEGATRON = {"backend": "megatron", "ranks": 2}
 SIZES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel")
 TP2, PP2, EP2, SHARING = ({key: 2} for key in SIZES)
 CORRECTIONS = {"own": "bypass_ppo_clip", "shared": "decoupled_token_is"}
-# AdamW divides by the root of the squared gradient, which magnifies the last bits of tiny gradients
-TOLERANCE = 5e-5
 Trained = tuple[dict[str, Tensor], list[dict[str, float]]]
 
 
@@ -72,8 +71,5 @@ def test_both_models_learn_the_same_as_with_fsdp2(
     for one, two in zip(metrics, metrics_too, strict=True):
         told = {name: value for name, value in one.items() if not name.endswith("_imbalance")}
         assert {name: two[name] for name in told} == pytest.approx(told, rel=1e-3, abs=1e-4)
-    for stage in ("kept", "loaded"):
-        of = {name: tensor for name, tensor in found.items() if name.startswith(f"{stage}.")}
-        assert of.keys() == {name for name in expected if name.startswith(f"{stage}.")}
-        for name, tensor in of.items():
-            assert (tensor - expected[name]).abs().max() < TOLERANCE, name
+    # Four steps of two mini-batches each.
+    assert_trained_alike(found, expected, rate=1e-3, steps=8, layers=LAYERS, terms=TERMS)
