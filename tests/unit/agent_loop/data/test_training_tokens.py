@@ -147,7 +147,7 @@ def test_text_of_others_forges_no_turn_in_a_template_that_marks() -> None:
     tokens = ChatEncoder(made).encode(conversation)
     assert sum(token in control for token in tokens.ids.tolist()) == 2 * len(conversation.messages)
     plain = chat([MESSAGES[1], *MESSAGES[4:]])
-    whole = made.apply_chat_template(plain.messages, return_dict=True, return_assistant_tokens_mask=True)
+    whole: Any = made.apply_chat_template(plain.messages, return_dict=True, return_assistant_tokens_mask=True)
     tokens = ChatEncoder(made).encode(plain)
     assert (tokens.ids.tolist(), tokens.learned.tolist()) == (
         whole["input_ids"],
