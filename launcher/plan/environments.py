@@ -6,7 +6,6 @@ a folder.
 """
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import msgspec
 
 from rl_async.configs.derived.data import parts
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.errors import EXIT_USER, RlAsyncError
+from rl_async.launcher.plan.apart import run_apart
 from rl_async.messages import Task
 from rl_async.transfer_queue.data.task_stream import first_task
 
@@ -24,7 +24,7 @@ NEEDS_POLICY = "simulated_user"  # which may be played by the policy, and otherw
 
 
 class _Trial(msgspec.Struct):
-    """What the process is told."""
+    """Tells the process which environment to try with which task."""
 
     config: RunConfig
     task: Task
@@ -48,19 +48,10 @@ def try_environment(config: RunConfig) -> None:
     else:
         return
     hosts = agent.environment_hosts
-    limit = SLACK_S + CALLS * max(agent.environment_timeout_s, hosts.start_timeout_s if hosts else 0.0)
-    command = [sys.executable, "-m", "rl_async.launcher.plan.environments"]
-    try:
-        done = subprocess.run(
-            command, input=msgspec.json.encode(_Trial(config, task)), capture_output=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"agent.environment: {name} did not begin and end an episode within {limit:g} s") from error
-    said = done.stderr.decode(errors="replace")
-    if done.returncode == EXIT_USER:
-        raise ConfigError(said.splitlines()[-1])
-    if done.returncode != 0:
-        raise ConfigError(f"agent.environment: trying {name} ended with {done.returncode}: {said[-2000:]}")
+    limit_s = SLACK_S + CALLS * max(agent.environment_timeout_s, hosts.start_timeout_s if hosts else 0.0)
+    what = f"agent.environment: beginning and ending an episode of {name}"
+    given = msgspec.json.encode(_Trial(config, task))
+    run_apart("launcher.plan.environments", what=what, limit_s=limit_s, given=given)
 
 
 def main() -> int:

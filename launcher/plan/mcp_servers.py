@@ -4,7 +4,6 @@ A typing error in a command, a server that does not answer or an unknown tool is
 """
 
 import asyncio
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import EXIT_USER, ConfigError, McpServerLost
-from rl_async.process.own_python import own_module
+from rl_async.launcher.plan.apart import run_apart
 
 SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
 
@@ -28,18 +27,10 @@ def try_mcp_servers(agent: AgentConfig) -> list[str]:
     from rl_async.agent_loop.tools.mcp.servers import mcp_servers
 
     mcp_servers(agent.mcp, Path(), "")  # raises for what is wrong without starting anything
-    command = own_module("launcher.plan.mcp_servers")
-    limit = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
-    try:
-        done = subprocess.run(command, input=msgspec.json.encode(agent), capture_output=True, timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"agent.mcp: the servers did not begin sessions and end them within {limit:g} s") from error
-    said = done.stderr.decode(errors="replace")
-    if done.returncode == EXIT_USER:
-        raise ConfigError(said.splitlines()[-1])
-    if done.returncode != 0:
-        raise ConfigError(f"agent.mcp: trying the servers ended with {done.returncode}: {said[-2000:]}")
-    return done.stdout.decode().splitlines()
+    limit_s = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
+    what = "agent.mcp: beginning and ending sessions with the servers"
+    found = run_apart("launcher.plan.mcp_servers", what=what, limit_s=limit_s, given=msgspec.json.encode(agent))
+    return found.splitlines()
 
 
 def main() -> int:

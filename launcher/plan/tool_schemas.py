@@ -4,14 +4,13 @@ User code is loaded in a process of its own: ``python -m rl_async.launcher.plan.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
+from rl_async.launcher.plan.apart import run_apart
 from rl_async.launcher.plan.user_code import LOAD_S
 from rl_async.transfer_queue.data.prompt_lengths import TOOLS_FILE
 from rl_async.userload import is_user_reference
@@ -36,15 +35,11 @@ def _schemas(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _schemas_apart(names: Sequence[str]) -> Any:
-    command = [sys.executable, "-m", "rl_async.launcher.plan.tool_schemas", json.dumps(names)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"agent.tools: loading them took longer than {LOAD_S:g} s") from error
-    if done.returncode != 0:
-        raise ConfigError(f"agent.tools: loading them ended with {done.returncode}: {done.stderr[-2000:]}")
+    printed = run_apart(
+        "launcher.plan.tool_schemas", json.dumps(names), what="agent.tools: loading them", limit_s=LOAD_S
+    )
     # The user's code may have printed something before.
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed.splitlines()[-1])
 
 
 def main() -> int:

@@ -4,7 +4,6 @@ A typing error is then found before the run has a folder, and what the code impo
 """
 
 import json
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from rl_async.configs.derived.sandbox import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
-from rl_async.process.own_python import own_module
+from rl_async.launcher.plan.apart import run_apart
 from rl_async.sandbox.registry import make_sandbox
 from rl_async.userload import is_user_reference, load_user_object
 
@@ -75,17 +74,8 @@ def _load(named: Sequence[tuple[str, str]]) -> None:
 
 def _load_apart(named: Sequence[tuple[str, str]]) -> None:
     """Do ``_load`` in a process of its own."""
-    command = own_module("launcher.plan.user_code", json.dumps(named))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S)
-    except subprocess.TimeoutExpired as error:
-        keys = ", ".join(dict.fromkeys(key for key, _ in named))
-        raise ConfigError(f"{keys}: loading the code that they name took longer than {LOAD_S:g} s") from error
-    if done.returncode == EXIT_USER:
-        raise ConfigError(done.stderr.splitlines()[-1])  # the code may have printed warnings above it
-    if done.returncode != 0:
-        names = ", ".join(name for _, name in named)
-        raise ConfigError(f"loading {names} ended the process with {done.returncode}: {done.stderr[-2000:]}")
+    keys, names = (", ".join(dict.fromkeys(column)) for column in zip(*named))
+    run_apart("launcher.plan.user_code", json.dumps(named), what=f"{keys}: loading {names}", limit_s=LOAD_S)
 
 
 def main() -> int:

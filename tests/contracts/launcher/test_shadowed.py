@@ -1,5 +1,7 @@
 """A working directory whose files are named as modules of Python's and of others are."""
 
+import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -7,10 +9,14 @@ import pytest
 
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
+from rl_async.launcher.plan.environments import try_environment
+from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.plan.user_code import check_user_code
+from rl_async.process import own_python
 from rl_async.process.own_python import own_module
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.process_pool import ProcessPool
+from rl_async.transfer_queue.data.prompt_lengths import TOOLS_FILE
 
 NAMES = ["random", "queue", "socket", "json", "types", "logging", "numpy", "msgspec", "torch", "zmq", "uvicorn"]
 ROLES = [
@@ -52,3 +58,26 @@ async def test_a_scorers_process_imports_nothing_from_the_working_directory() ->
     answer = Conversation(data_source="", solution_str="\\boxed{7}", ground_truth="7", answer="\\boxed{7}")
     async with ProcessPool(["math"], [], 1, 1 << 32) as pool:
         assert (await pool.score("math", answer, 120.0)).value == 1.0
+
+
+def test_trials_before_a_run_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    Path("tools.py").write_text("def add(a: int, b: int) -> int:\n    '''Add.'''\n    return a + b\n")
+    Path("world.py").write_text(
+        "class World:\n    def __init__(self, task): pass\n    def reset(self): return 'begin'\n"
+        "    def step(self, answer): return None\n    def close(self): pass\n"
+    )
+    rows = [{"data_source": "x", "prompt": "1+1?", "reward_model": {"ground_truth": "2"}}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = ["agent.tools=[tools.py:add]", "agent.environment=world.py:World", "data.path=rows.jsonl", "data.make=null"]
+    config = load_config("calculator", named)
+    write_tool_schemas(config, tmp_path)
+    assert "tools.py:add" in json.loads((tmp_path / TOOLS_FILE).read_text())
+    try_environment(config)
+
+
+def test_every_process_of_the_package_is_started_without_the_working_directory() -> None:
+    package = Path(own_python.__file__).parents[1]
+    folders = [package, *(part.resolve() for part in package.iterdir() if part.is_symlink())]
+    files = {file for folder in folders for file in folder.rglob("*.py")} - {Path(own_python.__file__)}
+    assert len(files) > 300
+    assert [str(file) for file in files if re.search(r'sys\.executable, "-m"', file.read_text())] == []
