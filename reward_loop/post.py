@@ -87,15 +87,15 @@ class Poster:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._retry(data, headers or {}, failures)
+                    return await self._retry(data, headers or {}, failures, began)
             except TimeoutError:
                 last = f"; before that: {failures[0]}" if failures[0] else ""
                 limit = f"{self._timeout_s:g} s ({self._section}.timeout_s)"
                 raise self._lost(f"{self.url} did not answer within {limit}{last}", began) from None
 
-    async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str]) -> bytes:
-        """Attempt until one succeeds; ``failures`` holds the last failure."""
-        attempt, began = 0, time.monotonic()
+    async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str], began: float) -> bytes:
+        """Attempt until one succeeds; ``failures`` holds the last failure. ``began``: when the request did."""
+        attempt = 0
         while True:
             attempt += 1
             try:

@@ -21,6 +21,7 @@ log = logging.getLogger("rl_async.files")
 GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
 
 _BLOCK = 1 << 16  # bytes
+_LONGEST_LINE = 1 << 20  # bytes, of which each line of our files has less
 _LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
 _LOCK_POLL_S = 0.005
 _LEFTOVER_S = 86_400.0  # no file is written for so long
@@ -89,6 +90,16 @@ def make_durable_folder(path: Path, mode: int = 0o777) -> None:
         folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
     for folder in made or [path]:
         force_to_disk(folder.parent)
+
+
+def last_line(path: Path) -> bytes:
+    """Return the last complete line of a file; empty if there is none. Takes as long for a file of any length."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+        whole = file.read().rpartition(b"\n")[0]
+    return whole.rpartition(b"\n")[2]
 
 
 def force_to_disk(path: Path) -> None:

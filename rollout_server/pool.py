@@ -113,7 +113,7 @@ class _Progress:
 
     @property
     def overdue_s(self) -> float:
-        """Seconds since the deadline."""
+        """How many seconds ago the deadline was; negative before it."""
         return time.monotonic() - self._deadline
 
     @property

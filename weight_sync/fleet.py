@@ -70,6 +70,7 @@ class Fleet:
         self._note, self._shares = note, shares
         self._lock = asyncio.Lock()
         self._catching_up: asyncio.Task[None] | None = None
+        self._before_late = 0  # publications and the like that wait for the lock or have it
         self._members: dict[str, FleetMember] = {}
         self._revision = -1
         self._version: Version | None = None  # the last one published, kept with its buckets for late engines
@@ -100,11 +101,15 @@ class Fleet:
 
     @asynccontextmanager
     async def _first(self) -> AsyncIterator[None]:
-        """Hold the lock; late engines that are being updated stay paused until the next publication updates them."""
-        if self._catching_up is not None:
-            self._catching_up.cancel()
-        async with self._lock:
-            yield
+        """Hold the lock, before late engines; those that are being updated stay paused until the next publication."""
+        self._before_late += 1
+        try:
+            if self._catching_up is not None:
+                self._catching_up.cancel()
+            async with self._lock:
+                yield
+        finally:
+            self._before_late -= 1
 
     async def _publish(self, version: Version, weights: Weights) -> SyncReport:
         began = time.monotonic()
@@ -233,7 +238,8 @@ class Fleet:
         """Update the members in waves, each of them within weight_sync.sync_timeout_s.
 
         One that is slow keeps the others of its group waiting. So at the deadline those that owe an answer are cut off
-        if others have given theirs, and the rest has the same time once more, each alone.
+        if others have given theirs, and the rest has the same time once more, each alone. So have all if all owe one,
+        or none does, as when this side was slow.
         """
         done: list[FleetMember] = []
         waves = _split(members, self._sync.waves)
@@ -245,11 +251,11 @@ class Fleet:
 
         if await self._in_time(one_after_another()):
             return done
-        rest = self._unsettled(members, done, failures)
+        rest = self._settle(members, done, failures)
         owing = [member for member in rest if member.unanswered]
         if len(owing) < len(rest) or len(rest) == 1:
-            await self._fail_late(owing or rest, failures)
-            rest = self._unsettled(members, done, failures)
+            await self._fail_late(owing, failures)
+            rest = self._settle(members, done, failures)
         if not rest:
             return done
         log.warning("version %s to each alone: %s", self._version, ", ".join(member.engine_id for member in rest))
@@ -258,7 +264,7 @@ class Fleet:
             await to_the_end(*(self._bring_up([m], done, failures, keep_group=False) for m in rest))
 
         if not await self._in_time(each_alone()):
-            await self._fail_late(self._unsettled(members, done, failures), failures)
+            await self._fail_late(self._settle(members, done, failures), failures)
         return done
 
     async def _in_time(self, work: Awaitable[None]) -> bool:
@@ -269,10 +275,10 @@ class Fleet:
             return False
         return True
 
-    def _unsettled(
+    def _settle(
         self, members: Sequence[FleetMember], done: list[FleetMember], failures: Sequence[EngineFailed]
     ) -> list[FleetMember]:
-        """Return the members that neither serve the version nor have failed; those that do are added to ``done``."""
+        """Add the members that serve the version to ``done``, and return those that neither do nor have failed."""
         failed = {failure.engine_id for failure in failures}
         done += [m for m in members if m not in done and m.serves(self._version) and m.engine_id not in failed]
         settled = failed | {member.engine_id for member in done}
@@ -294,7 +300,7 @@ class Fleet:
             if self._deferred:
                 return
             late = [member for member in self._awake() if member.record.version != self._version]
-            if late:
+            if late and not self._before_late:
                 self._catching_up = asyncio.create_task(self._bring_up_late(late, self._version))
                 try:
                     await asyncio.wait([self._catching_up])

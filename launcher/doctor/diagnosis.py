@@ -21,7 +21,6 @@ LINE = 400  # characters of a log line
 AGAIN = 2  # ends of a process, after which it will probably end again
 SETTLED_S = 60.0  # a restarted process that has run for longer may go on
 QUIET_S = 30.0  # slow at least beyond this
-HELD_UP_S = 1.0  # for which the queue counts a pause
 IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
@@ -394,8 +393,8 @@ def _held_up(seen: Observation) -> str:
         return ""
     often = "once" if times == 1 else f"{times} times"
     return (
-        f"the queue stood still {often} for more than {HELD_UP_S:g} s since it was started, as when the disk of its "
-        f"journal is slow: {seen.run}/logs/queue.log says for how long"
+        f"the queue stood still {often} for seconds since it was started, as when the disk of its journal is slow: "
+        f"{seen.run}/logs/queue.log says for how long"
     )
 
 

@@ -1,30 +1,18 @@
 """Reads files that another process appends to, from where the last call ended."""
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
-_BLOCK = 1 << 20  # bytes, of which each line has less
 
 
 def record_of(line: bytes) -> Record:
     """Read one line of metrics. A number that was none in training is NaN, which JSON has as null."""
     found = msgspec.json.decode(line, type=dict[str, float | None])
     return {key: math.nan if value is None else value for key, value in found.items()}
-
-
-def last_line(path: Path) -> bytes:
-    """Return the last complete line of a file; empty if there is none. Takes as long for a file of any length."""
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))
-        whole = file.read().rpartition(b"\n")[0]
-    return whole.rpartition(b"\n")[2]
 
 
 class LineTail:

@@ -4,8 +4,9 @@ import signal
 import time
 from pathlib import Path
 
+from rl_async.files import last_line
 from rl_async.launcher.folder.run_folder import saved
-from rl_async.launcher.folder.tail import last_line, record_of
+from rl_async.launcher.folder.tail import record_of
 from rl_async.process.heartbeat import Beat, read_beats
 
 NOT_IN_A_STEP = ("starting", "waiting for a batch")

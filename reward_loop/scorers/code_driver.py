@@ -303,7 +303,7 @@ class Judge:
         return value
 
     def fail(self) -> None:
-        """Fail, whatever catches the error."""
+        """Record a failed check, which counts also if the program catches the error."""
         self.tell("failed")
         raise AssertionError
 
@@ -520,7 +520,7 @@ class Statement(NamedTuple):
 
 
 def compiled(source: str) -> Statement:
-    """Compile a statement."""
+    """Compile a test's source piece by piece, expressions apart, since their values may have to be awaited."""
     tree, flags, codes = ast.parse(source), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, []
     for node in tree.body:
         if isinstance(node, ast.Expr):

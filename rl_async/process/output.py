@@ -56,7 +56,7 @@ class SteadyOutput(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the descriptor that is written to, as `io` asks for it."""
         return self._descriptor
 
     def isatty(self) -> bool:

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -11,13 +10,12 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import TrainerReplaced, UserError
-from rl_async.files import append_durably, append_lines, replace_file
+from rl_async.files import append_durably, append_lines, last_line, replace_file
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import TrainedRow
 from rl_async.transfer_queue.reports.ledger import newest_lineage
 
 LINEAGE = "lineage"
-_TAIL = 1 << 16  # bytes, of which each line has less
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -55,7 +53,7 @@ def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) ->
 
 
 class _Evaluated(msgspec.Struct):
-    """A line of ``evaluations.jsonl``."""
+    """Reads which version a line of ``evaluations.jsonl`` is about."""
 
     step: float = msgspec.field(name="eval/step", default=-1.0)
 
@@ -104,13 +102,8 @@ def _written_lineage(run: Path) -> int | None:
 
 def _trained_lineage(path: Path) -> int:
     """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall; -1 without one."""
-    if not path.exists():
-        return -1
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        lines = file.read().split(b"\n")[:-1]
-    with suppress(IndexError, msgspec.MsgspecError):
-        return msgspec.json.decode(lines[-1], type=_OfLineage).lineage
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(last_line(path), type=_OfLineage).lineage
     return -1
 
 

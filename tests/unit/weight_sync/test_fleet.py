@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -10,9 +10,10 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
+from rl_async.weight_sync import wave
 from rl_async.weight_sync.protocol import TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, drain, suspend, transfer
+from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, WaveOutcome, drain, suspend, transfer
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet, sparse
 
 
@@ -193,6 +194,23 @@ async def test_engines_that_all_owe_an_answer_get_one_more_chance_alone() -> Non
     report = await fleet.publish(V0, buckets())
     assert (sorted(report.engines), report.failures, directory.removed) == (["a", "b"], [], {})
     assert all(engine.weights == {"a": 4.0, "b": 4.0} for engine in engines.values())
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_no_engine_is_cut_off_for_a_slow_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, asked = wave.connect, 0
+
+    async def slow_once(*given: Any) -> WaveOutcome:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await asyncio.Event().wait()
+        return await connect(*given)
+
+    monkeypatch.setattr(wave, "connect", slow_once)
+    directory = Directory(a=Engine(), b=Engine())
+    report = await make_fleet(directory, sync=WeightSyncConfig(sync_timeout_s=2.0)).publish(V0, buckets())
+    assert (sorted(report.engines), directory.removed) == (["a", "b"], {})
 
 
 @pytest.mark.usefixtures("simulated_time")

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import QueueLost
-from rl_async.launcher.folder.tail import LineTail, last_line
+from rl_async.files import last_line
+from rl_async.launcher.folder.tail import LineTail
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.view import ASK_S, REFRESH_S, View, render_conversation
 from rl_async.launcher.watch.view_model import (

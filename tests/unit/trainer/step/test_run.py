@@ -14,7 +14,7 @@ from rl_async.trainer.step.run import Run
 
 
 class Begun:
-    """Notes which versions are evaluated."""
+    """An evaluator that only notes which versions it is to evaluate."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
