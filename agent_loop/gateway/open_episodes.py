@@ -144,10 +144,15 @@ class OpenEpisodes:
             self._changed.notify_all()
 
     async def _renew(self) -> None:
-        """Renew the leases until cancelled. Consumes and produces nothing; waits for the clock."""
+        """Renew the leases until cancelled, and end the samples that others play by now. Waits for the clock."""
         while True:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
-            await self._queue.renew(self._held())
+            if gone := set((await self._queue.renew(self._held())).gone):
+                self._samples = deque(waiting for waiting in self._samples if sample_key(*waiting) not in gone)
+                for episode in list(self._open.values()):
+                    ends = episode.closed or episode.ending.locked()
+                    if sample_key(episode.group, episode.sample) in gone and not ends:
+                        await self._fail(episode, "another worker plays this sample by now")
 
     @property
     def held(self) -> int:
@@ -156,7 +161,7 @@ class OpenEpisodes:
 
     def _held(self) -> list[SampleKey]:
         playing = [(episode.group, episode.sample) for episode in self._open.values()]
-        return [(group.group_id, sample, group.attempt) for group, sample in [*self._samples, *playing]]
+        return [sample_key(*held) for held in [*self._samples, *playing]]
 
     async def _reap(self) -> None:
         """Fail episodes that do not end or whose programs are silent, and samples that no program requests.
@@ -363,6 +368,11 @@ class OpenEpisodes:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         return answer
+
+
+def sample_key(group: LeasedGroup, sample: int) -> SampleKey:
+    """Return the name of an attempt at a sample."""
+    return group.group_id, sample, group.attempt
 
 
 def _check(ending: Ending) -> None:

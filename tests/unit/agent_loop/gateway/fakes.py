@@ -28,6 +28,7 @@ class FakeQueue:
         self.answer: Done | Refused = Done()
         self.failed = asyncio.Event()
         self.renewed: list[list[SampleKey]] = []
+        self.gone: set[SampleKey] = set()
         self.renewal = asyncio.Event()
 
     async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
@@ -40,7 +41,7 @@ class FakeQueue:
     async def renew(self, held: list[SampleKey]) -> Renewed:
         self.renewed.append(held)
         self.renewal.set()
-        return Renewed()
+        return Renewed(gone=[key for key in held if key in self.gone])
 
     async def put(self, *rows: Trajectory) -> Done | Refused:
         self.rows.append(rows)

@@ -55,6 +55,22 @@ async def test_renewals_list_open_episodes_and_samples_that_no_program_has(
         assert queue.renewed[0] == [(7, 1, 1)]
 
 
+async def test_samples_that_another_worker_plays_end(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_episodes, "RENEWALS_PER_LEASE", 1500)
+    queue = FakeQueue([leased(samples=3)])
+    async with gateway(queue, renderer, Gone()) as episodes:
+        taken, kept = await begin(episodes), await begin(episodes)
+        queue.gone = {(7, taken.sample, 1), (7, 2, 1)}
+        async with asyncio.timeout(10):
+            await queue.failed.wait()
+        await renewal(queue)
+        assert queue.renewed[-1] == [(7, kept.sample, 1)]
+        with pytest.raises(RequestRefused) as refused:
+            episodes.get(taken.id)
+        assert refused.value.code == "episode_ended"
+    assert [sample for _, sample, _ in queue.failures] == [taken.sample]
+
+
 @pytest.mark.usefixtures("simulated_time")
 async def test_episodes_without_an_end_and_samples_without_a_program_are_given_up(renderer: ChatRenderer) -> None:
     queue = FakeQueue([leased(samples=3)])
