@@ -64,7 +64,8 @@ class AgentWorker:
         self._slots = asyncio.Semaphore(config.agent.concurrency)
         self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
         self._playing: dict[SampleKey, asyncio.Task[list[Trajectory] | str]] = {}
-        self._taken_back: set[asyncio.Task[list[Trajectory] | str]] = set()  # which another worker plays by now
+        # Those whose samples another worker plays by now.
+        self._taken_back: set[asyncio.Task[list[Trajectory] | str]] = set()
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses = Pauses()

@@ -64,8 +64,10 @@ class Poster:
     ) -> None:
         self.url = url
         self._attempts_to_reach, self._tell = attempts_to_reach or attempts, tell
-        self._answered = False  # with any status
-        self._served_at = -math.inf  # monotonic seconds, when what was asked for came last
+        # Whether the server has answered, with any status.
+        self._answered = False
+        # When the server last gave what it was asked for, in monotonic seconds.
+        self._served_at = -math.inf
         self._section, self._timeout_s, self._attempts, self._backoff_s = section, timeout_s, attempts, backoff_s
         self._slots = asyncio.Semaphore(max_concurrent)
         self._rate = RateLimit(per_minute, MINUTE_S)

@@ -31,8 +31,10 @@ from rl_async.tasks import together
 from rl_async.userload import is_user_reference
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
-WARN_S = 60.0  # between two lines about episodes that are not scored
-OUTAGE_S = 240.0  # of a judge or a reward model: below trainer.batch_timeout_s by default
+# Seconds between two lines about episodes that are not scored.
+WARN_S = 60.0
+# An outage of a judge or a reward model is waited out so long: less than trainer.batch_timeout_s by default.
+OUTAGE_S = 240.0
 AGAIN_S = 2.0
 
 log = logging.getLogger("rl_async.rewards")

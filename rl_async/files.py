@@ -21,10 +21,12 @@ log = logging.getLogger("rl_async.files")
 GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
 
 _BLOCK = 1 << 16  # bytes
-_LONGEST_LINE = 1 << 20  # bytes, of which each line of our files has less
+# Every line of our files has fewer bytes.
+_LONGEST_LINE = 1 << 20
 _LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
 _LOCK_POLL_S = 0.005
-_LEFTOVER_S = 86_400.0  # no file is written for so long
+# No file is being written for so long.
+_LEFTOVER_S = 86_400.0
 _PROCESS = secrets.token_hex(4)
 
 
@@ -54,7 +56,8 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
         _delete(temporary)
 
 
-@functools.cache  # once per process and path
+# A process looks once for each path.
+@functools.cache
 def _delete_leftovers(path: Path) -> None:
     """Delete what processes that were killed have left of earlier attempts to write ``path``."""
     temporary = re.compile(rf"\.{re.escape(path.name)}\.\d+-[0-9a-f]{{8}}")

@@ -11,8 +11,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOOK_S = 1.0  # the most that one look at a deadline counts
-SOON_S = 1e-4  # before a deadline, when it is taken to have passed
+# One look at a deadline counts this much at most.
+LOOK_S = 1.0
+# A deadline that is as near as this is taken to have passed.
+SOON_S = 1e-4
 
 
 class Overdue(TimeoutError):

@@ -22,9 +22,10 @@ from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateRes
 from rl_async.rollout_server.routing import OpenMembers, PoolMember, Router, expire
 from rl_async.tasks import to_the_end, together
 
-BACKOFF_S = 1.0  # in which an engine that failed a request gets no other; doubled for each that it swallowed, up to
-LONGEST_BACKOFF_S = 60.0
-LATE_S = 1.0  # a deadline that is looked at so late came while this process was held up itself
+# An engine that failed a request gets no other for BACKOFF_S, which is doubled for each one that it swallowed.
+BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
+# A deadline that is looked at so late passed while this process itself was held up.
+LATE_S = 1.0
 PROBE_EVERY_S = 2.0
 PROBES_AT_ONCE = 128  # of more engines, those that failed lately and then those whose last probe is longest ago
 PROBE_S = 5.0
@@ -56,7 +57,8 @@ class _Progress:
         self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
         self.engine = ""  # that was asked last
-        self._tried: set[str] = set()  # engines that let the deadline pass
+        # Engines that let the deadline pass.
+        self._tried: set[str] = set()
         self.extend_deadline()
 
     @property
@@ -377,7 +379,8 @@ class _Deadline:
 
     def _check(self) -> None:
         if self._progress.overdue_s > LATE_S:
-            self._progress.extend_deadline()  # what the engine sent meanwhile is read first
+            # What the engine sent meanwhile is read first.
+            self._progress.extend_deadline()
             self._wait()
         elif self._progress.expired:
             self._asking = asyncio.ensure_future(self._ask())

@@ -44,7 +44,8 @@ class PoolMember(Generic[C]):
         self.requests = self.tokens = 0  # of this pool: in flight, and the most tokens that they may come to
         self.limit = self._max_limit = float(max(MIN_LIMIT, math.ceil(1.25 * max_batch)))
         self.backoff_until = 0.0
-        self.swallowed = 0  # requests in a row that it let run out of time
+        # Requests in a row that the engine let run out of time.
+        self.swallowed = 0
         self.missed_probes = 0  # in a row
         self.probed_at = 0.0  # when the last probe began
         self.gone = asyncio.Event()  # it left the registry, or does not answer probes

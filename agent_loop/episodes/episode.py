@@ -227,7 +227,8 @@ class Episode:
         began = time.monotonic()
         agent = self.config.agent
         running = [self._call_one(call, i) for i, call in enumerate(calls)]
-        done = [await running[0]] if len(running) == 1 else await together(*running)  # no task for a single call
+        # A single call needs no task.
+        done = [await running[0]] if len(running) == 1 else await together(*running)
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):

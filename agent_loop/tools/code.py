@@ -47,7 +47,8 @@ class CodeTools:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        async with self._lock:  # a call may be opening it
+        # A call may be opening the workspace.
+        async with self._lock:
             self._closed = True
             if self._workspace is not None:
                 await self._workspace.close()

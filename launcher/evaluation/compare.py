@@ -57,7 +57,8 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     for key in both:
         sources.setdefault(line_of(*key[:2]), []).append(key)
     lines = [_change(source, first, second, [[key] for key in keys]) for source, keys in sources.items()]
-    if len(sources) > 1:  # there a task counts once, with the mean of its roles
+    # In the total a task counts once, with the mean of its roles.
+    if len(sources) > 1:
         tasks: dict[tuple[str, str], list[TaskKey]] = {}
         for key in both:
             tasks.setdefault((key[0], key[2]), []).append(key)

@@ -79,7 +79,8 @@ class Keeper:
         self._lifeline = self._exits.enter_context(Lifeline())
         self._scratch = Path(tempfile.mkdtemp(prefix="rl-async-"))
         self._exits.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-        self._files: Mapping[str, bytes] = {}  # of the run folder, which this node does not share
+        # Of the run folder, if this node does not share it.
+        self._files: Mapping[str, bytes] = {}
         self._held: list[socket.socket] = []
         self._child: Child | None = None
         self._cwd, self._run, self._name, self._shared = self._scratch, self._scratch, "", False
@@ -135,7 +136,8 @@ class Keeper:
     async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
         """Start the process, after ending an earlier one. An empty ``argv[0]`` stands for this node's Python."""
         await self.kill()
-        self._provide(self._files)  # another keeper of this node, which wrote the same ones, may have closed
+        # Another keeper of this node, which wrote the same files, may have closed.
+        self._provide(self._files)
         stacks = self._run / "stacks" if self._shared else self._scratch
         stacks.mkdir(exist_ok=True)
         self._child = await Child.start(

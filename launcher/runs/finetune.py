@@ -186,7 +186,8 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     if done.is_file():
         record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
         before = record.checksums
-        if not before.keys() & tokenizer.keys():  # it was written before the tokenizer's files were recorded
+        # Earlier versions did not record the tokenizer's files.
+        if not before.keys() & tokenizer.keys():
             before = tokenizer | before
         changed = sorted(path for path in before.keys() | checksums.keys() if before.get(path) != checksums.get(path))
         if not changed:

@@ -21,7 +21,8 @@ from rl_async.tasks import outcomes, to_the_end
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 ROSTER_AGAIN_S = 1.0
-HEALTHY_S = 6 * 3600.0  # after which a run of weeks does not end by restarts that lie days apart
+# After so long a process has its restarts forgiven: a run of weeks must not end by some that lie days apart.
+HEALTHY_S = 6 * 3600.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger("rl_async.launcher")
@@ -51,11 +52,13 @@ class Children:
         self.executor = executor
         self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
         self._newest: dict[str, Process] = {}
-        self._began: dict[str, float] = {}  # monotonic seconds, of the newest ones
+        # When the newest process of each name began, in monotonic seconds.
+        self._began: dict[str, float] = {}
         self._roster = Roster(folder)
         self._roster_again: asyncio.TimerHandle | None = None
         self._on_stop = on_stop
-        self.ended_at_once = False  # by a second Ctrl-C
+        # Whether a second Ctrl-C ended the processes.
+        self.ended_at_once = False
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
 
@@ -165,7 +168,8 @@ class Children:
         finally:
             for task in pending:
                 task.cancel()
-            await outcomes(*tasks)  # the first error is already being raised
+            # The first error is already being raised.
+            await outcomes(*tasks)
 
     async def stop(self, names: Iterable[str], timeout_s: float) -> None:
         """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""

@@ -10,7 +10,8 @@ import numpy as np
 Z = NormalDist().inv_cdf(0.975)  # of a 95 % interval
 EXACT = 14  # changes of which all 2^n signs are tried
 DRAWS = 1 << 14  # of signs for more changes
-ROUNDING = 1e-9  # rewards that differ by less are equal: weighted sums such as 0.7 + 0.2 + 0.1 miss by the last bit
+# Rewards that differ by less are equal: weighted sums such as 0.7 + 0.2 + 0.1 miss by the last bit.
+ROUNDING = 1e-9
 
 
 class Interval(NamedTuple):

@@ -89,7 +89,8 @@ class Coalescer:
             if isinstance(error, SchemaRejected) or len(group) == 1 or any(pending.begun for pending in group):
                 raise
             waiting = [pending for pending in group if not pending.over]
-            await to_the_end(*map(self._send_separately, waiting))  # the engine may not accept so many at once
+            # The engine may not accept so many at once.
+            await to_the_end(*map(self._send_separately, waiting))
 
     async def _send_separately(self, pending: PendingRequest) -> None:
         try:

@@ -74,7 +74,8 @@ class McpSessions:
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
         self._lost = self._timeouts = 0
-        self._heard = 0.0  # when a call was answered last, or counted as one without an answer
+        # When a call was last answered, or counted as one without an answer, on the loop's clock.
+        self._heard = 0.0
         self._closed = False
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
