@@ -25,13 +25,14 @@ from rl_async.configs.schema.run import RunConfig, TrackingConfig
 from rl_async.trainer.monitoring.trackers import Tracking
 config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"),
                    tracking=TrackingConfig(backends=(sys.argv[2],)), name="test")
-tracking = Tracking(config, Path(sys.argv[1]))
-for step in range(3):
-    numbers = {"reward/mean": 0.5 + 0.1 * step, "loss/kl_reference": 1e-9 * step, "batch/bytes": 3e9 + step}
-    evaluated = {"eval/reward": 0.75, "eval/math/pass@4": 0.875, "eval/math/pass@4/low": 0.5} if step == 1 else {}
-    tracking.log(step, {"step": step, "version": step + 1, **numbers, **evaluated})
-assert sys.argv[2] in tracking._live, "it was dropped"
-tracking.close()
+for start, end in ((0, 3), (2, 5)):  # resumed, with one step trained again
+    tracking = Tracking(config, Path(sys.argv[1]))
+    for step in range(start, end):
+        numbers = {"reward/mean": 0.5 + 0.1 * step, "loss/kl_reference": 1e-9 * step, "batch/bytes": 3e9 + step}
+        evaluated = {"eval/reward": 0.75, "eval/math/pass@4": 0.875, "eval/math/pass@4/low": 0.5} if step == 1 else {}
+        tracking.log(step, {"step": step, "version": step + 1, **numbers, **evaluated})
+    assert sys.argv[2] in tracking._live, "it was dropped"
+    tracking.close()
 """
 CONNECT = """
 import socket
@@ -65,42 +66,52 @@ def packets_sent(folder: Path, *command: str) -> int:
     return int(done.stdout.rsplit("packets", 1)[1])
 
 
+def known_id(folder: Path) -> str:
+    """The id that a tracker's processes have, one after another."""
+    return (folder / "run_id").read_text()
+
+
 def read_tensorboard(folder: Path) -> Series:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    assert [event.step for event in found["step"]] == [0, 1, 2, 3, 4]
+    return {name: {event.step: event.value for event in values} for name, values in found.items()}
 
 
 def read_swanlab(folder: Path) -> Series:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
-    (file,) = folder.glob("swanlab/run-*/run-*.swanlab")
-    reader, found = DataStoreReader(), defaultdict[str, dict[int, float]](dict)
-    reader.open(file)
-    for record in map(Record.FromString, reader):
-        if record.HasField("scalar"):
-            found[record.scalar.key][record.scalar.step] = record.scalar.value.number
-    reader.close()
+    found = defaultdict[str, dict[int, float]](dict)
+    for file in sorted(folder.glob("swanlab/run-*/run-*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(file)
+        for record in map(Record.FromString, reader):
+            if record.HasField("scalar"):
+                found[record.scalar.key][record.scalar.step] = record.scalar.value.number
+            if record.HasField("start"):
+                assert record.start.id == known_id(folder / "swanlab")
+        reader.close()
     return found
 
 
 def read_wandb(folder: Path) -> Series:
-    """W&B's records, out of its file as SwanLab takes them: W&B itself has no reader in Python any more."""
+    """W&B's records, out of its files as SwanLab takes them: W&B itself has no reader in Python any more."""
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     found = defaultdict[str, dict[int, float]](dict)
-    with WBDataStoreReader() as reader:
-        reader.open(file)
-        for record in map(Record.FromString, iter(reader.scan, None)):
-            for item in record.history.item:
-                name = item.key or "/".join(item.nested_key)
-                if not name.startswith("_"):
-                    found[name][record.history.step.num] = json.loads(item.value_json)
+    for file in sorted(folder.glob(f"wandb/offline-run-*/run-{known_id(folder / 'wandb')}.wandb")):
+        with WBDataStoreReader() as reader:
+            reader.open(file)
+            for record in map(Record.FromString, iter(reader.scan, None)):
+                for item in record.history.item:
+                    name = item.key or "/".join(item.nested_key)
+                    if not name.startswith("_"):
+                        found[name][record.history.step.num] = json.loads(item.value_json)
     return found
 
 
@@ -127,7 +138,7 @@ READERS: dict[str, Callable[[Path], Series]] = {
 
 @pytest.mark.filterwarnings("ignore")  # theirs, while their files are read
 @pytest.mark.parametrize("tracker", READERS)
-def test_a_tracker_keeps_every_number_and_sends_nothing(tracker: str, tmp_path: Path) -> None:
+def test_a_tracker_keeps_every_number_in_one_run_and_sends_nothing(tracker: str, tmp_path: Path) -> None:
     for module in {tracker, "swanlab"} if tracker == "wandb" else {tracker}:
         if find_spec(module) is None:
             pytest.skip(f"`python -m pip install 'rl-async[{module}]'` installs {module}")

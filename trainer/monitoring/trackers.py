@@ -6,6 +6,7 @@ A tracker is one function here and one line in ``TRACKERS``, under its name in t
 import logging
 import os
 import re
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,11 +17,12 @@ import msgspec
 
 from rl_async.configs.schema.run import RunConfig, TrackerName
 from rl_async.errors import ConfigError
-from rl_async.files import append_lines
+from rl_async.files import append_lines, replace_file
 
 log = logging.getLogger("rl_async.trackers")
 Metrics = Mapping[str, float]
 
+_RUN_ID = "run_id"  # a file in a tracker's folder
 CONSOLE_METRICS = ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm", "eval/step", "eval/reward")
 
 
@@ -60,13 +62,21 @@ def tensorboard(config: RunConfig, folder: Path) -> Destination:
     """Write event files to ``tensorboard/`` in the run folder.
 
     One event per step: with an event per metric, as SummaryWriter writes them, a step would cost nine times as much.
+    The first event of a process is a session's start, from which on TensorBoard forgets what earlier files have: a
+    resumed run trains steps behind its checkpoint again.
     """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard.writer import FileWriter
 
     writer = FileWriter(str(folder / "tensorboard"))
+    started = False
 
     def write(step: int, metrics: Metrics) -> None:
+        nonlocal started
+        if not started:
+            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+            started = True
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         writer.add_summary(Summary(value=values), step)
 
@@ -82,6 +92,8 @@ def swanlab(config: RunConfig, folder: Path) -> Destination:
         experiment_name=config.name,
         config=msgspec.to_builtins(config),
         logdir=str(folder / "swanlab"),
+        id=_run_id(folder / "swanlab"),
+        resume="allow",
         mode="offline" if config.tracking.offline else "cloud",
     )
     return Destination(lambda step, metrics: swanlab.log(dict(metrics), step=step), swanlab.finish)
@@ -98,6 +110,8 @@ def wandb(config: RunConfig, folder: Path) -> Destination:
         name=config.name,
         config=msgspec.to_builtins(config),
         dir=str(folder),
+        id=_run_id(folder / "wandb"),
+        resume="allow",
         mode="offline" if config.tracking.offline else "online",
     )
     return Destination(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
@@ -109,16 +123,30 @@ def mlflow(config: RunConfig, folder: Path) -> Destination:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which its makers get, wherever the metrics go
     import mlflow
 
+    known = folder / "mlflow" / _RUN_ID
+    known.parent.mkdir(exist_ok=True)
     if "MLFLOW_TRACKING_URI" not in os.environ:
-        (folder / "mlflow").mkdir(exist_ok=True)
         mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow' / 'mlflow.db').resolve()}")
     mlflow.set_experiment(config.tracking.project)
-    mlflow.start_run(run_name=config.name)
+    if known.exists():
+        mlflow.start_run(run_id=known.read_text())
+    else:
+        run = mlflow.start_run(run_name=config.name)
+        replace_file(known, run.info.run_id.encode())
 
     def send(step: int, metrics: Metrics) -> None:
         mlflow.log_metrics({mlflow_name(key): value for key, value in metrics.items()}, step=step)
 
     return Destination(send, mlflow.end_run)
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id under which a tracker knows the run: made once, and kept for a resumed run to go on with."""
+    file = folder / _RUN_ID
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        replace_file(file, secrets.token_hex(8).encode())
+    return file.read_text()
 
 
 def mlflow_name(key: str) -> str:
