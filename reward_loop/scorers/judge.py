@@ -84,7 +84,8 @@ class Judge:
 
     async def _shared(self, body: dict[str, Any]) -> Verdict | ScorerFailed:
         assert self._verdicts is not None
-        key = hashlib.sha256(self._poster.url.encode() + msgspec.json.encode(body, order="sorted")).hexdigest()
+        asked = [self._poster.url, body, self._config.lowest, self._config.highest]
+        key = hashlib.sha256(msgspec.json.encode(asked, order="sorted")).hexdigest()
         task = self._in_flight.get(key)
         if task is None:
             task = self._in_flight[key] = asyncio.create_task(self._look_up(key, body), name="verdict")

@@ -282,10 +282,12 @@ async def test_a_resumed_run_does_not_pay_twice(tmp_path: Path) -> None:
 
 
 async def test_other_settings_of_the_judge_are_another_question(tmp_path: Path) -> None:
-    async with Outside(verdict(5), verdict(6)) as server:
-        for model in ("m", "other"):
-            await judged(server, "a", verdicts=Verdicts(tmp_path / VERDICTS_FILE), model=model)
-    assert len(server.asked) == 2
+    async with Outside(verdict(5)) as server:
+        changes: list[dict[str, Any]] = [{}, {"model": "other"}, {"lowest": 1.0}, {"highest": 5.0}]
+        for changed in changes:
+            kept = Verdicts(tmp_path / VERDICTS_FILE)
+            await judged(server, "a", verdicts=kept, template="Is it right?", **changed)
+    assert len(server.asked) == 4
 
 
 def test_a_broken_cache_is_named(tmp_path: Path) -> None:
