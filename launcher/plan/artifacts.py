@@ -1,7 +1,6 @@
 """The files that a run needs before its processes start: data and models. Imports nothing heavy."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,14 +71,11 @@ def needs_model(config: RunConfig) -> bool:
     record = path / SFT_FILE
     if makes is not None and record.is_file():
         try:
-            made_with = json.loads(record.read_text())["fingerprint"]
-        except (ValueError, KeyError, TypeError) as error:
+            made = msgspec.json.decode(record.read_bytes(), type=Origin)
+        except msgspec.DecodeError as error:
             raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
-        if made_with != fingerprint(makes):
-            raise UserError(
-                f"model.path: {path} was made with other settings of warm_start; delete it, or choose another "
-                "model.path"
-            )
+        if other := made.differs(origin_of(makes)):
+            raise UserError(f"model.path: {path} was made with other {other}; delete it, or choose another model.path")
     return False
 
 
@@ -105,15 +101,35 @@ def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
         )
 
 
-def fingerprint(settings: WarmStartConfig) -> str:
-    """Return a hash of the settings of the warm start, to tell with which a model was made, wherever it is."""
+class Origin(msgspec.Struct, frozen=True):
+    """What a warm start made a model from, as a file in the model's folder says."""
+
+    fingerprint: str
+    demos: str | None = None  # hash of the demonstrations, which early versions did not record
+
+    def differs(self, now: "Origin") -> str:
+        """Say what is another by ``now``; empty if nothing is, or nothing can be compared."""
+        if self.fingerprint != now.fingerprint:
+            return "settings of warm_start"
+        known = self.demos is not None and now.demos is not None
+        return "demonstrations (warm_start.demos_path)" if known and self.demos != now.demos else ""
+
+
+def origin_of(settings: WarmStartConfig) -> Origin:
+    """Hash the settings of a warm start, but for the place of the model, and the demonstrations if they are here."""
     values = msgspec.to_builtins(settings)
     del values["out"]
     if settings.pretrained is None:
         del values["pretrained"]  # as before there was this key
     if not settings.experts:
         del values["experts"]
-    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
+    files = [file for file in files_of(settings.demos_path) if file.is_file()]
+    demos = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            demos.update(hashlib.file_digest(content, "sha256").digest())
+    fingerprint = hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
+    return Origin(fingerprint, demos.hexdigest()[:16] if files else None)
 
 
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:

@@ -13,7 +13,7 @@ from rl_async.configs.schema.finetune import FinetuneConfig, PretrainedConfig, W
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.files import replace_file
-from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, fingerprint
+from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, origin_of
 from rl_async.launcher.runs.finetune import finetune
 from rl_async.launcher.sources.fetch import model_folder
 
@@ -31,7 +31,7 @@ def fine_tune(config: RunConfig, settings: WarmStartConfig, report: Callable[[st
     report(f"warm start: fine-tuning {settings.pretrained.path} on {settings.demos_path}")
     if code := finetune(finetune_config(config, settings, settings.pretrained, base)):
         sys.exit(code)
-    record = {"fingerprint": fingerprint(settings), "pretrained": settings.pretrained.path}
+    record = msgspec.to_builtins(origin_of(settings)) | {"pretrained": settings.pretrained.path}
     replace_file(Path(settings.out) / SFT_FILE, json.dumps(record).encode() + b"\n")
 
 

@@ -31,7 +31,7 @@ from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
 from rl_async.files import written_whole
-from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint
+from rl_async.launcher.plan.artifacts import SFT_FILE, origin_of
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.reward_loop.service import RewardService
@@ -134,7 +134,10 @@ def save(
         with written_whole(path) as partial:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            record = {"fingerprint": fingerprint(settings), "steps": result.steps, "gate_reward": result.gate_reward}
+            record = msgspec.to_builtins(origin_of(settings)) | {
+                "steps": result.steps,
+                "gate_reward": result.gate_reward,
+            }
             (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import msgspec
+
 from rl_async.configs.load.loader import dump, load_config
-from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_preparation
+from rl_async.launcher.plan.artifacts import SFT_FILE, Origin, needs_preparation, origin_of
 from tests.support.forked import Forked
 
 QUICK = [
@@ -78,6 +80,7 @@ def test_a_pretrained_model_is_fine_tuned_on_demonstrations(tmp_path: Path) -> N
     assert (made / "model.safetensors").read_bytes() != (base / "model.safetensors").read_bytes()
     steps = (made.with_name("model.run") / "metrics.jsonl").read_text().splitlines()
     assert len(steps) == 1
-    made_with = json.loads((made / SFT_FILE).read_text())["fingerprint"]
+    made_from = msgspec.json.decode((made / SFT_FILE).read_bytes(), type=Origin)
     settings = load_config("calculator", market).warm_start
-    assert settings is not None and made_with == fingerprint(settings)
+    assert settings is not None and settings.demos_path.startswith("artifacts/") and made_from.demos
+    assert made_from.fingerprint == origin_of(settings).fingerprint

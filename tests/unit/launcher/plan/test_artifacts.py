@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
-from rl_async.launcher.plan.artifacts import SFT_FILE, fingerprint, needs_data, needs_model, needs_preparation
+from rl_async.launcher.plan.artifacts import SFT_FILE, needs_data, needs_model, needs_preparation, origin_of
 from rl_async.launcher.plan.memory import model_size
 from tests.support.configs import float32_config
 
@@ -172,8 +173,16 @@ def test_a_model_of_other_warm_start_settings_is_not_taken(tmp_path: Path) -> No
     here = config(tmp_path)
     assert here.warm_start is not None
     record = write_model(tmp_path) / SFT_FILE
-    record.write_text(json.dumps({"fingerprint": fingerprint(here.warm_start)}))
+    demos = Path(here.warm_start.demos_path)
+    demos.write_bytes(b"one demonstration")
+    record.write_bytes(msgspec.json.encode(origin_of(here.warm_start)))
     assert not needs_model(here)
+    demos.write_bytes(b"another one")
+    with pytest.raises(UserError, match=r"warm_start\.demos_path"):
+        needs_model(here)
+    before = {"fingerprint": origin_of(here.warm_start).fingerprint, "steps": 200}
+    record.write_text(json.dumps(before))
+    assert not needs_model(here), "an earlier version recorded no demonstrations"
     with pytest.raises(UserError, match="warm_start"):
         needs_model(config(tmp_path, "warm_start.seed=5"))
     elsewhere = (tmp_path / "model").rename(tmp_path / "moved")
