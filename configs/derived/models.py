@@ -27,3 +27,13 @@ def compute_type(model: ModelConfig) -> ComputeType:
             "into config.yaml, as `rl-async launch` and `rl-async config show` do"
         )
     return model.dtype
+
+
+def reference_is_base(config: RunConfig, *, experts: bool) -> bool:
+    """Whether the policy without its adapters is the reference, so that there is no second model.
+
+    Whole distributions of both are needed within one training pass, and with ``experts`` the policy may replay its
+    routers, which a reference does not: then the reference is a model of its own.
+    """
+    kl, adapters = config.algorithm.kl, config.trainer.lora is not None
+    return kl.coef > 0 and adapters and not kl.reference_path and kl.estimator != "full" and not experts

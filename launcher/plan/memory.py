@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_async.configs.checks.megatron import data_parallel
 from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.derived.models import warm_start_of
+from rl_async.configs.derived.models import reference_is_base, warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
@@ -187,11 +187,12 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
 
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
+    has_reference = config.algorithm.kl.coef > 0 and not reference_is_base(config, experts=size.in_experts > 0)
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
     gathered = 0 if megatron else size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
     shards: dict[Part, int] = {
         "weights": frozen + masters + own * (each if megatron else 4),
-        "reference": reference if config.algorithm.kl.coef > 0 else 0,
+        "reference": reference if has_reference else 0,
         "optimizer": whole * 4 * 2 // sharded,
         "gradients": own * 4,
     }

@@ -51,6 +51,16 @@ def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputNa
 LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that carry gradient) -> scalar
 
 
+class Reference(Protocol):
+    """A model that only scores. Every method is a collective, as ``Backend`` describes it."""
+
+    row_cost: RowCost
+
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+
 class Backend(Protocol):
     """One model, sharded over the ranks of a process group. Every method is a collective.
 

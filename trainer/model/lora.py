@@ -6,6 +6,7 @@ An adapter of ``layers.0.self_attn.q_proj`` is the parameters ``layers.0.self_at
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,23 @@ def adapters(lm: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in lm.named_parameters():
         if name.endswith(NAMES):
             yield name.replace(".default.", "."), parameter
+
+
+@contextmanager
+def base_alone(lm: Any) -> Iterator[None]:
+    """Let ``lm`` compute as its base until the block ends: adapters count nothing.
+
+    PEFT's own switch would change ``requires_grad`` of parameters that FSDP holds.
+    """
+    layers = [module for module in lm.modules() if hasattr(module, "lora_A")]
+    scales = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling.update(scale)
 
 
 def merged(

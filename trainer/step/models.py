@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl_async.configs.derived.models import compute_type
+from rl_async.configs.derived.models import compute_type, reference_is_base
 from rl_async.configs.schema.run import RunConfig
 from rl_async.torch_device import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.backends.interface import Backend, Reference
 from rl_async.trainer.batches.cost import RowCost
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.critic import critic_training, policy_training
@@ -20,12 +20,25 @@ from rl_async.trainer.step.critic import critic_training, policy_training
 log = logging.getLogger("rl_async.trainer")
 
 
+class PolicyBase:
+    """The policy without its adapters, which needs no memory of its own: a reference for ``trainer.lora``."""
+
+    def __init__(self, policy: Fsdp2Backend) -> None:
+        self.forward, self.row_cost = policy.forward_base, policy.row_cost
+
+    def sleep(self) -> None:
+        """Do nothing: the policy does it."""
+
+    def wake(self) -> None:
+        """Do nothing: the policy does it."""
+
+
 @dataclass(frozen=True)
 class Models:
     """The models of a step. A critic that shares the policy's backbone is not a model of its own."""
 
     policy: Backend
-    reference: Backend | None = None
+    reference: Reference | None = None
     critic: Backend | None = None
     whole_distributions: bool = False  # are computed of every row: [rows, length, vocabulary] in a micro-batch
 
@@ -60,7 +73,7 @@ class Models:
         for model in self._all():
             model.wake()
 
-    def _all(self) -> list[Backend]:
+    def _all(self) -> list[Reference]:
         return [model for model in (self.policy, self.reference, self.critic) if model is not None]
 
 
@@ -73,8 +86,12 @@ def build_models(config: RunConfig, device: str) -> Models:
     make = functools.partial(BACKENDS[config.trainer.backend](), dtype=compute_type(model), device=device)
     shared = critic is not None and critic.shared
     models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))
-    if kl.coef > 0:
-        reference = make(kl.reference_path or model.path, config=config.trainer, trains=False)
+    if reference_is_base(config, experts=models.policy.replays_routers):
+        # No other backend has adapters.
+        assert isinstance(models.policy, Fsdp2Backend)
+        models = replace(models, reference=PolicyBase(models.policy))
+    elif kl.coef > 0:
+        reference: Backend = make(kl.reference_path or model.path, config=config.trainer, trains=False)
         models = replace(models, reference=reference, whole_distributions=kl.estimator == "full")
     if critic is not None and not shared:
         training = critic_training(config.trainer, critic)

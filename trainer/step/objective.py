@@ -11,7 +11,7 @@ from rl_async.trainer.algorithms.aggregation import count
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs
-from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
+from rl_async.trainer.backends.interface import LossFn, Outputs, Reference
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, gather
 
@@ -86,7 +86,7 @@ class Objective:
     config: AlgorithmConfig
     sums: LossSums
     kl_coef: float = 0.0
-    reference: Backend | None = None  # gives whole distributions during the loss, micro-batch by micro-batch
+    reference: Reference | None = None  # gives whole distributions during the loss, micro-batch by micro-batch
 
     def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
         """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).

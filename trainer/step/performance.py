@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.backends.interface import Reference
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.layout import forward_flops
 from rl_async.trainer.step.models import Models
@@ -46,7 +46,7 @@ def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: boo
     """
     shares = models.row_cost.shares_prefixes
 
-    def forward(model: Backend | None) -> float:
+    def forward(model: Reference | None) -> float:
         if model is None:
             return 0.0
         return float(forward_flops(batch.plan, batch.headers, replace(model.row_cost, shares_prefixes=shares)))

@@ -30,7 +30,7 @@ from rl_async.trainer.checkpoints.shards import (
     write_shards,
 )
 from rl_async.trainer.model.heads import MODEL_FOLDER, Head, build_headed, replay_routers
-from rl_async.trainer.model.lora import adapters, attach, draw, merged, without_adapters
+from rl_async.trainer.model.lora import adapters, attach, base_alone, draw, merged, without_adapters
 from rl_async.trainer.model.ulysses import join_groups
 from rl_async.weight_sync.buckets.buckets import dtype_name
 from rl_async.weight_sync.experts import single_layout, single_shards
@@ -96,6 +96,11 @@ class Fsdp2Backend:
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
         with torch.no_grad():
             return self.model.outputs(batch, requested)
+
+    def forward_base(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
+        """Compute outputs as ``forward`` does, without the adapters."""
+        with base_alone(self.model.lm):
+            return self.forward(batch, requested)
 
     def step(
         self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()

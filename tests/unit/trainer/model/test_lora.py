@@ -9,10 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_async.configs.derived.models import reference_is_base
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import UserError
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.checkpoints.export import write_model
+from rl_async.trainer.step.models import PolicyBase, build_models
 from tests.conftest import VOCAB
 from tests.contracts.backends.models import loss_of, make_model, micro_batches, whole_batch
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64
@@ -48,6 +53,10 @@ def train(backend: Fsdp2Backend, steps: int = 2) -> Fsdp2Backend:
     return backend
 
 
+def equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.equal(other)
+
+
 def exported(backend: Fsdp2Backend) -> dict[str, Tensor]:
     return whole_weights(backend)
 
@@ -77,6 +86,38 @@ def test_the_model_begins_as_its_base(folder: Path) -> None:
     assert found.keys() == base.keys()
     assert all(found[name].equal(tensor) for name, tensor in base.items())
     assert_same_logprobs(backend, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def test_the_reference_is_the_policy_without_its_adapters(folder: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(kl=KlConfig(coef=0.1)),
+        trainer=TRAINING,
+    )
+    models, (batch,) = build_models(config, "cpu"), whole_batch()
+    policy, reference = models.policy, models.reference
+    assert isinstance(policy, Fsdp2Backend) and isinstance(reference, PolicyBase)
+    loaded = Fsdp2Backend(str(folder), "float32", "cpu", TRAINING, trains=False)
+    train(policy)
+    trained, wanted = policy.forward(batch).logprobs, loaded.forward(batch).logprobs
+    assert trained is not None and wanted is not None and not trained.equal(wanted)
+    assert equal(reference.forward(batch).logprobs, wanted)
+    assert equal(policy.forward(batch).logprobs, trained), "adapters count again"
+    train(policy)
+    assert equal(reference.forward(batch).logprobs, wanted)
+    assert not equal(policy.forward(batch).logprobs, trained), "they learn"
+
+
+@pytest.mark.parametrize("kl", [KlConfig(coef=0.1, estimator="full"), KlConfig(coef=0.1, reference_path="other")])
+def test_other_references_are_models_of_their_own(kl: KlConfig) -> None:
+    config = RunConfig(
+        model=ModelConfig(path="m"),
+        data=DataConfig(path="none"),
+        algorithm=AlgorithmConfig(kl=kl),
+        trainer=TRAINING,
+    )
+    assert not reference_is_base(config, experts=False)
 
 
 def test_engines_get_the_base_with_what_the_adapters_learned(folder: Path) -> None:
