@@ -100,6 +100,12 @@ CLIENTS: dict[str, Client] = {
         Lines("exec_command", '{"cmd": "echo N"}', "I took N."),  # its sandbox lets commands read only
         registry="npm",
     ),
+    "qwen-code": Client(
+        ("@qwen-code/qwen-code@0.24.4",),
+        (f"{BIN}/qwen", "-p", "{prompt}", "--yolo", "--auth-type", "openai", "--model", "policy"),
+        shell("run_shell_command", "command", description="Write it"),
+        registry="npm",
+    ),
     "opencode": Client(
         ("opencode-ai@1.18.33",),
         (f"{BIN}/opencode", "run", "{prompt}"),

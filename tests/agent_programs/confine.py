@@ -29,7 +29,7 @@ def main() -> int:
         return inside(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     url, clients, _, *program = sys.argv[1:]
     port, folder = urlsplit(url).port, Path.cwd().parent  # which `rl-async play` made for this episode
-    (home := folder / "home").mkdir()
+    home = folder / "home"
     socket = str(folder / "gateway")
 
     def outward() -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
