@@ -73,6 +73,7 @@ BENCHMARKS = {
     "overlap": Benchmark(),
     "tails": Benchmark(),
     "algorithms": Benchmark(),
+    "batches": Benchmark(),
     "sandbox": Benchmark(),
     "scale": Benchmark(),
     "planned": Benchmark(),

@@ -3,6 +3,7 @@
 Every rank sees the headers of the whole batch, so all ranks compute the same layout without communicating.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,9 +92,9 @@ def layout(
         if cost.padded:
             per_rank = [_similar(rows, headers, max_tokens) for rows in shares]
         else:
-            first_fit = [_first_fit(rows, sizes, max_tokens) for rows in shares]
-            deepest = max(len(micro) for micro in first_fit)
-            per_rank = [_even(micro, deepest, sizes, max_tokens) for micro in first_fit]
+            best_fit = [_best_fit(rows, sizes, max_tokens) for rows in shares]
+            deepest = max(len(micro) for micro in best_fit)
+            per_rank = [_even(micro, deepest, sizes, max_tokens) for micro in best_fit]
         deepest = max(len(micro) for micro in per_rank)
         for micro in per_rank:
             micro.extend([] for _ in range(deepest - len(micro)))
@@ -181,31 +182,34 @@ def forward_flops(plan: Sequence[MiniBatch], headers: Sequence[Sized], cost: Row
     return sum(sizes.work(micro) for mini in plan for micros in mini.ranks for micro in micros)
 
 
-def _first_fit(rows: list[int], sizes: Sizes, max_tokens: int) -> list[list[list[int]]]:
-    """Few micro-batches within the budget: each group that fits into one, largest first, goes into the first that has
+def _best_fit(rows: list[int], sizes: Sizes, max_tokens: int) -> list[list[list[int]]]:
+    """Few micro-batches within the budget: each group that fits into one, largest first, goes into the fullest that has
     room, and a larger one is divided."""
-    micros, sums = list[list[list[int]]](), list[int]()
+    micros, rooms = list[list[list[int]]](), list[tuple[int, int]]()
     pieces = [part for piece in sizes.pieces(rows, len(rows)) for part in _divided(piece, sizes, max_tokens)]
-    for piece in sorted(pieces, key=lambda piece: -sizes.tokens(piece)):
-        tokens = sizes.tokens(piece)
-        place = next((i for i, filled in enumerate(sums) if filled + tokens <= max_tokens), None)
-        if place is None:
+    for tokens, piece in sorted(((sizes.tokens(piece), piece) for piece in pieces), key=lambda sized: -sized[0]):
+        place = bisect_left(rooms, (tokens, 0))
+        if place == len(rooms):
             micros.append([piece])
-            sums.append(tokens)
+            insort(rooms, (max_tokens - tokens, len(micros) - 1))
         else:
-            micros[place].append(piece)
-            sums[place] += tokens
+            room, number = rooms.pop(place)
+            micros[number].append(piece)
+            insort(rooms, (room - tokens, number))
     return micros
 
 
 def _divided(group: list[int], sizes: Sizes, max_tokens: int) -> list[list[int]]:
     """Parts of a group within the budget; a single longer row stands alone."""
-    parts = [group[:1]]
-    for row in group[1:]:
-        if sizes.tokens([*parts[-1], row]) <= max_tokens:
+    parts, filled = list[list[int]](), 0
+    for row in group:
+        added = sizes.tokens([row]) - (sizes.headers[row].prompt_tokens if parts and sizes.cost.shares_prefixes else 0)
+        if parts and filled + added <= max_tokens:
             parts[-1].append(row)
+            filled += added
         else:
             parts.append([row])
+            filled = sizes.tokens([row])
     return parts
 
 
