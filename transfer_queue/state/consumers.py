@@ -11,6 +11,7 @@ has not read is here.
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
@@ -84,7 +85,8 @@ class Consumers:
         self._places: dict[int, int] = {}  # positions by group
         self._end = 0  # position of the newest entry
         self.logged = 0  # steps before this one are in the log, or were
-        self._shelf: dict[int, Kept] = {}  # by group, oldest first
+        # By group, oldest first. A plain dict would pass all that was deleted on the way to its first entry.
+        self._shelf: OrderedDict[int, Kept] = OrderedDict()
         self._shelf_bytes = 0
         self._cursors: dict[str, Cursor] = {}
         self.effects: Effects = {
