@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 import httpx2
-from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, Implementation
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rl_async.agent_loop.tools.mcp.descriptions import Listed
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import ToolFailed
+from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES, BoundedBody, Measure, server_process
 from rl_async.errors import ConfigError, McpServerLost
 from rl_async.process import guard
 from rl_async.process.strays import kill_marked
@@ -29,12 +30,14 @@ log = logging.getLogger("rl_async.agent_loop")
 
 MARK = "RL_ASYNC_MCP_FOLDER"  # a variable of a server and of what it starts, of another value in each session
 MOST_LISTED = 1000  # tools that a server may name, before agent.mcp[].allow
-EVENT_BYTES = 16 << 20  # of one answer over HTTP, as long as server-sent events
-CLOSE_S = 10.0  # the SDK gives a command 2 s to end by itself and 2 s more after SIGTERM
+MOST_VALUES = 10_000  # JSON values of a message; the SDK and its checks take some 20 µs of the event loop for each
+MOST_VALUES_LISTED = 200_000  # the same while tools are listed, before the first episode
+CLOSE_S = 10.0  # a command has 2 s to end by itself and 2 s more after SIGTERM
 GONE = (401, 403, 404, 410)  # HTTP statuses with which a session is over
 WE = Implementation(name="rl-async", version="0")
 
-logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs every bad line; `_heard` logs the first
+# It logs every bad answer with a traceback, while the call that gets one returns it as its error.
+logging.getLogger("mcp.client.streamable_http").setLevel(logging.CRITICAL)
 
 
 class SdkConnection:
@@ -49,6 +52,7 @@ class SdkConnection:
         self._task = asyncio.create_task(self._hold(), name=f"mcp {server.label}")
         self._status = 0  # of the last refusal over HTTP that ends a session
         self._heard_junk = False
+        self._most_values = MOST_VALUES
 
     @property
     def lost(self) -> bool:
@@ -78,12 +82,19 @@ class SdkConnection:
 
     async def tools(self) -> list[Listed]:
         """Ask for the server's tools. Raises McpServerLost, or ConfigError for an answer that cannot be used."""
-        client, found, cursor = self._client.result(), list[Listed](), None
+        self._most_values = MOST_VALUES_LISTED
+        try:
+            return await self._tools(self._client.result())
+        finally:
+            self._most_values = MOST_VALUES
+
+    async def _tools(self, client: Client) -> list[Listed]:
+        found, cursor = list[Listed](), None
         while True:
             try:
                 page = await client.list_tools(cursor=cursor)
             except MCPError as error:
-                if self.lost or error.code == CONNECTION_CLOSED:
+                if self.lost or self._ends(error):
                     self.close()
                     raise McpServerLost(f"{self._server.label} ended its session{self._server.said()}") from error
                 raise ConfigError(f"{self._server.label} lists no tools: {error}") from error
@@ -100,7 +111,7 @@ class SdkConnection:
         try:
             answer = await self._client.result().call_tool(name, arguments)
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
+            if self._ends(error):
                 self.close()
             raise ToolFailed(error.message) from error
         except ValidationError as error:
@@ -108,6 +119,11 @@ class SdkConnection:
         except RuntimeError as error:  # a result that is not of the tool's own schema; too many questions back
             raise ToolFailed(str(error)) from error
         return answer.model_dump(by_alias=True, mode="json", exclude_none=True)
+
+    def _ends(self, error: MCPError) -> bool:
+        """Return whether the session is over with an error. An answer over HTTP that is refused for its size has the
+        code of a lost connection, and the next call its own connection."""
+        return error.code == CONNECTION_CLOSED and self._server.label not in error.message
 
     def close(self) -> None:
         """End the session soon; ``closed`` waits for it."""
@@ -152,23 +168,29 @@ class SdkConnection:
         if config.url:
             hooks = {"response": [self._answered]}
             timeout = httpx2.Timeout(config.start_timeout_s, read=None)  # calls have deadlines of their own
-            async with httpx2.AsyncClient(headers=self._server.headers, timeout=timeout, event_hooks=hooks) as http:
-                yield streamable_http_client(config.url, http_client=http, max_sse_event_size=EVENT_BYTES)
+            headers = self._server.headers | {"accept-encoding": "identity"}  # what is compressed cannot be measured
+            async with httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http:
+                yield streamable_http_client(config.url, http_client=http, max_sse_event_size=MOST_BYTES)
             return
         with self._server.log() as errors:
-            yield stdio_client(self._parameters(), errors)
+            yield server_process(*self._command(), errors, self._measure)
 
-    def _parameters(self) -> StdioServerParameters:
-        """Return the guard's command line, with the server's in it."""
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """Return the guard's command line, with the server's in it, and its environment."""
         folder = str(self._folder)
         argv = [text.replace("{workspace}", folder) for text in self._server.argv]
         env = {name: text.replace("{workspace}", folder) for name, text in self._server.environment.items()}
         env[MARK] = folder
-        ours = ["-I", "-S", guard.__file__, str(os.getpid()), folder]
-        return StdioServerParameters(command=sys.executable, args=[*ours, *argv], env=env)
+        return [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), folder, *argv], env
+
+    def _measure(self) -> Measure:
+        return Measure(self._server.label, self._most_values)
 
     async def _answered(self, response: httpx2.Response) -> None:
-        """Notice answers that end a session: an expired one, say, or a proxy whose server is gone."""
+        """Notice answers that end a session: an expired one, say, or a proxy whose server is gone. Bound the others."""
+        response.headers.pop("content-encoding", None)  # compressed against our wish, it is not JSON
+        response.encoding = "utf-8"
+        response.stream = BoundedBody(response, self._measure)
         over = response.status_code in GONE or response.status_code >= 500
         if over and self._client.done() and response.request.method == "POST":
             self._status = response.status_code

@@ -99,7 +99,7 @@ class McpSessions:
         except ToolFailed as error:
             if connection.lost:
                 self._lose(connection, str(error))
-                return failed("the tool's server was lost; it is started again")
+                return failed(f"the tool's server was lost and is started again: {error}")
             return failed(str(error) or "the tool failed")
         self._lost = self._timeouts = 0
         self._heard = asyncio.get_running_loop().time()

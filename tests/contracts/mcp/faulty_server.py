@@ -102,6 +102,7 @@ if sys.argv[1:] == ["http"]:
     inner = server.streamable_http_app()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()
     print(listener.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 else:

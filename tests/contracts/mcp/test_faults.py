@@ -1,6 +1,7 @@
 """Sessions over the SDK with servers that go wrong."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -28,7 +29,11 @@ from rl_async.process.kernel import ENDED, state_of
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
+from rl_async.agent_loop.tools.mcp.connection import MOST_VALUES
+from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES
+
 HERE = Path(__file__).parent
+BARE = (sys.executable, str(HERE / "bare_server.py"))
 FAULTY = (sys.executable, str(HERE / "faulty_server.py"))
 PATIENCE_S = 60.0
 LONG_S = 60.0  # a deadline that no call here reaches
@@ -76,6 +81,30 @@ async def test_ten_million_characters_are_cut(connect: Connect) -> None:
             assert (len(result.text), result.whole) == (MOST_CHARACTERS, 10_000_000)
 
 
+@pytest.mark.parametrize("transport", ["stdio", "application/json", "text/event-stream"])
+async def test_an_answer_that_is_too_large_to_be_parsed_is_an_error_that_names_the_server(
+    connect: Connect, transport: str
+) -> None:
+    """It is refused while it is read, so that it stalls no other episode. The session goes on, except after an endless
+    line, which has no next one."""
+    names = ("blocks", "values", "nested", "endless", "text", "hello")
+    command = (*BARE, json.dumps([{"name": name, "inputSchema": {"type": "object"}} for name in names]))
+    async with contextlib.AsyncExitStack() as stack:
+        url = "" if transport == "stdio" else stack.enter_context(serving(*command, transport))
+        config = {"command": (), "url": url} if url else {"command": command, "name": "bare"}
+        toolbox = await stack.enter_async_context(connect(scope="worker", **config))
+        tools = stack.enter_context(toolbox.episode())
+        for name, bound in (("blocks", MOST_VALUES), ("values", MOST_VALUES), ("nested", MOST_VALUES)):
+            result = await call(tools, name)
+            assert "agent.mcp[0]" in result.error and str(bound) in result.error
+            assert (await call(tools, "hello")).text == "hello"
+        assert (await call(tools, "text")).whole == 4_000_000
+        result = await call(tools, "endless")
+        assert "agent.mcp[0]" in result.error and str(MOST_BYTES) in result.error
+        if url:
+            assert (await call(tools, "hello")).text == "hello"
+
+
 async def test_a_slow_call_ends_at_its_deadline_and_the_session_goes_on(connect: Connect) -> None:
     async with connect() as toolbox:
         with toolbox.episode() as tools:
@@ -116,12 +145,19 @@ async def test_a_server_gets_no_variables_but_its_own(connect: Connect, monkeypa
     assert not is_there(folder)
 
 
-@pytest.fixture
-def http_server() -> Iterator[str]:
-    with subprocess.Popen([*FAULTY, "http"], stdout=subprocess.PIPE, text=True) as process:
+@contextlib.contextmanager
+def serving(*command: str) -> Iterator[str]:
+    """Run a server that prints its port; yield its address."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
         process.kill()
+
+
+@pytest.fixture
+def http_server() -> Iterator[str]:
+    with serving(*FAULTY, "http") as url:
+        yield url
 
 
 @pytest.mark.parametrize("scope", ["episode", "worker"])
@@ -175,7 +211,7 @@ async def test_a_server_that_begins_no_session_is_lost(connect: Connect, config:
             )
         },
         {"command": (sys.executable, str(HERE / "bare_server.py"), '[{"name": "x", "inputSchema": "object"}]')},
-        {"command": (sys.executable, str(HERE / "bare_server.py"), "[]")},
+        {"command": (*BARE, "[]")},
     ],
 )
 async def test_tools_that_cannot_be_used_are_a_config_error(connect: Connect, config: dict[str, Any]) -> None:
