@@ -2,7 +2,8 @@
 
 Each appends its pid to ``FOLDER/KIND.pids``. How it behaves is said by a file ``FOLDER/KIND.do``: lines of
 ``work``, ``exit CODE``, ``mute``, ``stubborn``, ``grandchild``, or for an engine ``once`` (it dies after its first
-answer) or ``stuck`` (it only answers probes), one for each start; the last one counts for all that follow.
+answer), ``stuck`` (it only answers probes) or ``open`` (it asks for no token), one for each start; the last one
+counts for all that follow.
 """
 
 import http.server
@@ -43,7 +44,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
             os._exit(7)
         if self.path != "/health" and "stuck" in self.what:
             time.sleep(600)
-        self.send_response(200 if self.path == "/health" else 401)
+        self.send_response(200 if self.path == "/health" or "open" in self.what else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

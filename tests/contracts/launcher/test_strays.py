@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -72,3 +73,10 @@ def test_and_does_not_wait_for_ever_for_one_that_does_not_end(keeping: ModuleTyp
     for pid in (child, grandchild):
         os.kill(pid, signal.SIGKILL)
     assert done.returncode == 1 and "TimeoutError" in done.stderr and str(child) in done.stderr
+
+
+def test_a_guard_whose_worker_died_before_it_looked_starts_nothing(tmp_path: Path) -> None:
+    """Its parent is then another process: here this one, for a worker that is this one's parent."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getppid()), str(tmp_path / "folder")]
+    done = subprocess.run([*command, "touch", str(tmp_path / "started")], timeout=60)
+    assert done.returncode == guard.CANNOT_START and list(tmp_path.iterdir()) == []

@@ -103,6 +103,15 @@ async def test_an_engine_that_is_lost_between_its_first_answers_is_replaced(rig:
     assert len(rig.pids("engine")) == 2
 
 
+@pytest.mark.parametrize("role", ["engine", "reward-model"])
+async def test_a_server_that_takes_requests_without_a_token_is_not_used(rig: Any, make_plan: Any, role: str) -> None:
+    rig.do(role, "open")
+    rig.go()
+    with pytest.raises(RoleFailed, match=role):
+        await supervise(rig, make_plan(rig.folder, reward_model=True))
+    assert len(rig.pids(role)) == 1
+
+
 async def test_an_engine_that_was_cut_off_is_replaced(rig: Any, make_plan: Any) -> None:
     async def meddle(supervisor: Supervisor) -> None:
         await eventually(lambda: state(supervisor, "engine-0") == ("running", 0))
@@ -389,6 +398,21 @@ async def test_a_trainer_that_is_asked_to_stop_has_the_time_of_its_step(rig: Any
         await supervise(rig, plan, meddle, on_stop=told.append)
     assert (rig.folder / "trainer.saved").exists()
     assert told == [signal.SIGTERM]
+
+
+async def test_a_trainer_has_time_to_save_when_another_role_fails(rig: Any, make_plan: Any) -> None:
+    rig.do("trainer", "saves")
+
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, "worker-0") == ("running", 0) and rig.pids("worker"))
+        await eventually((rig.folder / "trainer.resumed").exists)
+        os.kill(rig.pids("worker")[-1], signal.SIGKILL)
+        await eventually((rig.folder / "trainer.asked").exists)
+        rig.go()
+
+    with pytest.raises(RoleFailed, match="worker-0"):
+        await supervise(rig, make_plan(rig.folder, max_restarts=0), meddle)
+    assert (rig.folder / "trainer.saved").exists()
 
 
 def test_a_second_signal_kills_what_does_not_listen(rig: Any, driver: Any, until: Any) -> None:

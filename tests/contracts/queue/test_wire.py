@@ -33,6 +33,7 @@ def test_malformed_messages_are_answered_counted_and_harm_nobody(raw, trainer):
         (ID, msgspec.msgpack.encode({"type": "Explode"})),
         (ID, msgspec.msgpack.encode({"type": "Lease", "worker": 3})),
         (ID, status, b"payload that does not belong here"),
+        (ID, HELLO, b"payload that does not belong here"),
         (ID, msgspec.msgpack.encode({"type": "Put", "worker": "w", "header": {}}), b"x"),
     ]
     for parts in bad:

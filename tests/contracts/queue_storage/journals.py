@@ -30,7 +30,7 @@ EVAL_TASK = Task(task_id="e", data_source="", prompt=[], ground_truth="")
 
 @contextmanager
 def redis_server(
-    folder: Path, port: int = 0, options: Sequence[str] = ()
+    folder: Path, port: int = 0, options: Sequence[str] = (), password: str | None = None
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server of its own that answers; it ends with the block. Skips the test where there is none."""
     program = shutil.which("redis-server")
@@ -40,9 +40,10 @@ def redis_server(
         port = free_port()
     given = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
     given += ["--appendonly", "yes", "--appendfsync", "always"]  # with everysec a killed server may lose some
+    given += ["--requirepass", password] if password else []
     server = subprocess.Popen([program, *given, *options], stdout=subprocess.DEVNULL)
     try:
-        with redis.Redis(port=port) as client:
+        with redis.Redis(port=port, password=password) as client:
             deadline = time.monotonic() + 30
             while True:
                 try:

@@ -49,6 +49,14 @@ def _serve_again(folder: Path, port: int, ended: threading.Event) -> None:
         assert ended.wait(60)
 
 
+def test_the_servers_password_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_server(tmp_path, password="secret") as (port, _):
+        with pytest.raises(JournalError):
+            redis_journals(port, tries_s=0.0)()
+        monkeypatch.setenv("RL_ASYNC_REDIS_PASSWORD", "secret")
+        redis_journals(port)().close()
+
+
 def test_a_flush_repeated_because_its_answer_was_lost_changes_nothing(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (port, _):
         driver = Driver(redis_journals(port))

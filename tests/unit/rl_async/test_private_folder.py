@@ -1,6 +1,7 @@
 """A run's private folder: where it is, who can enter it, and when it goes."""
 
 import fcntl
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
     (tmp_path / "open").chmod(mode)
     with pytest.raises(UserError, match="TMPDIR"):
         make_private(tmp_path / "open")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Although no third user could enter it, and this one, root, could."""
+    folder = Path("/root")
+    if os.getuid() == 0:
+        (folder := tmp_path / "theirs").mkdir(mode=0o700)
+        os.chown(folder, 1, -1)
+    elif folder.stat().st_mode & 0o077:
+        pytest.skip("chmod 700 /root makes a folder of another user that only he can enter")
+    with pytest.raises(UserError, match="TMPDIR"):
+        make_private(folder)
 
 
 def test_what_a_killed_launcher_left_goes_when_the_next_one_starts_and_nothing_else(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Publication, isolation of failures, catch-up and suspension, with engines that live in this process."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSync
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
 from rl_async.weight_sync import wave
-from rl_async.weight_sync.protocol import TransportName, UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, WaveOutcome, drain, suspend, transfer
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet, sparse
@@ -94,6 +95,47 @@ async def test_an_error_that_may_be_anothers_fault_gets_a_second_chance_alone() 
     report = await make_fleet(directory).publish(V0, buckets())
     assert (sorted(report.engines), report.failures) == (["a", "b"], [])
     assert [engine.calls.count("resume") for engine in engines.values()] == [1, 1]
+
+
+async def test_a_group_that_failed_is_not_used_again() -> None:
+    engines = {"a": Engine(), "b": Engine({"update 1": EngineError("connection closed by peer")})}
+    fleet = make_fleet(Directory(**engines))
+    for version, opened in ((V0, "together and alone"), (V1, "together"), (Version(0, 2), "")):
+        for engine in engines.values():
+            engine.calls.clear()
+        assert (await fleet.publish(version, buckets())).failures == []
+        expected = len(opened.split(" and ")) if opened else 0
+        assert [engine.calls.count("init") for engine in engines.values()] == [expected] * 2, version
+
+
+class Joining(Engine):
+    """Keeps how it was told to join each group."""
+
+    def __init__(self, faults: Mapping[str, Exception] | None = None) -> None:
+        super().__init__(faults)
+        self.joined: list[InitInfo] = []
+
+    async def init_transfer(self, init: InitInfo) -> None:
+        self.joined.append(init)
+        await super().init_transfer(init)
+
+
+async def test_engines_are_tried_together_once_more_after_a_loss_and_then_each_alone(tmp_path: Path) -> None:
+    """On disk each group has a folder of its own."""
+    a, b = Joining(), Joining()
+    directory = Directory(
+        a=a, b=b, first=Engine({"init": EngineLost("gone")}), second=Engine({"start": EngineLost("gone")})
+    )
+    fleet = make_fleet(directory, "disk", sync=WeightSyncConfig(folder=str(tmp_path / "weights")))
+    report = await fleet.publish(V0, buckets())
+    assert sorted(report.engines) == ["a", "b"] and sorted(directory.removed) == ["first", "second"]
+    assert [one.folder == other.folder for one, other in zip(a.joined, b.joined, strict=True)] == [True, True, False]
+
+
+async def test_a_group_s_collectives_end_before_the_requests_that_wait_for_them() -> None:
+    engine = Joining()
+    await make_fleet(Directory(a=engine), "gloo", timeout_s=30).publish(V0, buckets())
+    assert [info.timeout_s for info in engine.joined] == [15.0]
 
 
 async def test_a_living_engine_is_not_blamed_for_the_death_of_another() -> None:

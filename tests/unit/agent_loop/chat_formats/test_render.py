@@ -93,6 +93,15 @@ def test_what_a_template_does_with_a_wrong_type_is_its_refusal(tokenizer: PreTra
         ChatRenderer(made).prompt([{"role": "user", "content": "1"}], [{"type": "function", "function": {"name": 7}}])
 
 
+def test_a_template_reaches_nothing_of_python(tokenizer: PreTrainedTokenizerFast) -> None:
+    reaches = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, chat_template=reaches + str(tokenizer.chat_template)
+    )
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        ChatRenderer(made).prompt([{"role": "user", "content": "1"}])
+
+
 def test_what_the_policy_sampled_keeps_its_special_tokens(renderer: ChatRenderer) -> None:
     user, said = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2<|im_start|>3"}
     turn = renderer.encode(said["content"])

@@ -14,10 +14,10 @@ from rl_async.rollout_server.vllm.client import ROUTED_BY
 
 
 async def refusal(run: Path, token: str, metrics: dict[str, float]) -> str:
-    """The error on a server that takes ``token`` and has these metrics."""
+    """The error on a server that takes ``token``, or no token if it is empty, and has these metrics."""
 
     async def handle(request: web.Request) -> web.Response:
-        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
+        if token and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
             return web.Response(status=401, text="the token is missing or wrong")
         return web.Response(text="".join(f"{name} {value}\n" for name, value in metrics.items()))
 
@@ -39,3 +39,9 @@ async def test_a_wrong_token_is_blamed(tmp_path: Path) -> None:
     make_tokens(tmp_path / "keys")
     told = await refusal(tmp_path, "of another run", dict.fromkeys(ROUTED_BY, 0.0))
     assert "RL_ASYNC_TOKEN_FILE" in told and "kind" not in told
+
+
+async def test_an_engine_that_takes_requests_without_a_token_is_not_registered(tmp_path: Path) -> None:
+    make_tokens(tmp_path / "keys")
+    told = await refusal(tmp_path, "", dict.fromkeys(ROUTED_BY, 0.0))
+    assert "RL_ASYNC_TOKEN_FILE" in told
