@@ -90,6 +90,39 @@ def test_every_path_exists(page: Path) -> None:
     assert {path for path in PATH.findall(text) if not (ROOT / path).exists()} | missing == set()
 
 
+def rows_of_promises() -> list[tuple[str, str]]:
+    """The first and the last cell of each row below a heading cell "held by"."""
+    found, inside = [], False
+    for line in (ROOT / "docs/reference/guarantees.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else [""]
+        if inside and len(cells) > 1 and set(cells[0]) != {"-"}:
+            found.append((cells[0], cells[-1]))
+        inside = cells[-1] == "held by" or (inside and len(cells) > 1)
+    return found
+
+
+@pytest.mark.parametrize(("promise", "held_by"), rows_of_promises())
+def test_every_promise_names_a_test_that_exists(promise: str, held_by: str) -> None:
+    """A name without a path is in the file named before it."""
+    file, named = "", 0
+    for code in CODE.findall(held_by):
+        path, _, name = code.rpartition(": ")
+        file = path or (code if code.endswith(".py") else file)
+        assert not file or (ROOT / "tests" / file).is_file(), file
+        if name.startswith("test_") and not name.endswith(".py"):
+            named += 1
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), code
+    assert named, f"no test is named: {promise}"
+
+
+def test_promises_about_strangers_are_those_of_security_md() -> None:
+    """So that a sentence that changes there sends its author to the test."""
+    said = " ".join((ROOT / "docs/reference/security.md").read_text().split())
+    listed = (ROOT / "docs/reference/guarantees.md").read_text().partition("## Strangers")[2].partition("\n## ")[0]
+    promises = [row[0] for row in rows_of_promises() if f"| {row[0]} | {row[1]} |" in listed]
+    assert len(promises) > 40 and [promise for promise in promises if promise not in said] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_config_key_is_one(page: Path) -> None:
     """Names in backquotes that begin with a section of the config."""
