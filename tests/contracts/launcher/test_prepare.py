@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from rl_async.agent_loop.data.toy_tasks import make_data
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.launcher.plan.artifacts import SFT_FILE, Origin, needs_preparation, origin_of
 from tests.support.forked import Forked
@@ -15,6 +17,8 @@ QUICK = [
     "warm_start.batch_size=2",
     "warm_start.gate_tasks=2",
     "warm_start.hidden_size=32",
+    "warm_start.gate=0",
+    "rollout.max_model_len=1024",
 ]
 
 
@@ -26,16 +30,28 @@ def prepare(folder: Path, *overrides: str) -> tuple[int | None, str]:
     return process.returncode, errors
 
 
-def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
-    code, errors = prepare(tmp_path, "warm_start.gate=0")
+def few(name: str, folder: Path) -> None:
+    """Write the data that a preparation would write there, but less of it."""
+    make_data(name, folder / "artifacts" / name, train=64, held_out=8, demos=240)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which data and a model were made."""
+    folder = tmp_path_factory.mktemp("prepared")
+    code, errors = prepare(folder)
     assert code == 0, errors
-    model = tmp_path / "artifacts" / "calculator" / "model"
+    return folder
+
+
+def test_data_and_model_are_made_once_and_whole(prepared: Path) -> None:
+    model = prepared / "artifacts" / "calculator" / "model"
     names = {file.name for file in model.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", SFT_FILE} <= names
     assert json.loads((model / SFT_FILE).read_text())["steps"] == 1
     assert [path.name for path in model.parent.iterdir() if path.name.startswith(".")] == []
     paths = [
-        f"{key}={tmp_path}/artifacts/calculator/{name}"
+        f"{key}={prepared}/artifacts/calculator/{name}"
         for key, name in (
             *(("model.path", "model"), ("warm_start.out", "model")),
             *(("data.path", "train.parquet"), ("data.eval_path", "test.parquet")),
@@ -44,12 +60,13 @@ def test_data_and_model_are_made_once_and_whole(tmp_path: Path) -> None:
     assert not needs_preparation(
         load_config(
             "calculator",
-            [*QUICK, "warm_start.gate=0", *paths, "warm_start.demos_path=artifacts/calculator/demos.parquet"],
+            [*QUICK, *paths, "warm_start.demos_path=artifacts/calculator/demos.parquet"],
         )
     )
 
 
 def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
+    few("calculator", tmp_path)
     code, errors = prepare(tmp_path, "warm_start.gate=1.0", "warm_start.max_steps=2")
     assert code == 2
     assert errors.splitlines()[-1].startswith("error: the warm start reached a greedy reward of 0.00")
@@ -61,16 +78,14 @@ def test_a_gate_that_is_never_reached_leaves_no_model(tmp_path: Path) -> None:
     }
 
 
-def test_a_pretrained_model_is_fine_tuned_on_demonstrations(tmp_path: Path) -> None:
-    small = ["warm_start.gate=0", "rollout.max_model_len=1024"]
-    code, errors = prepare(tmp_path, *small)
-    assert code == 0, errors
-    base, made = (tmp_path / "artifacts" / name / "model" for name in ("calculator", "market"))
+def test_a_pretrained_model_is_fine_tuned_on_demonstrations(prepared: Path, tmp_path: Path) -> None:
+    few("market", tmp_path)
+    base, made = prepared / "artifacts/calculator/model", tmp_path / "artifacts/market/model"
     market = [
         *("model.path=artifacts/market/model", "data.make=market", "rollout.max_model_len=1024"),
         *("data.path=artifacts/market/train.parquet", "data.eval_path=artifacts/market/test.parquet"),
         "warm_start={demos_path: artifacts/market/demos.parquet, out: artifacts/market/model, "
-        "pretrained: {path: artifacts/calculator/model, batch_size: 240}}",
+        f"pretrained: {{path: {base}, batch_size: 240}}}}",
     ]
     (tmp_path / "config.yaml").write_text(dump(load_config("calculator", market)))
     process = Forked("rl_async.launcher.runs.prepare", "--config", "config.yaml", cwd=tmp_path)
