@@ -55,13 +55,13 @@ class Router:
 class Loop:
     """The loop with a journal that can be full; ``log`` says in which order things happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_staleness: int = 0) -> None:
         self.log: list[str] = []
         self.router = Router(self.log)
         self.full, self.flush_s, self.now = False, 0.0, 0.0
         journal = MemoryJournal()
         feed = Feed(journal.append, lambda transition: self.log.append(type(transition).__name__))
-        settings = QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=0, lease_s=LEASE_S)
+        settings = QueueSettings(steps=9, batch_groups=1, group_size=1, max_staleness=max_staleness, lease_s=LEASE_S)
         self._server = QueueServer(Store(settings, Counted(), [], feed), journal, feed, lambda: self.now)
         for client in ("t", "a", "b"):
             self.router.ask(client, m.Hello(schema=m.SCHEMA, role="test", name=client))
@@ -138,6 +138,19 @@ def test_a_renewal_that_waits_is_heard_before_leases_end() -> None:
         loop.now += LEASE_S / 16
         loop.run()
     assert "LeaseLost" in loop.log
+
+
+def test_a_slow_flush_before_a_lost_answer_ends_no_other_lease() -> None:
+    loop = Loop(max_staleness=1)
+    for client, request in (("t", PUBLISH), ("a", lease("a"))):
+        loop.router.ask(client, request)
+    loop.run()
+    loop.router.gone.add(b"b")
+    loop.router.ask("b", lease("b"))
+    loop.flush_s = 2 * LEASE_S
+    loop.run()
+    loop.run()
+    assert loop.log.count("LeaseGiven") == 2 and loop.log.count("LeaseLost") == 1, "only b's, which did not hear of it"
 
 
 def test_a_slow_flush_serves_more_requests() -> None:
