@@ -39,7 +39,11 @@ class Worker:
 
     def freeze(self) -> None:
         """It does nothing for longer than a lease."""
-        self._life.frozen_until = self._world.now + self._world.rng.random() * 4
+        self.hold(self._world.rng.random() * 4)
+
+    def hold(self, seconds: float) -> None:
+        """It does nothing for so long."""
+        self._life.frozen_until = self._world.now + seconds
 
 
 class _WorkerLife:
@@ -176,8 +180,12 @@ class Trainer:
         It has met its queue: one that lost its journal knows no lineage, and is told from the lost one by its run id.
         """
         if self._life.client.met and not self._life.dead and not self.done:
-            self._life.frozen_until = self._world.now + self._world.rng.random() * 4
+            self.hold(self._world.rng.random() * 4)
             self._world.after(self._world.rng.random(), self._replace, self._life)
+
+    def hold(self, seconds: float) -> None:
+        """It does nothing for so long, and nobody takes its place."""
+        self._life.frozen_until = self._world.now + seconds
 
 
 class _TrainerLife:

@@ -158,7 +158,7 @@ class Network:
     def to_client(self, identity: bytes, frames: list[bytes], disk: str) -> None:
         """To the connection with this identity, if it is still up when the message comes."""
         for delay in self._delays():
-            self._world.after(delay, self._deliver, identity, frames, disk)
+            self._world.after(self._world.host.ahead + delay, self._deliver, identity, frames, disk)
 
     def _deliver(self, identity: bytes, frames: list[bytes], disk: str) -> None:
         client = self.clients.get(identity)
@@ -171,7 +171,8 @@ class RouterSocket:
 
     def __init__(self, world: "World", disk: str) -> None:
         self._world, self._disk = world, disk
-        self.inbox: list[list[Any]] = []
+        self.inbox: list[tuple[float, list[Any]]] = []
+        self.came = 0.0  # when the message that is being answered came
         self._frames: list[bytes] = []
 
     def poll(self, _timeout_ms: int) -> int:
@@ -182,7 +183,8 @@ class RouterSocket:
         """The next message. Raises zmq.Again without one."""
         if not self.inbox:
             raise zmq.Again
-        return self.inbox.pop(0)
+        self.came, parts = self.inbox.pop(0)
+        return parts
 
     def send(self, frame: Any, flags: int = 0, *, copy: bool = True) -> None:
         """One frame; the identity first. Raises ZMQError if that connection is known to be gone."""

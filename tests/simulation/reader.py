@@ -36,6 +36,10 @@ class Reader:
             self.done = False
             self._world.after(self._world.rng.random(), self._begin)
 
+    def hold(self, seconds: float) -> None:
+        """It does nothing for so long."""
+        self._life.frozen_until = self._world.now + seconds
+
 
 class _ReaderLife:
     def __init__(self, world: "World", reader: Reader, name: str) -> None:

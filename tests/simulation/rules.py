@@ -72,6 +72,10 @@ class Rules:
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
+    def silent(self, worker: str, seconds: float) -> None:
+        """A lease ends for silence only if the queue has listened for the time of a lease."""
+        self._check(seconds >= self._settings.lease_s, f"{worker}'s leases ended after {seconds:.3f} s of silence")
+
     def leased(self, worker: str, reply: Leased) -> None:
         """Every lease belongs to one worker."""
         for group in reply.groups:

@@ -1,5 +1,6 @@
 """Many schedules, on one process or on several."""
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ def simulate_all(seeds: Sequence[int], processes: int) -> Outcome:
     if processes == 1:
         outcomes = [simulate(chunk) for chunk in chunks]
     else:
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        quiet = (logging.WARNING,)  # what the queue says of its slow disk
+        with ProcessPoolExecutor(processes, get_context("spawn"), logging.disable, quiet) as pool:
             outcomes = list(pool.map(simulate, chunks))
     struck: Counter[str] = Counter()
     broken: dict[int, str] = {}

@@ -9,18 +9,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rl_async.messages import Request, Version
+from rl_async.messages import Fail, Lease, Put, Renew, Request, Version
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client.session import refusal
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.reports.ledger import Ledger
+from rl_async.transfer_queue.server.gate import Outgoing
 from rl_async.transfer_queue.server.loop import serve
 from rl_async.transfer_queue.server.queue_server import QueueServer
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.state.transitions import Feed, LeaseLost, Transition
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
-from tests.simulation.network import Network, RouterSocket
+from tests.simulation.network import PATIENCE_S, Network, RouterSocket
 from tests.simulation.reader import Reader
 from tests.simulation.rules import Rules
 from tests.support.tasks import easy_or_hard
@@ -43,6 +46,10 @@ class Host:
         self._disks = 0
         self.lives = 0  # processes so far
         self.up = False
+        self.ahead = 0.0  # seconds that the flushes of this turn took
+        self._slow_s = 0.0  # that the next flush takes
+        self._holds: list[tuple[float, float]] = []  # from when until when this process did nothing
+        self._heard: dict[str, float] = {}  # when the latest message of each worker came that it took as a sign of life
         self._waking = False
         self.lose_disk()
         self.start(False)
@@ -68,8 +75,10 @@ class Host:
                 self.store.relaunch()
             self._recorder = JournalRecorder(self.store, journal, self._ledger)
             self._recorder.flush()
-            self._server = QueueServer(self.store, journal, feed, world.clock)
+            self._server = QueueServer(self.store, journal, feed, self._clock)
             self._socket = RouterSocket(world, self.disk.run_id)
+            feed.subscribe(self._see)
+            self._holds, self._heard, self._began = [], {}, world.now
             self.up = True
             self.lives += 1
         except Crash:
@@ -78,19 +87,46 @@ class Host:
 
     def receive(self, parts: list[Any]) -> None:
         """A message has come."""
-        self._socket.inbox.append(parts)
+        self._socket.inbox.append((self._world.now, parts))
         if not self._waking:
             self._waking = True
             self._world.after(0.002, self.turn)
 
+    def hold(self, seconds: float) -> None:
+        """It does nothing for so long, as when it is stopped; what comes waits in its socket."""
+        begun, until = max(self._world.now, self._held_until), self._world.now + seconds
+        if self.up and until > begun:
+            self._holds.append((begun, until))
+
+    def slow_flush(self, seconds: float) -> None:
+        """The disk takes so long for the next flush."""
+        self._slow_s = seconds
+
+    @property
+    def _held_until(self) -> float:
+        return max((until for _, until in self._holds), default=0.0)
+
+    def _clock(self) -> float:
+        return self._world.now + self.ahead
+
+    def _flush(self) -> None:
+        self.ahead, self._slow_s = self.ahead + self._slow_s, 0.0
+        self._recorder.flush()
+
     def turn(self) -> None:
         """One turn of the queue's loop."""
+        if self._held_until > self._world.now:
+            if self._waking:
+                self._world.after(self._held_until - self._world.now, self.turn)
+            return
         self._waking = False
         if not self.up:
             return
         turns = iter((False, True))
         try:
-            serve(self._socket, self._server, self._recorder.flush, lambda: next(turns), self._world.clock)  # type: ignore[arg-type]
+            serve(self._socket, self, self._flush, lambda: next(turns), self._clock)  # type: ignore[arg-type]
+            if self.ahead:
+                self.hold(self.ahead)
         except Crash as crash:
             self.died(torn=str(crash) == "after the flush")
             if self._world.loses_disk:
@@ -99,6 +135,44 @@ class Host:
                 if self._world.trainer.done:  # others still ask for the end that it declared
                     self._world.trainer.killed()
             self._world.after(self._world.rng.random(), self.start, False)
+        finally:
+            self.ahead = 0.0
+
+    # --- between the loop and the server ----------------------------------------------------------------------------
+
+    def begin_turn(self) -> None:
+        """See ``RequestServer``."""
+        self._server.begin_turn()
+
+    def handle(self, parts: list[Any], user: bytes = b"") -> list[Outgoing]:
+        """See ``RequestServer``; note which worker was heard."""
+        outgoing = self._server.handle(parts, user)
+        message = wire.decode_request(parts[1:])
+        refused = [refusal(out.response.reply) for out in outgoing if out.request_id == message.request_id]
+        if isinstance(message.request, (Lease, Renew, Put, Fail)) and wire.HELLO not in refused:
+            self._heard[message.request.worker] = self._socket.came
+        return outgoing
+
+    def tick(self) -> list[Outgoing]:
+        """See ``RequestServer``."""
+        return self._server.tick()
+
+    def undelivered(self, message: Outgoing) -> list[Outgoing]:
+        """See ``RequestServer``."""
+        return self._server.undelivered(message)
+
+    def _see(self, event: Transition) -> None:
+        """Check that a worker whose leases end for its silence had the time in which the queue served to speak.
+
+        Each time that the queue is held up, an eighth of a lease counts nevertheless, and what is left of a turn.
+        """
+        if isinstance(event, LeaseLost) and event.charged and not self.store.book.leases.hears(event.worker):
+            lease_s, since = self._world.settings.lease_s, self._heard.get(event.worker, self._began)
+            held = [until - max(since, begun) for begun, until in self._holds if until > since]
+            silent_s = self._clock() - since - sum(held) + len(held) * (lease_s / 8 + TICK_S)
+            self._world.rules.silent(event.worker, silent_s)
+
+    # --- its end ----------------------------------------------------------------------------------------------------
 
     def died(self, *, torn: bool = False) -> None:
         """The process is gone; it may have been in the middle of a line of the ledger."""
@@ -202,6 +276,12 @@ class World:
             ("worker frozen", lambda: rng.choice(self.workers).freeze(), 2),
             ("connection broken", self._break_connection, 4),
             ("all relaunched", self._relaunch, 1),
+            ("queue held up", lambda: self._hold(self.host.hold), 2),
+            ("slow disk", lambda: self.host.slow_flush(self._pause_s()), 2),
+            ("trainer held up", lambda: self._hold(self.trainer.hold), 1),
+            ("worker held up", lambda: self._hold(rng.choice(self.workers).hold), 1),
+            ("consumer held up", lambda: self._hold(self.reader.hold), 1),
+            ("machine held up", lambda: self._hold(self._hold_all), 1),
         ]
         length = self.rng.uniform(1.0, FAULTS_S)
         for name, strike, most in kinds:
@@ -213,6 +293,20 @@ class World:
         if name != "queue":  # counted where it strikes
             self.struck[name] += 1
         strike()
+
+    def _pause_s(self) -> float:
+        """Half of, once, or twice what makes a difference to somebody."""
+        return self.rng.choice([0.5, 1.0, 2.0]) * self.rng.choice([self.settings.lease_s, PATIENCE_S])
+
+    def _hold(self, hold: Callable[[float], None]) -> None:
+        """Once, or again and again, with a moment in between."""
+        for turn in range(self.rng.choice([1, 1, 4])):
+            self.after(turn * 1.0, hold, self._pause_s() if not turn else 0.9)
+
+    def _hold_all(self, seconds: float) -> None:
+        """A virtual machine that is suspended."""
+        for actor in (self.host, self.trainer, self.reader, *self.workers):
+            actor.hold(seconds)
 
     def _break_connection(self) -> None:
         alive = [client for client in self.network.clients.values() if client.alive]

@@ -9,4 +9,5 @@ def test_every_rule_holds_in_some_schedules() -> None:
     assert not broken, broken
     assert {"message lost", "message doubled", "journal lost", "trainer killed", "worker killed"} <= struck.keys()
     assert {"trainer frozen", "replaced trainer refused by the queue"} <= struck.keys()
+    assert {"queue held up", "slow disk", "worker held up", "machine held up"} <= struck.keys()
     assert {"queue killed: before the flush", "queue killed: after the flush"} <= struck.keys()
