@@ -6,17 +6,18 @@ answer), ``stuck`` (it only answers probes) or ``open`` (it asks for no token), 
 counts for all that follow.
 """
 
-import http.server
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-from rl_async.messages import Task
 from rl_async.process.lifeline import watch_lifeline
+
+if TYPE_CHECKING:  # it imports NumPy, which most of these processes do not need
+    from rl_async.messages import Task
 
 ADDRESS = "tcp://127.0.0.1:{}"
 
@@ -24,7 +25,9 @@ ADDRESS = "tcp://127.0.0.1:{}"
 class NoTasks:
     """The queue of these tests hands out nothing."""
 
-    def next(self, step: int = 0) -> Task:
+    def next(self, step: int = 0) -> "Task":
+        from rl_async.messages import Task
+
         return Task(task_id="t", data_source="fake", prompt=[], ground_truth="")
 
     def cursor(self) -> bytes:
@@ -32,24 +35,6 @@ class NoTasks:
 
     def seek(self, cursor: bytes) -> None:
         """There is only one place."""
-
-
-class Healthy(http.server.BaseHTTPRequestHandler):
-    """Answers a health probe with 200, and any other GET as without a token."""
-
-    what: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        if self.path != "/health" and "once" in self.what:
-            os._exit(7)
-        if self.path != "/health" and "stuck" in self.what:
-            time.sleep(600)
-        self.send_response(200 if self.path == "/health" or "open" in self.what else 401)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
 
 
 def queue(folder: Path, port: int) -> None:
@@ -69,6 +54,26 @@ def queue(folder: Path, port: int) -> None:
     store.recover(recovered.dump, recovered.transitions, 0.0)
     with zmq.Context() as context, bind(context, ADDRESS.format(port)) as socket:
         serve(socket, QueueServer(store, journal, feed), journal.flush, lambda: False)
+
+
+def answer_probes(port: int, what: list[str]) -> None:
+    """Answer a health probe with 200, and any other GET as without a token."""
+    import http.server
+
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/health" and "once" in what:
+                os._exit(7)
+            if self.path != "/health" and "stuck" in what:
+                time.sleep(600)
+            self.send_response(200 if self.path == "/health" or "open" in what else 401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
@@ -121,8 +126,7 @@ def main() -> None:
     elif kind == "queue":
         queue(folder, port)
     elif kind in ("engine", "reward-model"):
-        Healthy.what = what
-        http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+        answer_probes(port, what)
     elif kind == "trainer":
         trainer(folder, port, "--resume" in sys.argv)
     else:
