@@ -41,7 +41,8 @@ from tests.support.rounding import PlainPass
 
 V0, V1 = Version(0, 0), Version(0, 1)
 WAIT_S = 60.0  # at most, for what must happen
-LONG = 2000  # tokens: it takes long enough to sample them that something can happen meanwhile
+# Tokens; sampling them takes long enough that something can happen meanwhile.
+LONG = 700
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
