@@ -183,7 +183,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             return train(run)
         if run.rank != 0:
             with _weight_source(run, host, store) as source:
-                run.publisher = _watched(run, _publisher(run, IdleCoordinator(), source), None)
+                run.publisher = _watched(run, _publisher(run, IdleCoordinator(as_rank_0), source), None)
                 return train(run)
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
@@ -206,6 +206,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
                 host,
                 _noting_updates(run.folder),
                 shares_devices(config.mode),
+                as_rank_0,
             ) as coordinator,
         ):
             run.publisher = _watched(run, _publisher(run, coordinator, source), queue)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any, Self, TypeVar
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 START_S = 60.0
 CLOSE_S = 2.0
 FINISH_S = 20.0  # for the update of a late engine that is under way when the run is over
+# How often the other ranks, which wait in a collective, are told that a call still goes on.
+MEET_S = 1.0
 
 log = logging.getLogger("rl_async.weight_sync")
 
@@ -28,6 +31,9 @@ class WeightCoordinator:
     ``open_directory`` and ``connect`` are called on the coordinator's own event loop, because sockets belong to the
     loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note`` and ``shares`` are as for ``Fleet``.
     The constructor blocks until the directory is open and raises what opening it raised.
+
+    A publication may take longer than a collective may. So ``meet`` is called with True every MEET_S while a call that
+    all ranks make alike lasts, and with False at its end: the other ranks (``phases.IdleCoordinator``) meet this one.
     """
 
     def __init__(
@@ -39,7 +45,9 @@ class WeightCoordinator:
         host: str = "127.0.0.1",
         note: NoteStage = lambda engine, version, stage: None,
         shares: Callable[[EngineRecord], bool] = lambda record: True,
+        meet: Callable[[bool], object] = lambda more: None,
     ) -> None:
+        self._meet = meet
         self._exits = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-coordinator", daemon=True)
@@ -64,22 +72,22 @@ class WeightCoordinator:
         engine has its own deadline.
         """
         self._check_catch_up()
-        return self._wait(self._fleet.publish(version, weights))
+        return self._with_ranks(self._fleet.publish(version, weights))
 
     def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
         """Publish as ``publish`` does, but suspended engines sleep on."""
         self._check_catch_up()
-        return self._wait(self._fleet.publish_beside(version, weights))
+        return self._with_ranks(self._fleet.publish_beside(version, weights))
 
     def suspend(self) -> None:
         """Pause the engines on the trainer's devices and release their memory until the next ``publish``."""
         self._check_catch_up()
-        self._wait(self._fleet.suspend())
+        self._with_ranks(self._fleet.suspend())
 
     def defer_late(self) -> None:
         """Let late engines wait for the next publication, and one that is being updated end before this returns."""
         self._check_catch_up()
-        self._wait(self._fleet.defer_late())
+        self._with_ranks(self._fleet.defer_late())
 
     def finish(self) -> None:
         """Stop catching up, once the engine under way is up to date or after FINISH_S: the run is over."""
@@ -122,6 +130,19 @@ class WeightCoordinator:
         if isinstance(error, TrainerReplaced):
             raise error
         raise WeightSyncError("the task that updates late engines has ended unexpectedly") from error
+
+    def _with_ranks(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the work, and meet the other ranks meanwhile. After an error they are not met: this rank ends."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while wait([future], MEET_S).not_done:
+                self._meet(True)
+            result = future.result()
+        finally:
+            # Without effect unless this wait was interrupted.
+            future.cancel()
+        self._meet(False)
+        return result
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

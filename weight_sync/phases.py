@@ -17,7 +17,7 @@ Mode = Literal["colocated", "disaggregated"]
 
 
 class EngineUpdater(Protocol):
-    """What a phase needs of the coordinator."""
+    """What a phase needs of the coordinator. All ranks call each method alike, and return when rank 0 has done it."""
 
     def publish(self, version: Version, weights: Weights) -> SyncReport:
         """Bring all engines to ``version``; suspended ones wake up and continue their requests."""
@@ -37,23 +37,37 @@ class EngineUpdater(Protocol):
 
 
 class IdleCoordinator:
-    """Stands in for the coordinator on every rank but 0, which has no engines to talk to."""
+    """Stands in for the coordinator on every rank but 0, which has no engines to talk to: waits for rank 0.
+
+    ``meet`` is a collective that returns on every rank whether rank 0 is still at it, so that rank 0 may take longer
+    than a single collective may.
+    """
+
+    def __init__(self, meet: Callable[[bool], bool]) -> None:
+        self._meet = meet
 
     def publish(self, version: Version, weights: Weights) -> SyncReport:
-        """Return an empty report; rank 0 publishes."""
+        """Wait until rank 0 has published; return an empty report."""
+        self._until_rank_0_is_done()
         return SyncReport(
             version=version, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
         )
 
     def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
-        """Return an empty report; rank 0 publishes."""
+        """Wait until rank 0 has published; return an empty report."""
         return self.publish(version, weights)
 
     def suspend(self) -> None:
-        """Do nothing; rank 0 suspends the engines."""
+        """Wait until rank 0 has suspended the engines."""
+        self._until_rank_0_is_done()
 
     def defer_late(self) -> None:
-        """Do nothing; rank 0 serves late engines."""
+        """Wait until rank 0 serves no late engine."""
+        self._until_rank_0_is_done()
+
+    def _until_rank_0_is_done(self) -> None:
+        while self._meet(False):
+            pass
 
 
 class Phase(Protocol):
@@ -107,10 +121,9 @@ class TakeTurns:
     def before_train(self) -> None:
         """Put the engines to sleep, then move the models onto the device.
 
-        The barrier is needed because only rank 0 knows when the engines sleep.
+        Every rank waits for rank 0, which alone knows when the engines sleep.
         """
         self._updater.suspend()
-        self._barrier()
         self._onload()
         self._asleep = True
 
@@ -161,12 +174,11 @@ class Lending:
         """Publish, and lend the devices if that is worth it.
 
         An engine of the trainer's own that came late may still be sent the weights before these, from copies on all
-        ranks that offloading overwrites. No rank goes on before rank 0 has agreed.
+        ranks that offloading overwrites. No rank goes on before rank 0 has deferred it.
         """
-        worth_it = self._idle_s >= 2 * self._switch_s
-        if worth_it:
+        self._lent = self._agree(self._idle_s >= 2 * self._switch_s)
+        if self._lent:
             self._updater.defer_late()
-        self._lent = self._agree(worth_it)
         publish = self._turns.after_train if self._lent else self._updater.publish_beside
         report = publish(version, weights)
         self._published_at = self._clock()

@@ -229,7 +229,12 @@ def _ranks_apart(seen: Observation) -> list[str]:
     if len(placed) < 2 or any(process.halted or process.ended for process, _ in placed):
         return []
     waiting = [(process, rank) for process, rank in placed if in_collective(process)]
-    absent = [(process, rank) for process, rank in placed if not in_collective(process) and process.stack]
+    absent = [
+        (process, rank)
+        for process, rank in placed
+        # While rank 0 publishes, it tells the others each second that it still does.
+        if not in_collective(process) and process.stack and (rank.rank, rank.phase) != (0, "publishing")
+    ]
     longest = max((rank.for_s for _, rank in waiting), default=0.0)
     if not waiting or longest < max(QUIET_S, SLOW_FACTOR * (seen.usual_step_s or 0.0)):
         return []

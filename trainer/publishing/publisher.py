@@ -41,7 +41,6 @@ class EnginePublisher:
         with spans.of_publication(version, is_first_rank=dist.get_rank() == 0) as publication:
             report = self._phase.after_train(version, self._source(version, backend))
             publication.ended(report)
-        dist.barrier()
         return {
             "sync/without_engines_s": report.waiting_seconds,
             "sync/pause_s": report.pause_seconds,

@@ -1,6 +1,7 @@
 """The blocking facade: errors reach the caller, and the thread ends."""
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,9 @@ import pytest
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, Version
+from rl_async.weight_sync import coordinator as coordinator_module
 from rl_async.weight_sync.coordinator import FINISH_S, WeightCoordinator
+from rl_async.weight_sync.phases import IdleCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.unit.weight_sync.fleet_engines import Directory as EngineDirectory
 from tests.unit.weight_sync.fleet_engines import Engine, buckets
@@ -111,3 +114,33 @@ def test_an_engine_under_way_gets_all_weights_if_the_run_is_over_and_holds_up_no
     go_on.set()
     assert directory.confirmed == ([("late", Version(0, 1))] if end == "finished" else [])
     assert late.calls[-1] == ("resume" if end == "finished" else "start")
+
+
+class Registry(EngineDirectory):
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Any]:
+        yield self
+
+
+def test_ranks_wait_for_a_publication_that_takes_longer_than_a_collective_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "MEET_S", 0.01)
+    met, go_on = queue.Queue[bool](), threading.Event()
+
+    class Slow(Engine):
+        async def update(self, info: UpdateInfo) -> None:
+            await asyncio.to_thread(go_on.wait, 30)
+            await super().update(info)
+
+    def collective(mine: bool) -> bool:
+        return met.get(timeout=20)
+
+    other, directory = IdleCoordinator(collective), Registry(slow=Slow())
+    with WeightCoordinator(directory.open, directory.connect, SYNC, meet=met.put) as rank_0:
+        publishing = threading.Thread(target=lambda: rank_0.publish(Version(0, 1), buckets()))
+        publishing.start()
+        # Rank 0 says that it goes on, more than once.
+        assert collective(False) and collective(False)
+        go_on.set()
+        assert other.publish(Version(0, 1), []).engines == []
+        assert directory.published == (Version(0, 1), ["slow"]) and met.empty()
+        publishing.join(30)

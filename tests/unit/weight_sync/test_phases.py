@@ -57,7 +57,7 @@ def phase_of(
     ("mode", "before", "after"),
     [
         ("disaggregated", [], ["publish 0.1"]),
-        ("colocated", ["suspend", "barrier", "onload"], ["offload, engines asleep", "barrier", "publish 0.1"]),
+        ("colocated", ["suspend", "onload"], ["offload, engines asleep", "barrier", "publish 0.1"]),
     ],
 )
 def test_order(mode: Mode, before: list[str], after: list[str]) -> None:
@@ -70,11 +70,16 @@ def test_order(mode: Mode, before: list[str], after: list[str]) -> None:
 
 
 def test_other_ranks_move_their_optimizer_but_speak_to_no_engine() -> None:
-    record = Recorder()
-    phase = phase_of("colocated", IdleCoordinator(), record)
+    record, still_at_it = Recorder(), iter([True, True, False, False])
+
+    def meet(mine: bool) -> bool:
+        record.calls.append("meet")
+        return next(still_at_it)
+
+    phase = phase_of("colocated", IdleCoordinator(meet), record)
     phase.before_train()
     assert phase.after_train(Version(0, 1), []).engines == []
-    assert record.calls == ["barrier", "onload", "offload, engines asleep", "barrier"]
+    assert record.calls == [*["meet"] * 3, "onload", "offload, engines asleep", "barrier", "meet"]
 
 
 def test_at_the_start_and_if_the_weights_are_published_again_engines_are_awake() -> None:
@@ -89,10 +94,10 @@ def test_at_the_start_and_if_the_weights_are_published_again_engines_are_awake()
 
 
 def lend(engines: str) -> list[str]:
-    return ["defer_late", "agree", f"offload, engines {engines}", "barrier", "publish 0.1"]
+    return ["agree", "defer_late", f"offload, engines {engines}", "barrier", "publish 0.1"]
 
 
-TAKE_BACK = ["suspend", "barrier", "onload"]
+TAKE_BACK = ["suspend", "onload"]
 
 
 class Clock:
@@ -138,11 +143,11 @@ def test_all_ranks_lend_as_rank_0_does() -> None:
     record = Recorder()
     phase = phase_of("disaggregated", record, record, agree=lambda mine: False, lends=True)
     phase.after_train(Version(0, 1), [])
-    assert record.calls == ["defer_late", "publish 0.1 beside"]
+    assert record.calls == ["publish 0.1 beside"]
     record.calls.clear()
     phase.before_train()
     assert record.calls == []
-    other = phase_of("disaggregated", IdleCoordinator(), record, lends=True)
+    other = phase_of("disaggregated", IdleCoordinator(lambda mine: False), record, lends=True)
     assert other.after_train(Version(0, 1), []).engines == []
     assert record.calls == ["offload, engines awake", "barrier"]
 

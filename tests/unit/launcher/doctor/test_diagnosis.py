@@ -136,6 +136,14 @@ def test_a_rank_that_hangs_outside_a_collective_is_told_from_those_inside() -> N
     assert named(verdict.text, "my_loss, me/loss.py:7", "trainer.collective_timeout_s")
 
 
+def test_ranks_that_wait_for_a_publication_are_late_but_near_no_deadline_of_collectives() -> None:
+    both = rank(0, "publishing", for_s=500), rank(1, "publishing", for_s=500)
+    in_publish = (Frame("/x/weight_sync/coordinator.py", "9", "_with_ranks"),)
+    waits = process("trainer-1", stack=IN_ALL_REDUCE)
+    verdict = diagnose(run(process("trainer-0", stack=in_publish), waits, ranks=both))
+    assert verdict.health == "slow" and named(verdict.text, "publishing", "weight_sync.sync_timeout_s")
+
+
 def test_a_rank_that_is_in_a_collective_for_a_moment_waits_for_nobody_in_particular() -> None:
     assert (
         diagnose(run(process("trainer-0", stack=IN_ALL_REDUCE), process("trainer-1", stack=IN_MY_LOSS))).health
