@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
+from rl_async.sandbox.api import Language
+from rl_async.sandbox.cgroup import ControlGroup, Place
 from rl_async.sandbox.seccomp import system_call_filter
 from rl_async.sandbox.workspace import ProcessWorkspace
 
@@ -19,6 +21,8 @@ CHECK_S, CHECKS = 60.0, 3
 NOBODY = "65534"
 FIRST_SIGNAL = 128  # an exit code above it is that of a process which a signal ended, as shells have it
 SHARED_MEMORY_BYTES = 16 << 20  # /dev/shm, where semaphores are
+OWN_BYTES = 64 << 20  # of memory, for the first process and the kernel's own
+OWN_PROCESSES = 8  # bwrap, and what leads to it
 PYTHON = os.path.realpath(sys.executable)
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 FIRST_PROCESS = Path(__file__).with_name("inside.py")
@@ -38,11 +42,16 @@ exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-caps=-all --
 
 
 class Bubblewrap:
-    """Opens workspaces, each in a bwrap of its own. Raises ConfigError without bwrap or where the kernel refuses it."""
+    """Opens workspaces, each in a bwrap of its own and in a control group at ``place``.
 
-    def __init__(self, config: SandboxConfig) -> None:
-        self._config = config
-        self._filter, self._first = system_call_filter(), FIRST_PROCESS.read_bytes()
+    Without one, memory that no process shows counts nowhere, so the means to hold such are refused.
+
+    Raises ConfigError without bwrap or where the kernel refuses it.
+    """
+
+    def __init__(self, config: SandboxConfig, place: Place | None = None) -> None:
+        self._config, self._place = config, place
+        self._filter, self._first = system_call_filter(shared=place is not None), FIRST_PROCESS.read_bytes()
         self._folders = list(_folders(config.packages))
         needed = ["bwrap", *(["unshare", "setpriv", "mount"] if os.geteuid() == 0 else [])]
         if missing := [name for name in needed if shutil.which(name) is None]:
@@ -55,7 +64,8 @@ class Bubblewrap:
         with theirs:
             process = self._start(theirs, stderr=None, top=top)
         reader, writer = await asyncio.open_connection(sock=ours)
-        return ProcessWorkspace(process, reader, writer, self._config, {"python": PYTHON, "bash": "bash"})
+        interpreters: dict[Language, str] = {"python": PYTHON, "bash": "bash"}
+        return ProcessWorkspace(process, reader, writer, self._config, interpreters, process.counted)
 
     def _check(self) -> None:
         """Start a sandbox whose socket ends at once; it ends well if everything that it needs is there.
@@ -79,30 +89,36 @@ class Bubblewrap:
         with theirs:
             ours.close()
             process = self._start(theirs, stderr=subprocess.PIPE)
-        with process:
-            try:
-                _, said = process.communicate(timeout=CHECK_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return 1, f"no answer within {CHECK_S:g} s"
-        return process.returncode, said.decode(errors="replace").strip()[-500:]
-
-    def _start(self, control: socket.socket, *, stderr: int | None, top: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """Start bwrap. It dies with the thread that called this, which is the one of the event loop."""
-        texts = [_readable(text) for text in (self._filter, self._first)]
         try:
-            return subprocess.Popen(
-                self._command(*texts, top=top),
+            _, said = process.bwrap.communicate(timeout=CHECK_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return 1, f"no answer within {CHECK_S:g} s"
+        finally:
+            code = process.wait()
+        return code, said.decode(errors="replace").strip()[-500:]
+
+    def _start(self, control: socket.socket, *, stderr: int | None, top: Sequence[str] = ()) -> "_Bwrap":
+        """Start bwrap. It dies with the thread that called this, which is the one of the event loop."""
+        c = self._config
+        most = c.memory_bytes + c.workspace_bytes + SHARED_MEMORY_BYTES + OWN_BYTES
+        group = ControlGroup(self._place, most, c.processes + OWN_PROCESSES) if self._place else None
+        texts = [_readable(text) for text in (self._filter, self._first)]
+        counted = group.files if group else []
+        try:
+            bwrap = subprocess.Popen(
+                [*(group.command if group else ()), *self._command(*texts, top=top)],
                 stdin=control.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                pass_fds=texts,
+                pass_fds=[*texts, *counted],
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 cwd="/",
             )
         finally:
-            for fd in texts:
+            for fd in [*texts, *counted]:
                 os.close(fd)
+        return _Bwrap(bwrap, group, counted)
 
     def _command(self, filter_fd: int, first_fd: int, *, top: Sequence[str]) -> list[str]:
         shown = self._folders
@@ -125,6 +141,8 @@ class Bubblewrap:
             *binds,
             *("--perms", "0444", "--ro-bind-data", str(first_fd), "/inside.py"),
             *("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"),
+            # A shared mapping of /dev/zero is an anonymous one by another name; those of /dev/full cannot be mapped.
+            *(() if self._place else ("--dev-bind", "/dev/full", "/dev/zero")),
             *("--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
             *("--size", str(self._config.workspace_bytes), "--tmpfs", "/workspace"),
             *("--symlink", "workspace/.tmp", "/tmp"),
@@ -144,6 +162,26 @@ class Bubblewrap:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",  # else each library starts a thread per core, against the limit on processes
         }
+
+
+class _Bwrap:
+    """A bwrap that runs, and its control group. ``counted``: the group's files, as the sandbox has them."""
+
+    def __init__(self, bwrap: subprocess.Popen[bytes], group: ControlGroup | None, counted: list[int]) -> None:
+        self.bwrap, self._group, self.counted = bwrap, group, counted
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and remove the group. Raises subprocess.TimeoutExpired."""
+        code = self.bwrap.wait(timeout)
+        if self._group:
+            self._group.remove()
+        return code
+
+    def kill(self) -> None:
+        """End it, and with it the sandbox."""
+        if self._group:
+            self._group.kill()
+        self.bwrap.kill()
 
 
 def _readable(text: bytes) -> int:

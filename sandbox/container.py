@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import refuse_top
-from rl_async.sandbox.bubblewrap import FIRST_PROCESS, SHARED_MEMORY_BYTES
+from rl_async.sandbox.bubblewrap import FIRST_PROCESS, OWN_BYTES, SHARED_MEMORY_BYTES
 from rl_async.sandbox.seccomp import system_call_filter
 from rl_async.sandbox.workspace import ProcessWorkspace
 
 CHECK_S = 120.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SMALL = 1 << 16  # bytes, of file systems that nobody needs
-OWN_BYTES = 64 << 20  # of memory, for the first process and the kernel's own
 USERS = range(10_000, 60_000)  # also there where a user without rights has 65,536 numbers for his containers
 
 

@@ -113,9 +113,43 @@ def run(control: Control, stdin: bytes, *, argv: list[str], limits: dict[str, An
     killed = exit_code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= limits["cpu"]
     if not limit and (killed or exit_code == -signal.SIGXCPU):
         limit = "cpu"
+    limit = limit or program.group.exceeded(0)
     out, err, limit = *program.output(), limit or program.limit
     reply: dict[str, Any] = {"exit": exit_code, "limit": limit, "seconds": time.monotonic() - began, "stdout": len(out)}
     return reply, out + err
+
+
+class Group:
+    """The control group of the sandbox, by its open files: its use, what of that is files, and its events. Of a sandbox
+    without one there are none."""
+
+    def __init__(self, counted: list[int]) -> None:
+        self._counted = counted
+        for fd in counted:
+            os.set_inheritable(fd, False)
+        self._before, self._killed = (self._held(), self._kills()) if counted else (0, 0)
+
+    def exceeded(self, memory: int) -> str:
+        """Name the limit if the program holds more than it, unless it is 0, or the kernel killed for it."""
+        if not self._counted:
+            return ""
+        return "memory" if self._kills() > self._killed or 0 < memory < self._held() - self._before else ""
+
+    def _held(self) -> int:
+        """Return the bytes that the group holds without files: what was read from a disk is the machine's to drop, and
+        what stands in the workspace has a limit of its own."""
+        numbers, files = self._numbers(1), 0
+        for place in (WORKSPACE, "/dev/shm"):
+            space = os.statvfs(place)
+            files += (space.f_blocks - space.f_bfree) * space.f_frsize
+        return int(os.pread(self._counted[0], PIECE, 0)) - numbers["active_file"] - numbers["inactive_file"] - files
+
+    def _kills(self) -> int:
+        return self._numbers(2)["oom_kill"]
+
+    def _numbers(self, place: int) -> dict[str, int]:
+        lines = os.pread(self._counted[place], PIECE, 0).decode().splitlines()
+        return {name: int(number) for name, number in map(str.split, lines)}
 
 
 class Program:
@@ -123,6 +157,7 @@ class Program:
 
     def __init__(self, argv: list[str], stdin: bytes, limits: dict[str, Any]) -> None:
         self.limits, self.limit = limits, ""
+        self.group = Group(limits["counted"])
         self._stdin = memoryview(stdin)
         (theirs_in, self._in), (self._out, theirs_out), (self._err, theirs_err) = (os.pipe() for _ in range(3))
         self._pid = os.fork()
@@ -148,7 +183,7 @@ class Program:
                 if now >= deadline:
                     return "seconds"
                 if now >= watch:
-                    if limit := _exceeded(self.limits["memory"]):
+                    if limit := self.group.exceeded(self.limits["memory"]) or _exceeded(self.limits):
                         return limit
                     watch = time.monotonic() + WATCH_S
                 ready = {key.fd for key, _ in selector.select(max(0.0, min(deadline, watch) - now))}
@@ -216,6 +251,7 @@ def _become(argv: list[str], files: tuple[int, int, int], limits: dict[str, Any]
     """Become the program, in the child; never returns."""
     try:
         os.setsid()
+        _first_to_be_killed()
         for place, fd in enumerate(files):
             os.dup2(fd, place)
         for which, most in (
@@ -238,14 +274,25 @@ def _become(argv: list[str], files: tuple[int, int, int], limits: dict[str, Any]
         os._exit(127)
 
 
-def _exceeded(memory: int) -> str:
-    """Name the limit that all processes together, or all files, are beyond; else an empty text."""
+def _first_to_be_killed() -> None:
+    """Let the kernel kill this process before the first one where memory ends, which would lose the workspace.
+
+    Its file belongs to the user only while it is dumpable; becoming the program makes it so again.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a container may forbid it
+        file.write("1000")
+
+
+def _exceeded(limits: dict[str, Any]) -> str:
+    """Name the limit that all files are beyond, or what all processes show together where no control group counts it;
+    else an empty text."""
     pages = 0
-    for name in os.listdir("/proc"):
+    for name in [] if limits["counted"] else os.listdir("/proc"):
         if name.isdecimal() and name != "1":
             with contextlib.suppress(OSError), open(f"/proc/{name}/statm") as file:
                 pages += int(file.read().split()[1])
-    if pages * resource.getpagesize() > memory:
+    if pages * resource.getpagesize() > limits["memory"]:
         return "memory"
     for place in (WORKSPACE, "/dev/shm"):
         space = os.statvfs(place)

@@ -6,12 +6,13 @@ from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Sandbox
 from rl_async.sandbox.bubblewrap import Bubblewrap
+from rl_async.sandbox.cgroup import find_place
 from rl_async.sandbox.container import Containers
 from rl_async.sandbox.fusion import SandboxFusion
 from rl_async.userload import is_user_reference, load_user_object
 
 KINDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
-    "bubblewrap": Bubblewrap,
+    "bubblewrap": lambda config: Bubblewrap(config, find_place()),
     "container": Containers,
     "sandbox_fusion": SandboxFusion,
 }

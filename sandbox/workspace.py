@@ -5,6 +5,7 @@ import contextlib
 import json
 import struct
 import subprocess
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -40,7 +41,8 @@ class Running(Protocol):
 
 
 class ProcessWorkspace:
-    """A workspace whose first process answers over a socket. ``interpreters``: its commands that take ``-c CODE``."""
+    """A workspace whose first process answers over a socket. ``interpreters``: its commands that take ``-c CODE``.
+    ``counted``: its numbers for the open files of its control group, if it has one."""
 
     def __init__(
         self,
@@ -49,9 +51,10 @@ class ProcessWorkspace:
         writer: asyncio.StreamWriter,
         config: SandboxConfig,
         interpreters: dict[Language, str],
+        counted: Sequence[int] = (),
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._config, self._interpreters = config, interpreters
+        self._config, self._interpreters, self._counted = config, interpreters, counted
         self._lock = asyncio.Lock()
         self._requests: set[asyncio.Task[tuple[Reply, bytes]]] = set()
         # An archive has a header for each file, and a few blocks at its end.
@@ -63,8 +66,9 @@ class ProcessWorkspace:
             raise SandboxRefused(f"the program has more than {LONGEST_PROGRAM} bytes; write parts of it to files")
         c = self._config
         seconds = c.timeout_s if seconds is None else min(seconds, c.timeout_s)
-        limits = {"seconds": seconds, "cpu": c.cpu_s, "memory": c.memory_bytes, "processes": c.processes}
-        limits |= {"output": c.output_bytes, "workspace": c.workspace_bytes}
+        limits: dict[str, Any] = {"seconds": seconds, "cpu": c.cpu_s, "processes": c.processes}
+        limits |= {"memory": c.memory_bytes, "output": c.output_bytes, "workspace": c.workspace_bytes}
+        limits["counted"] = self._counted
         request = {"do": "run", "argv": [self._interpreters[language], "-c", code], "limits": limits}
         reply, output = await self._ask(request, stdin, most=c.output_bytes, within_s=seconds + GRACE_S)
         cut = reply.stdout

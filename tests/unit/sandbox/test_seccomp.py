@@ -9,13 +9,14 @@ from rl_async.errors import ConfigError
 from rl_async.sandbox.seccomp import system_call_filter
 
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+NO_MEMORY = 0x00050000 | errno.ENOMEM
 X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
 
 
-def verdict(machine: str, arch: int, number: int, argument: int = 0) -> int:
+def verdict(machine: str, arch: int, number: int, argument: int = 0, fourth: int = 0, *, shared: bool = True) -> int:
     """Run the machine's filter on one system call."""
-    program = list(struct.iter_unpack("=HBBI", system_call_filter(machine)))
-    data = struct.pack("=IIQ6Q", number, arch, 0, argument, *[0] * 5)
+    program = list(struct.iter_unpack("=HBBI", system_call_filter(machine, shared=shared)))
+    data = struct.pack("=IIQ6Q", number, arch, 0, argument, 0, 0, fourth, 0, 0)
     at = loaded = 0
     while True:
         code, if_true, if_false, operand = program[at]
@@ -24,8 +25,10 @@ def verdict(machine: str, arch: int, number: int, argument: int = 0) -> int:
             return operand
         if code == 0x20:
             (loaded,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x54:
+            loaded &= operand
         else:
-            holds = loaded == operand if code == 0x15 else loaded >= operand
+            holds = {0x15: loaded == operand, 0x35: loaded >= operand, 0x45: loaded & operand != 0}[code]
             at += if_true if holds else if_false
 
 
@@ -38,8 +41,20 @@ def test_calls_by_machine(machine: str, arch: int, read: int, ptrace: int, memfd
     assert verdict(machine, arch, ptrace) == verdict(machine, arch, memfd_create) == REFUSE
     assert [verdict(machine, arch, socket, family) for family in (1, 2, 10, 16)] == [ALLOW] * 4
     assert [verdict(machine, arch, socket, family) for family in (0, 17, 38, 40)] == [REFUSE] * 4
+    assert verdict(machine, arch, socket, 17, shared=False) == REFUSE
     assert verdict(machine, I386, read) == KILL
     assert verdict(machine, arch, 0x40000000 | ptrace) == REFUSE
+
+
+@pytest.mark.parametrize(("machine", "arch", "mmap"), [("x86_64", X86_64, 9), ("aarch64", AARCH64, 222)])
+def test_memory_that_only_a_control_group_counts(machine: str, arch: int, mmap: int) -> None:
+    shared, private, file, huge = 0x21, 0x22, 0x01, 0x40022
+    for with_shared in (True, False):
+        found = [verdict(machine, arch, mmap, 0, flags, shared=with_shared) for flags in (private, file, huge)]
+        assert found == [ALLOW, ALLOW, NO_MEMORY]
+    assert verdict(machine, arch, mmap, 0, shared) == ALLOW
+    # MAP_NORESERVE and the like change nothing.
+    assert verdict(machine, arch, mmap, 0, shared | 0x4000, shared=False) == NO_MEMORY
 
 
 def test_an_unknown_machine_has_none() -> None:
