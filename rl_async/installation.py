@@ -43,8 +43,12 @@ def commit() -> str:
 
 def install_beside_engine(python: str) -> str:
     """Return the command that installs this rl-async beside an engine, and changes nothing else there."""
-    words = [python, "-m", "pip", "install", "--no-deps", *_pip_arguments(), *BESIDE_ENGINES]
-    return shlex.join(words)
+    return install_beside(python, *BESIDE_ENGINES)
+
+
+def install_beside(python: str, *more: str) -> str:
+    """Return the command that installs this rl-async in that Python without its dependencies, but with ``more``."""
+    return shlex.join([python, "-m", "pip", "install", "--no-deps", *_pip_arguments(), *more])
 
 
 def _pip_arguments() -> list[str]:

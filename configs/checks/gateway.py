@@ -66,10 +66,17 @@ def gateway(c: RunConfig) -> str | None:
             re.compile(pattern)
         except re.error as error:
             return f"agent.gateway.untrained: {pattern!r} is not a regular expression: {error}"
-    if c.agent.environment is not None:
+    if plays_itself(c):
+        if not (c.agent.environment or "").startswith("verifiers:"):
+            return (
+                f"agent.environment_hosts.python: agent.environment={c.agent.environment} does not play through a "
+                "gateway, as verifiers:NAME does; leave out agent.environment_hosts.python and agent.gateway"
+            )
+    elif c.agent.environment is not None:
         return (
             f"agent.environment={c.agent.environment} has no effect with agent.gateway: agent programs bring their own "
-            "tools and state; set agent.environment=null, or leave out agent.gateway"
+            "tools and state; set agent.environment=null, or leave out agent.gateway (verifiers:NAME plays through it "
+            "in a Python of its own: agent.environment_hosts.python)"
         )
     if is_user_reference(c.agent.loop):
         return (
@@ -83,8 +90,15 @@ def without_effect(c: RunConfig) -> list[str]:
     """Return the keys of `agent` that are not at their defaults and that nothing in a run with a gateway reads."""
     if c.agent.gateway is None:
         return []
-    default = AgentConfig()
-    return [f"agent.{key}" for key in WORKERS_KEYS if getattr(c.agent, key) != getattr(default, key)]
+    default, read = AgentConfig(), ("environment", "environment_hosts", "concurrency") if plays_itself(c) else ()
+    keys = [key for key in WORKERS_KEYS if key not in read]
+    return [f"agent.{key}" for key in keys if getattr(c.agent, key) != getattr(default, key)]
+
+
+def plays_itself(c: RunConfig) -> bool:
+    """Whether the environment plays the episodes through the run's gateway, in a Python of its own."""
+    hosts = c.agent.environment_hosts
+    return c.agent.gateway is not None and hosts is not None and bool(hosts.python)
 
 
 def past_reasoning(c: RunConfig) -> str | None:

@@ -76,6 +76,11 @@ def _environment_hosts(c: RunConfig) -> str | None:
             "agent.environment_hosts cannot hold agent.environment=simulated_user, whose model the worker asks; leave "
             "them out"
         )
+    if c.agent.environment_hosts.python:
+        return (
+            "agent.environment_hosts.python: an environment in a Python of its own plays through a gateway; add "
+            "agent.gateway={}, or leave it out"
+        )
     return None
 
 

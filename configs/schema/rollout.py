@@ -63,6 +63,13 @@ class EnvironmentHostsConfig(Config, frozen=True):
         Seconds,
         doc("Deadline of an environment's prepare(), and of its start: __init__, __aenter__ and reset together."),
     ] = 120.0
+    python: Annotated[
+        str,
+        doc(
+            "Python with verifiers 0.4, and rl-async beside it, whose environment plays through agent.gateway; "
+            "empty: this one (docs/how-to/environments.md)."
+        ),
+    ] = ""
 
 
 class AgentConfig(Config, frozen=True):

@@ -6,20 +6,24 @@ a folder.
 """
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
+from rl_async.configs.checks.gateway import plays_itself
 from rl_async.configs.derived.data import parts
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_USER, RlAsyncError
+from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.installation import install_beside
 from rl_async.launcher.plan.apart import run_apart
 from rl_async.messages import Task
 from rl_async.transfer_queue.data.task_stream import first_task
 
 SLACK_S = 60.0  # beside the environment's own deadlines: imports
 CALLS = 4  # that have a deadline: its preparation, its making, reset and close
+PLAYER_S = 180.0  # importing verifiers from a slow disk takes a minute
 NEEDS_POLICY = "simulated_user"  # which may be played by the policy, and otherwise is a server of its own
 
 
@@ -39,7 +43,12 @@ def try_environment(config: RunConfig) -> None:
     from rl_async.agent_loop.environments.registry import by_seed
 
     agent, name = config.agent, config.agent.environment
-    if name is None or name == NEEDS_POLICY or agent.gateway is not None or config.rollout.replay:
+    if name is None or name == NEEDS_POLICY or config.rollout.replay:
+        return
+    if plays_itself(config):
+        _try_player(config)
+        return
+    if agent.gateway is not None:
         return
     if config.data.make is None or Path(parts(config.data)[0].path).is_file():
         task = first_task(config)
@@ -52,6 +61,28 @@ def try_environment(config: RunConfig) -> None:
     what = f"agent.environment: beginning and ending an episode of {name}"
     given = msgspec.json.encode(_Trial(config, task))
     run_apart("launcher.plan.environments", what=what, limit_s=limit_s, given=given)
+
+
+def _try_player(config: RunConfig) -> None:
+    """Load an environment in a Python of its own, with the first task if the data are there. Raises ConfigError."""
+    from rl_async.agent_loop.environments.player.__main__ import command, settings
+
+    words, key = command(config), "agent.environment_hosts.python"
+    there = config.data.make is None or Path(parts(config.data)[0].path).is_file()
+    task = {"extra": first_task(config).extra} if there else {}
+    try:
+        done = subprocess.run(words, input=settings(config, **task), capture_output=True, timeout=PLAYER_S)
+    except OSError as error:
+        raise ConfigError(f"{key}: {words[0]} cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{key}: {words[0]} did not load the environment within {PLAYER_S:g} s") from error
+    said = done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"]
+    if done.returncode == EXIT_USER:
+        raise ConfigError(said[-1].removeprefix("error: "))
+    if done.returncode:
+        raise ConfigError(
+            f"{key}: {words[0]} needs verifiers 0.4, and rl-async by `{install_beside(words[0])}`; it said: {said[-1]}"
+        )
 
 
 def main() -> int:

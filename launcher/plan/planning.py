@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_async.accelerators import select_devices
+from rl_async.configs.checks.gateway import plays_itself
 from rl_async.configs.derived.engines import lent_engines
 from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.derived.queue import is_encrypted
@@ -239,8 +240,12 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
 
 def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
     """Return the processes that play episodes: agent workers, or instead of them a gateway for agent programs."""
-    if gateway_of(config) is not None:
-        return (_worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}"),)
+    if (gateway := gateway_of(config)) is not None:
+        served = _worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}")
+        url = f"http://{HOST if gateway.host == '0.0.0.0' else gateway.host}:{{{GATEWAY}}}"
+        hosts = config.agent.environment_hosts
+        players = range(hosts.processes if hosts is not None and plays_itself(config) else 0)
+        return (served, *(_player(config, run_dir, number, url) for number in players))
     numbers = range(workers(config))
     return tuple(_worker(config, run_dir, f"worker-{i}", "agent_loop", "--index", str(i)) for i in numbers)
 
@@ -256,6 +261,18 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
         env=environment(config, "worker"),
         max_restarts=config.launcher.max_restarts,
         memory_bytes=worker_bytes(config),
+    )
+
+
+def _player(config: RunConfig, run_dir: Path, number: int, gateway: str) -> ProcessSpec:
+    """Return the process of an environment that plays through the gateway; it needs none of the run's secrets."""
+    flags = ("--run", str(run_dir), "--gateway", gateway, "--index", str(number))
+    return ProcessSpec(
+        name=f"environment-{number}",
+        role="worker",
+        argv=own_module("agent_loop.environments.player", *flags),
+        env=environment(config, "prepare"),
+        max_restarts=config.launcher.max_restarts,
     )
 
 

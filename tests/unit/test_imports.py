@@ -146,7 +146,7 @@ def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
 
 ROLES = {  # every role's own process; vLLM's and SGLang's --help are theirs
     *("transfer_queue", "transfer_queue/shard", "trainer", "trainer/finetune", "rollout_server"),
-    *("agent_loop", "agent_loop/gateway", "reward_loop/server", "launcher/cli"),
+    *("agent_loop", "agent_loop/gateway", "agent_loop/environments/player", "reward_loop/server", "launcher/cli"),
 }
 SLOW = {*HOME_OF, "transformers", "peft", "accelerate"}  # each takes seconds to import
 

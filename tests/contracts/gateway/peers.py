@@ -24,7 +24,7 @@ from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.gateway import Gateway
-from rl_async.messages import Done, Leased, LeasedGroup, SampleKey, Trajectory, Version
+from rl_async.messages import Done, Leased, LeasedGroup, Renewed, SampleKey, Trajectory, Version
 from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
@@ -46,8 +46,8 @@ class Queue:
         await self.over.wait()
         return Leased(groups=[], finished=True)
 
-    async def renew(self, held: list[SampleKey]) -> Done:
-        return Done()
+    async def renew(self, held: list[SampleKey]) -> Renewed:
+        return Renewed()
 
     async def put(self, *rows: Trajectory) -> Done:
         self.putting.set()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.checks.gateway import gateway_problem, without_effect
+from rl_async.configs.checks.gateway import gateway_problem, plays_itself, without_effect
 from rl_async.configs.checks.reward import unrewarded
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
@@ -277,6 +277,16 @@ def test_what_only_agent_workers_do_is_not_ignored_in_silence() -> None:
         [GATEWAY, "agent.loop=single_turn", "agent.max_turns=4", "agent.workers=3", "agent.environment_hosts={}"],
     )
     assert without_effect(config) == ["agent.environment_hosts", "agent.workers"]
+
+
+def test_an_environment_in_a_python_of_its_own_plays_through_a_gateway() -> None:
+    own, verifiers = "agent.environment_hosts={python: there/python}", "agent.environment=verifiers:sums"
+    config = load_config("calculator", [GATEWAY, own, verifiers, "agent.concurrency=8", "agent.workers=3"])
+    assert plays_itself(config) and without_effect(config) == ["agent.workers"]
+    assert not plays_itself(load_config("calculator", [GATEWAY]))
+    for given in ([own, verifiers], [GATEWAY, own, "agent.environment=shop"], [GATEWAY, own]):
+        with pytest.raises(ConfigError, match=r"agent\.environment_hosts\.python"):
+            load_config("calculator", given)
 
 
 def test_ranks_that_share_rows_get_as_many_rows_as_one() -> None:

@@ -94,6 +94,10 @@ def test_a_gateway_takes_the_place_of_the_workers() -> None:
         f"-P -m rl_async.agent_loop.gateway --run runs/x --port 8123 --queue {QUEUE}"
     )
     assert PortWish("gateway", 8123, "agent.gateway.port") in planned.ports
+    own = ["agent.environment=verifiers:sums", "agent.environment_hosts={python: there/python, processes: 2}"]
+    _, *players = plan(float32_config("calculator", ["agent.gateway={}", *own]), RUN).workers
+    assert [player.name for player in players] == ["environment-0", "environment-1"]
+    assert players[1].command(ports)[-4:] == ["--gateway", "http://127.0.0.1:8123", "--index", "1"]
     assert endpoints(config, RUN, ports) == Endpoints(queue=QUEUE, gateway="http://127.0.0.1:8123")
 
 
