@@ -1,8 +1,8 @@
 """An MCP server without the SDK: ``python bare_server.py TOOLS [TYPE]`` lists the tools given as JSON.
 
 It runs those that answer without measure: ``blocks``, ``values`` and ``nested`` with many JSON values, ``endless``
-without end; ``text`` answers with one long text, and any other tool with its name. With TYPE, a content type, it answers
-over HTTP, and prints its port.
+without end; ``text`` answers with one long text, and any other tool with its name. With TYPE, a content type, it
+answers over HTTP, and prints its port.
 """
 
 import itertools
