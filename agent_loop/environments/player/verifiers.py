@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from rl_async.errors import EXIT_RESTART, EXIT_USER, UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
+from rl_async.tasks import outcomes, together
 
 log = logging.getLogger("rl_async.player")
 
@@ -165,12 +166,12 @@ class Player:
         async with self._environment.serving(), self._relay.serving() as self._client:
             asking = [loop.run_in_executor(pool, self._work, loop) for _ in range(self._at_once)]
             try:
-                await asyncio.gather(*asking)
+                await together(*asking)
             finally:
                 self._stopping = True
                 for playing in self._playing:
                     playing.cancel()
-                await asyncio.gather(*self._playing, return_exceptions=True)
+                await outcomes(*self._playing)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         for episode in self._gateway.episodes(lambda: self._stopping):
