@@ -54,7 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     long.token_ids = np.full(LONG_TOKENS, tokenizer.token_to_id("x"), np.int32)
     long.loss_mask, long.logprobs = np.arange(LONG_TOKENS) >= 4, np.full(LONG_TOKENS, -0.5, np.float32)
     long.turns = conversation("endless", "x" * LONG)
-    long.turns[1].end, long.turns[1].tool_calls[0].result = LONG_TOKENS, "y" * LONG
+    long.turns[1].end, call = LONG_TOKENS, long.turns[1].tool_calls[0]
+    call.result, call.cut = "y" * LONG, 4_000_000
     (instructed,) = make_rows(11, groups=1, samples=1)
     instructed.token_ids[:4] = tokenizer.encode("S\nU\n").ids
     instructed.turns = conversation("what is asked", "done")
@@ -194,6 +195,7 @@ def test_a_line_without_end_is_read_in_parts(tab: Tab) -> None:
     page.locator("tbody tr").first.click()
     page.locator(".strip").wait_for()
     page.get_by_text("show all 1,048,576 characters").wait_for()
+    page.get_by_text("cut: 4,000,000 characters in all").wait_for()
     page.locator(".tokens .token").first.wait_for()
     assert 0 < page.locator(".tokens .token").count() < LONG_TOKENS / 4, (
         "only what is looked at is drawn token by token"

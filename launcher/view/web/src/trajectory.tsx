@@ -190,7 +190,8 @@ function CallBox({ call }: { call: Call }) {
   return (
     <div class={call.error ? "call failed" : "call"}>
       <div class="text"><b>{visible(call.name)}</b>({visible(toolArguments(call.arguments))}) <span class="quiet">{call.seconds > 0 && seconds(call.seconds)}</span>
-        {call.reward !== null && <span class="part">reward {signed(call.reward)}{call.reason && ` – ${call.reason}`}</span>}</div>
+        {call.reward !== null && <span class="part">reward {signed(call.reward)}{call.reason && ` – ${call.reason}`}</span>}
+        {!!call.cut && <span class="part cut" title="the policy saw the beginning (agent.tool_response_tokens)">cut: {number(call.cut)} characters in all</span>}</div>
       {call.error ? <div class="problem"><PlainText text={call.error} /></div> : <PlainText text={call.result} />}
     </div>
   );

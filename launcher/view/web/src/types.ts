@@ -123,6 +123,7 @@ export interface Call {
   name: string;
   arguments: string;
   result: string;
+  cut?: number; // characters of the whole result, of which the policy saw the beginning
   error: string;
   problem: string | null;
   reward: number | null;
