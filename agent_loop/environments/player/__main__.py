@@ -17,6 +17,7 @@ import msgspec
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_SIGNAL
 from rl_async.process import guard
 from rl_async.process.http_auth import TOKEN_FILE, token_file
 from rl_async.process.role import add_run, role_parser, run_role
@@ -82,7 +83,7 @@ async def _keep(given: argparse.Namespace) -> int:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await ended
-        return 128 + signal.SIGTERM
+        return EXIT_SIGNAL + signal.SIGTERM
     stop.cancel()
     return await ended
 

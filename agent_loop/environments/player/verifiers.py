@@ -42,7 +42,6 @@ SESSION = "X-Session-ID"  # verifiers sends the trace's id in this header of eve
 HOP = frozenset({"host", "content-length", "content-encoding", "transfer-encoding", "connection"})
 KEYS = frozenset({"authorization", "x-api-key"})
 WAIT_S = 2.0  # of one question for an episode: a request to end takes effect behind it
-GONE_S = 120.0  # within which a gateway that died is back
 POLICYS = {"HarnessError": None, "ProviderError": (400, 413)}  # errors, with the statuses of a refused request
 LAST_WORDS = 2000  # characters of an error that are recorded
 
@@ -307,7 +306,7 @@ def main() -> int:
             if "extra" in given:
                 task_of(environment, given["extra"])
             return 0
-        gateway = Gateway(given["url"], token_file=given["token_file"], wait_s=WAIT_S, gone_s=GONE_S)
+        gateway = Gateway(given["url"], token_file=given["token_file"], wait_s=WAIT_S)
         with ThreadPoolExecutor(given["at_once"], thread_name_prefix="play") as pool:
             asyncio.run(_until_told(Player(environment, gateway, given["at_once"]), pool))
     except (GatewayError, OSError) as error:

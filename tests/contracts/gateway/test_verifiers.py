@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.configs.load.loader import dump, load_config
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
+from rl_async.errors import EXIT_SIGNAL, ConfigError
 from rl_async.launcher.plan.environments import try_environment
 from rl_async.process.http_auth import make_tokens
 from tests.contracts.gateway.peers import RunningGateway
@@ -72,9 +73,10 @@ def test_its_rollouts_become_rows_with_its_rewards(
         said = ""
         while "given back" not in said and (line := keeper.stderr.readline()):
             said += line
-        gateway.stop()
+        keeper.terminate()
         said += keeper.communicate(timeout=60)[1]
-    assert keeper.returncode == 0, said
+    gateway.stop()
+    assert keeper.returncode == EXIT_SIGNAL + signal.SIGTERM, said
     assert "no number" in gateway.queue.failures[0]
     right, wrong, error = [rows[0] for rows in gateway.queue.rows]
     assert (right.reward, right.reward_parts) == (1.5, {"right": 1.0, "called": 1.0, "turns": 2.0})
@@ -87,7 +89,6 @@ def test_its_rollouts_become_rows_with_its_rewards(
     ("override", "named"),
     [
         ("agent.environment=verifiers:nowhere", r"agent\.environment: .*nowhere"),
-        ("agent.environment_options={taskset: {no_such: 1}}", r"agent\.environment_options: taskset\.no_such"),
         (f"agent.environment_hosts={{python: {sys.executable}}}", r"agent\.environment_hosts\.python"),
         ("agent.environment_hosts={python: /no/python}", r"agent\.environment_hosts\.python"),
     ],
@@ -100,6 +101,6 @@ def test_one_that_cannot_work_is_refused_before_the_run(
 
 
 def test_a_row_without_its_task_is_refused_before_the_run(config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("idx", "no_such"))
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("answer", "no_such"))
     with pytest.raises(ConfigError, match=r"^data: extra_info\.task"):
         try_environment(config())
