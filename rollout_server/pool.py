@@ -188,6 +188,7 @@ class EnginePool:
             member = await self._route(progress)
             progress.engine = member.engine_id
             try:
+                began = time.monotonic()
                 with member.in_flight(progress.rest):
                     self._refresh(member)
                     await self._read_answer(member, progress)
@@ -213,6 +214,7 @@ class EnginePool:
                 self.replayed += 1
             else:
                 member.swallowed = 0
+                self._router.ended(member, time.monotonic() - began)
             finally:
                 self._refresh(member)
                 self._wake_waiters()
@@ -315,7 +317,7 @@ class EnginePool:
                 deadline = _Deadline(read, member.client, progress)
                 member.reads.add(read)
                 try:
-                    await _read(member.client, progress)
+                    await _read(member, progress)
                 finally:
                     member.reads.discard(read)
                     deadline.cancel()
@@ -336,10 +338,10 @@ class EnginePool:
                 self._wake_waiters()  # it leaves, or found room elsewhere: the next one may have its room
 
     async def _wait_for_room(self, waiter: _Waiter, progress: _Progress) -> PoolMember[StreamingClient]:
-        version = waiter.version
+        version, began = waiter.version, time.monotonic()
         while True:
             members, now = self._members.values(), time.monotonic()
-            member = self._router.choose(self._open.members, progress.rest, progress.session, now)
+            member = self._router.choose(self._open.members, progress.rest, progress.session, now, members, now - began)
             if member is not None:
                 return member
             self._waiters[waiter] = None
@@ -395,11 +397,15 @@ class _Deadline:
             expire(self._read)
 
 
-async def _read(client: StreamingClient, progress: _Progress) -> None:
-    before = len(progress.done.token_ids)
-    async with aclosing(client.stream(progress.rest, session=progress.session)) as parts:
+async def _read(member: PoolMember[StreamingClient], progress: _Progress) -> None:
+    before, heard_at = len(progress.done.token_ids), time.monotonic()
+    async with aclosing(member.client.stream(progress.rest, session=progress.session)) as parts:
         async for part in parts:
             progress.add(part)
+            if part.token_ids:
+                now = time.monotonic()
+                member.pace.hear(len(part.token_ids), now - heard_at, now)
+                heard_at = now
     if progress.unfinished and len(progress.done.token_ids) == before:
         raise EngineLost("the engine gave the request up before its first token")
 

@@ -9,13 +9,17 @@ leaves an engine whose cache is nearly full and which would soon preempt.
 Of more than CANDIDATES engines it is the cheapest of that many, drawn at random, and of the conversation's last one:
 the cost of a choice does not grow with the number of engines, and the pools of many workers, who all know the same
 loads of a moment ago, do not all choose the same engine.
+
+A batch is complete when its slowest answer is, and the tokens of all answers of an engine come at about the same pace.
+So an engine whose pace is SLOW times that of the fastest gets a request only to be measured again, one at a time, or if
+no other has room and waiting for one would take longer than the slow engine does.
 """
 
 import asyncio
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -27,8 +31,53 @@ SHRINK, GROW = 0.75, 1.05  # factors of the limit
 MIN_LIMIT = 4
 SESSIONS_REMEMBERED = 100_000
 CANDIDATES = 32
+SLOW = 2.0
+# Paces that differ by less than this, in seconds per token, are alike.
+FASTEST_S = 0.001
+# An engine has a pace from so many tokens on; what was heard before counts half as much after each HALF_LIFE_S.
+EVIDENCE, HALF_LIFE_S = 16, 5.0
+# A wait for tokens counts this long at most, or LONGEST_GAP times as long as usual: engines pause for new weights.
+LONGEST_GAP_S, LONGEST_GAP = 1.0, 10.0
+# A slow engine is measured again after so long, and so many times as long as its last request took.
+TRY_AGAIN_S, TRY_AGAIN = 20.0, 20.0
+# The fastest of many engines is looked for so often.
+FASTEST_EVERY_S = 1.0
+# Weight of the newest request in the usual length of one.
+NEWEST = 0.1
 
 C = TypeVar("C")
+
+
+class Pace:
+    """How long an engine takes for a token of one answer, a mean over all answers that are read, the newer ones first.
+
+    It does not measure how many answers the engine decodes at once: one that has little to do is not slow.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self.heard_at = -math.inf
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds per token; None until EVIDENCE tokens were heard."""
+        return self._seconds / self._tokens if self._tokens >= EVIDENCE else None
+
+    def hear(self, tokens: int, seconds: float, now: float) -> None:
+        """Take in that ``tokens`` tokens of one answer came ``seconds`` after those before them."""
+        usual = tokens * (self.seconds or 0.0)
+        kept = 0.5 ** ((now - self.heard_at) / HALF_LIFE_S)
+        # Old evidence weighs little, but is evidence until there is newer.
+        kept = max(kept, min(1.0, EVIDENCE / max(1.0, self._tokens)))
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + min(seconds, max(LONGEST_GAP_S, LONGEST_GAP * usual))
+        self.heard_at = now
+
+    def slowness(self, fastest: float | None) -> float:
+        """Return how many times as long as the fastest engine this one takes for a token; 1 if that is unknown."""
+        if fastest is None or self.seconds is None:
+            return 1.0
+        return max(1.0, self.seconds / max(fastest, FASTEST_S))
 
 
 class PoolMember(Generic[C]):
@@ -49,6 +98,9 @@ class PoolMember(Generic[C]):
         self.missed_probes = 0  # in a row
         self.probed_at = 0.0  # when the last probe began
         self.gone = asyncio.Event()  # it left the registry, or does not answer probes
+        self.pace = Pace()
+        # Seconds that its latest request took.
+        self.took_s = 0.0
         self.reads: set[asyncio.Timeout] = set()  # of its answers; to expire at once when it is gone
         self._load: EngineLoad | None = None
         self._pressed = False  # the last load showed preemptions with a full cache
@@ -81,6 +133,11 @@ class PoolMember(Generic[C]):
     def room(self) -> int:
         """The number of requests that it may still take."""
         return max(0, math.ceil(self.limit - self.requests))
+
+    def is_slow(self, fastest: float | None, now: float) -> bool:
+        """Whether requests had better go elsewhere: it is slow, and it is not time to measure it again."""
+        due = not self.requests and now - self.pace.heard_at >= max(TRY_AGAIN_S, TRY_AGAIN * self.took_s)
+        return not due and self.pace.slowness(fastest) >= SLOW
 
     def mark_gone(self) -> None:
         """Stop routing to the engine, and end the reads of its answers so that their requests move elsewhere."""
@@ -154,12 +211,24 @@ class Router(Generic[C]):
         # By session, least recently used first. A dict looks at all keys that were deleted to find its first one.
         self._last: OrderedDict[str, PoolMember[C]] = OrderedDict()
         self._random = random.Random()
+        # Seconds that a request usually takes on an engine that is not slow.
+        self._usual_s = 0.0
+        self._fastest: tuple[float, float | None] = (-math.inf, None)
 
     def choose(
-        self, members: Sequence[PoolMember[C]], request: GenerateRequest, session: str, now: float
+        self,
+        members: Sequence[PoolMember[C]],
+        request: GenerateRequest,
+        session: str,
+        now: float,
+        everyone: Collection[PoolMember[C]] = (),
+        waited_s: float = math.inf,
     ) -> PoolMember[C] | None:
-        """Return the cheapest candidate among ``members`` that serves the request's version and has room, or None if
-        there is no such engine."""
+        """Return the cheapest candidate among ``members`` that serves the request's version and has room.
+
+        None if there is no such engine, or only slow ones, and one of ``everyone`` would end the request, which has
+        waited for ``waited_s``, sooner.
+        """
         last = self._last.get(session)
 
         def fit(some: Sequence[PoolMember[C]]) -> list[PoolMember[C]]:
@@ -175,12 +244,31 @@ class Router(Generic[C]):
         found = found or fit(members)
         if not found:
             return None
-        best = min(found, key=cost)
+        fastest = self._fastest_of(everyone or members, request.min_version, now)
+        quick = [member for member in found if not member.is_slow(fastest, now)]
+        if not quick:
+            least = min(member.pace.slowness(fastest) for member in found)
+            if waited_s < (least - 1.0) * self._usual_s:
+                return None
+        best = min(quick or found, key=cost)
         self._last[session] = best
         self._last.move_to_end(session)
         if len(self._last) > SESSIONS_REMEMBERED:
             self._last.popitem(last=False)
         return best
+
+    def ended(self, member: PoolMember[C], seconds: float) -> None:
+        """Take in how long a request took on an engine, for what waiting for others is worth."""
+        member.took_s = seconds
+        if member.pace.slowness(self._fastest[1]) < SLOW:
+            self._usual_s += (NEWEST if self._usual_s else 1.0) * (seconds - self._usual_s)
+
+    def _fastest_of(self, members: Collection[PoolMember[C]], version: Version, now: float) -> float | None:
+        """Return the pace of the fastest engine that serves ``version``; of many it is not looked for each time."""
+        if len(members) <= CANDIDATES or now >= self._fastest[0]:
+            paces = [m.pace.seconds for m in members if m.serves(version, now)]
+            self._fastest = now + FASTEST_EVERY_S, min((pace for pace in paces if pace is not None), default=None)
+        return self._fastest[1]
 
 
 def expire(read: asyncio.Timeout) -> None:

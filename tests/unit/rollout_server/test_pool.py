@@ -1,7 +1,8 @@
 """Routing, the version gate, and what happens to requests when engines are lost. Engines are handwritten fakes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 
 import msgspec
 import pytest
@@ -132,6 +133,61 @@ async def test_room_at_an_old_engine_goes_to_waiters_that_accept_its_version() -
     assert not first.done() and not engines["new"].hold.is_set()
     engines["new"].hold.set()
     await asyncio.gather(first, *full)
+
+
+async def batches_take(number: int, at_once: int, pool: EnginePool, **pace_s: float) -> float:
+    """Sample so many batches of 20 tokens an answer, one after another; the seconds that it took."""
+    pool.update(registry(**dict.fromkeys(pace_s, V1)))
+    began = time.monotonic()
+    for batch in range(number):
+        answers = [pool.generate(request(max_tokens=20), session=f"{batch}.{n}") for n in range(at_once)]
+        await asyncio.gather(*answers)
+    return time.monotonic() - began
+
+
+def paced(pace_s: Mapping[str, float]) -> tuple[EnginePool, dict[str, FakeEngine]]:
+    """Engines that need so many seconds for each token of an answer, however many answers they sample."""
+
+    class Paced(FakeEngine):
+        async def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]:
+            self.seen.append(request)
+            for reason in ("abort", "length"):
+                await asyncio.sleep(request.max_tokens / 2 * pace_s[self.name])
+                yield result(request.max_tokens // 2, V1, reason)
+
+    engines: dict[str, FakeEngine] = {}
+
+    def connect(record: EngineRecord) -> FakeEngine:
+        return engines.setdefault(record.engine_id, Paced(record.engine_id, lose))
+
+    return EnginePool(connect, 60.0, 8), engines
+
+
+@pytest.mark.parametrize("at_once", [8, 30], ids=["with room", "more than the fast one has room for"])
+async def test_an_engine_that_is_ten_times_slower_does_not_slow_the_other_one_down(at_once: int) -> None:
+    alone, _ = paced({"fast": 0.02})
+    best = await batches_take(30, at_once, alone, fast=0.02)
+    pool, _ = paced({"fast": 0.02, "slow": 0.2})
+    both = await batches_take(30, at_once, pool, fast=0.02, slow=0.2)
+    # An answer of the slow engine takes 4 s: those of the first batch, and those by which it is measured again, which
+    # take a twentieth of the time.
+    assert both < 1.05 * best + 2 * 4.0
+
+
+async def test_a_slow_engine_that_recovers_is_used_again() -> None:
+    pace_s = {"fast": 0.02, "slow": 0.2}
+    pool, engines = paced(pace_s)
+    await batches_take(20, 8, pool, **pace_s)
+    pace_s["slow"] = 0.02
+    # It is measured after 20 times the 4 s that its last answer took, and then again after 20 s each, until what it
+    # was weighs less than what it is.
+    await asyncio.sleep(20 * 4.0)
+    for _ in range(4):
+        await batches_take(1, 8, pool, **pace_s)
+        await asyncio.sleep(20.0)
+    engines["slow"].seen.clear()
+    await batches_take(20, 8, pool, **pace_s)
+    assert len(engines["slow"].seen) >= 20 * 8 / 4, "half, if nothing else counted"
 
 
 async def test_a_lost_request_is_replayed_elsewhere() -> None:
