@@ -1,6 +1,12 @@
-"""What a batch costs with the number of its rows, and of those who read it.
+"""What a batch costs with the tail of its lengths, with the number of its rows, and of those who read it.
 
     python -m benchmarks.batches [--repeats 3] [--json FILE]
+
+``tail_memory``: memory that a step takes at most on a batch of 4,096 rows of which one has 131,072 tokens and the
+others 300, over that on as many tokens in 4,096 rows of one length: 1 if it follows from the tokens, 400 if every row
+takes as much as the longest. The models' own work is left out: log-probabilities are looked up in a table, and each
+optimizer step does nothing. ``tail_memory_gae``: the same with GAE and the whole step of its critic.
+``*_bytes_per_token`` say how much the one with the tail is.
 
 ``layout_growth``: seconds of laying 8,192 rows out on 512 ranks over those of 4,096 on 256; 2.2 if they grow as
 n log n, 4 as rows times ranks. ``layout_shared_growth``: the same where groups of eight share a prompt.
@@ -13,16 +19,29 @@ retired, group by group, over that of 10,000; 1 if it does not depend on how man
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from benchmarks.algorithms import peak_rise
 from benchmarks.processes.command_line import parser, save
-from rl_async.messages import Task
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
+from rl_async.configs.schema.data import DataConfig, ModelConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.messages import Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.backends.interface import LossFn, Outputs
+from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
+from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import layout
+from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.step.models import Models
+from rl_async.trainer.step.update import update
 from rl_async.transfer_queue.policy.admission import QueueSettings
 from rl_async.transfer_queue.state.book import Book
 from rl_async.transfer_queue.state.consumers import Consumers, ConsumersState, Cursor, Entry, Kept
@@ -30,6 +49,7 @@ from rl_async.transfer_queue.state.transitions import Transition
 
 GROUP = 8
 PROMPT_TOKENS = 256
+VOCABULARY = 1024
 
 
 @dataclass(frozen=True)
@@ -102,11 +122,83 @@ def shelf_figures(repeats: int) -> dict[str, float | None]:
     return {"acknowledge_growth": many / few, "acknowledge_us": many * 1e6}
 
 
+class Table:
+    """A policy and a critic without context, whose optimizer steps change nothing."""
+
+    device = "cpu"
+    row_cost = RowCost()
+    replays_routers = False
+    data_parallel = DataParallel(0, 1, is_recorder=True)
+
+    def __init__(self) -> None:
+        self.table = -torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, batch: Tensors, requested: frozenset[str] = frozenset()) -> Outputs:
+        numbers = self.table[batch.tokens[:, 1:]]
+        return Outputs(logprobs=numbers, values=numbers)
+
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[str] = frozenset()
+    ) -> tuple[float, float]:
+        return sum(loss_fn(number, self.forward(batch)).item() for number, batch in enumerate(batches)), 0.0
+
+
+def batch_of(lengths: Sequence[int], config: RunConfig) -> Batch:
+    """Make a batch of groups of eight rows of these lengths, whose last three quarters were sampled."""
+    draw, rows = np.random.default_rng(0), list[Trajectory]()
+    for number, tokens in enumerate(lengths):
+        mask = np.arange(tokens) >= tokens // 4
+        rows.append(
+            Trajectory(
+                task_id=str(number // GROUP),
+                group_id=number // GROUP,
+                sample=number % GROUP,
+                attempt=0,
+                episode_id=str(number),
+                token_ids=draw.integers(0, VOCABULARY, tokens, dtype=np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, -draw.random(tokens), 0).astype(np.float32),
+                versions=[VersionRun(Version(), 0, int(mask.sum()))],
+                sampling=Sampling(),
+                reward=float(number % 3),
+            )
+        )
+    headers = [row.header() for row in rows]
+    plan = plan_batch(headers, 0, config, 1, RowCost())
+    return Batch(0, headers, plan, {row.key: row for row in rows})
+
+
+def step_memory(lengths: Sequence[int], algorithm: AlgorithmConfig, critic: CriticConfig | None) -> int:
+    """Bytes that ``update`` takes at most beside the rows."""
+    config = RunConfig(ModelConfig(path="none"), DataConfig(path="none"), algorithm=algorithm, critic=critic)
+    batch, table = batch_of(lengths, config), Table()
+    models = Models(table, critic=table if critic else None)  # type: ignore[arg-type]
+    return peak_rise(lambda: update(models, batch, build(config), config))
+
+
+def tail_figures() -> dict[str, float | None]:
+    """Memory of steps on a batch with one long row, over that on one without."""
+    # Else malloc keeps what earlier steps have freed, and a later peak rises less.
+    torch.ones(7 * 2**20)
+    tail = [300] * 4095 + [131_072]
+    even = [sum(tail) // len(tail)] * len(tail)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = dict[str, float | None]()
+    for name, arguments in {
+        "tail_memory": (AlgorithmConfig(), None),
+        "tail_memory_gae": (AlgorithmConfig(advantage="gae"), CriticConfig()),
+    }.items():
+        short, long = step_memory(even, *arguments), step_memory(tail, *arguments)
+        found |= {name: long / short, f"{name}_bytes_per_token": long / sum(tail)}
+    dist.destroy_process_group()
+    return found
+
+
 def main() -> None:
     arguments = parser(__doc__).parse_args()
-    found = layout_figures(arguments.repeats) | shelf_figures(arguments.repeats)
+    found = tail_figures() | layout_figures(arguments.repeats) | shelf_figures(arguments.repeats)
     for name, value in found.items():
-        print(f"{name:<24}{value:>10.2f}")
+        print(f"{name:<32}{value:>10.2f}")
     save(found, arguments.json)
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a trainer rank, estimated and measured.")
     parser.add_argument("--config", nargs="+", default=["calculator", "shop", "sort"])
     parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -23,6 +23,7 @@ LOGITS_CHUNK = 1 << 23  # logits in memory at once; 8 times as many on a GPU, wh
 HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_BYTES = 1 << 30  # of a GPU, for any process that uses it: driver, libraries' workspaces, collectives
+BATCH_BYTES = 240  # of a token of a step's batch, on each rank's host, at most (``benchmarks.batches``)
 PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedded one's; vLLM's are fewer)
 
 
@@ -170,7 +171,8 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
 
     Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights, and hold the reference
     in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole replica. With
-    ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base is.
+    ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base is. The numbers per
+    token of the whole batch are on the host of each rank (``trainer/step/whole_batch.py``).
     """
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
@@ -200,7 +202,13 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
         shards = dict.fromkeys(shards, 0)
     shards["gradients"] += gathered
     runtime = CONTEXT_BYTES if on_gpu else TORCH_BYTES
-    return {"runtime": runtime, **shards, "activations": forward_bytes(config, size, on_gpu=on_gpu)}
+    rows = config.data.train_batch_groups * config.rollout.group_size
+    return {
+        "runtime": runtime,
+        **shards,
+        "activations": forward_bytes(config, size, on_gpu=on_gpu),
+        "batch": 0 if on_gpu else rows * config.rollout.max_model_len * BATCH_BYTES,
+    }
 
 
 def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:

@@ -15,7 +15,16 @@ FILE = "memory.json"
 
 Stage = Literal["start", "rollout", "train", "gather", "load"]
 Part = Literal[
-    "runtime", "weights", "reference", "optimizer", "gradients", "activations", "KV cache", "bucket", "published"
+    "runtime",
+    "weights",
+    "reference",
+    "optimizer",
+    "gradients",
+    "activations",
+    "batch",
+    "KV cache",
+    "bucket",
+    "published",
 ]
 Parts = Mapping[Part, int]  # bytes
 
@@ -26,6 +35,7 @@ TRAINER_REMEDY: Mapping[Part, str] = {
     "optimizer": "raise trainer.ranks, over which it is sharded, or set trainer.cpu_offload",
     "gradients": "raise trainer.ranks, or train fewer weights with trainer.lora",
     "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing",
+    "batch": "lower data.train_batch_groups or rollout.max_model_len",
     "bucket": "lower weight_sync.bucket_bytes",
     "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
     "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters and SGLang",

@@ -9,12 +9,13 @@ To add one: write the function here, name it in ``ADVANTAGES``, and declare its 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.trainer.algorithms.rows import Rows, by_rows, on_tokens, row_sums
 from rl_async.trainer.algorithms.values import gae, whiten
 
 EPSILON = 1e-4  # beside a standard deviation that divides
@@ -23,6 +24,9 @@ EPSILON = 1e-4  # beside a standard deviation that divides
 @dataclass(frozen=True)
 class AdvantageInputs:
     """A whole step's batch, the same on every rank. N rows, T predicted tokens.
+
+    A user's estimator gets the tensors per token padded, as they are written below, and ``rows`` None. The project's
+    own take either form, and get them packed: [M] in place of [N, T].
 
     Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
     every statistic (``row_weights``); its rows share its total reward, and each has the outcome and its own turn
@@ -48,6 +52,7 @@ class AdvantageInputs:
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
     importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects; None: bypassed
     cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens or turns
+    rows: Rows | None = None  # where packed rows stand
 
     @property
     def weights(self) -> Tensor:
@@ -59,8 +64,28 @@ class AdvantageInputs:
         """bool [N], the rows whose last state `gae` takes for one that goes on; None if it takes none."""
         return self.cut if self.options.bootstrap_cut else None
 
+    def spread(self, rows: Tensor) -> Tensor:
+        """Put one number per row [N] on each of its sampled tokens."""
+        return torch.where(self.mask, on_tokens(rows, self.rows), 0.0)
 
-AdvantageFn = Callable[[AdvantageInputs], Tensor]  # float64 [N, T], 0 where nothing was sampled
+    def padded(self) -> "AdvantageInputs":
+        """The same with packed tensors padded."""
+        assert self.rows is not None
+        pad = self.rows.pad_all
+        return replace(
+            self,
+            token_rewards=pad(self.token_rewards),
+            mask=pad(self.mask),
+            turns=pad(self.turns, fill=-1),
+            values=None if self.values is None else pad(self.values),
+            logprobs=None if self.logprobs is None else pad(self.logprobs),
+            sum_squares=None if self.sum_squares is None else pad(self.sum_squares),
+            importance=None if self.importance is None else pad(self.importance),
+            rows=None,
+        )
+
+
+AdvantageFn = Callable[[AdvantageInputs], Tensor]  # float64 [N, T] or packed [M], 0 where nothing was sampled
 
 
 @dataclass(frozen=True)
@@ -114,7 +139,7 @@ class Groups:
 
 
 def spread(rows: Tensor, mask: Tensor) -> Tensor:
-    """Put one number per row [N] on each of its sampled tokens [N, T]."""
+    """Put one number per row [N] on each of its sampled tokens [N, T]; for users' estimators."""
     return torch.where(mask, rows[:, None], 0.0)
 
 
@@ -131,7 +156,7 @@ def grpo(x: AdvantageInputs) -> Tensor:
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision.
     """
     groups = _groups(x)
-    return spread(groups.centred(x.rewards) / (groups.std(x.rewards) + EPSILON), x.mask)
+    return x.spread(groups.centred(x.rewards) / (groups.std(x.rewards) + EPSILON))
 
 
 def dr_grpo(x: AdvantageInputs) -> Tensor:
@@ -139,14 +164,14 @@ def dr_grpo(x: AdvantageInputs) -> Tensor:
 
     Source: Dr. GRPO (arXiv:2503.20783); its other half is the aggregation ``seq-mean-token-sum-norm``.
     """
-    return spread(_groups(x).centred(x.rewards), x.mask)
+    return x.spread(_groups(x).centred(x.rewards))
 
 
 def rloo(x: AdvantageInputs) -> Tensor:
     """A_i = r_i - mean of the others = n / (n - 1) (r_i - mean). Source: RLOO (arXiv:2402.14740)."""
     groups = _groups(x)
     factor = groups.size / (groups.size - 1).clamp(min=1)
-    return spread(factor * groups.centred(x.rewards), x.mask)
+    return x.spread(factor * groups.centred(x.rewards))
 
 
 def opo(x: AdvantageInputs) -> Tensor:
@@ -158,7 +183,7 @@ def opo(x: AdvantageInputs) -> Tensor:
     groups = Groups.of(x.groups, lengths)
     baseline = groups.sum(x.rewards) / groups.size.clamp(min=1)
     alone = _groups(x).size <= 1
-    return spread(torch.where(x.scored & ~alone, x.rewards - baseline, 0.0), x.mask)
+    return x.spread(torch.where(x.scored & ~alone, x.rewards - baseline, 0.0))
 
 
 def gpg(x: AdvantageInputs) -> Tensor:
@@ -170,7 +195,7 @@ def gpg(x: AdvantageInputs) -> Tensor:
     centred = groups.centred(x.rewards)
     teaching = groups.differs(x.rewards)
     alpha = x.weights.sum() / x.weights[teaching].sum().clamp(min=1)
-    return spread(alpha * centred, x.mask)
+    return x.spread(alpha * centred)
 
 
 def grpo_passk(x: AdvantageInputs) -> Tensor:
@@ -188,7 +213,7 @@ def grpo_passk(x: AdvantageInputs) -> Tensor:
     alone = best & (groups.sum(best.double()) <= 1 + EPSILON) & second.isfinite()
     gap = torch.where(alone, x.rewards - second, 0.0)
     scale = groups.std(x.rewards) + EPSILON if x.options.passk_std else 1.0
-    return spread(gap / scale, x.mask)
+    return x.spread(gap / scale)
 
 
 def gdpo(x: AdvantageInputs) -> Tensor:
@@ -220,12 +245,12 @@ def remax(x: AdvantageInputs) -> Tensor:
     Source: ReMax (arXiv:2310.10505). A group whose greedy episode has no score gets 0.
     """
     assert x.baselines is not None, "remax needs greedy episodes"
-    return spread(torch.where(x.scored, x.rewards - x.baselines, 0.0), x.mask)
+    return x.spread(torch.where(x.scored, x.rewards - x.baselines, 0.0))
 
 
 def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
     """Rows [N] on their tokens, with mean 0 and standard deviation 1 over the scored tokens of the batch."""
-    return whiten(spread(rows, x.mask), x.mask & x.scored[:, None])
+    return whiten(x.spread(rows), x.mask & on_tokens(x.scored, x.rows))
 
 
 # --- Token estimators
@@ -234,15 +259,15 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 def gae_advantage(x: AdvantageInputs) -> Tensor:
     """Generalised advantage estimation by a critic's values (``values.py``), whitened over the batch on demand."""
     assert x.values is not None, "gae needs a critic"
-    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap)
+    advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
     if not x.options.whiten:
-        return torch.where(x.scored[:, None], advantages, 0.0)
-    return whiten(advantages, x.mask & x.scored[:, None])
+        return torch.where(on_tokens(x.scored, x.rows), advantages, 0.0)
+    return whiten(advantages, x.mask & on_tokens(x.scored, x.rows))
 
 
 def returns_to_go(x: AdvantageInputs, gamma: float = 1.0) -> Tensor:
-    """Discounted sum of a row's rewards from each sampled token on, [N, T]; only sampled tokens are steps."""
-    returns, _ = gae(x.token_rewards, torch.zeros_like(x.token_rewards), x.mask, gamma, 1.0)
+    """Discounted sum of a row's rewards from each sampled token on; only sampled tokens are steps."""
+    returns, _ = gae(x.token_rewards, torch.zeros_like(x.token_rewards), x.mask, gamma, 1.0, rows=x.rows)
     return returns
 
 
@@ -251,7 +276,7 @@ def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
 
     Source: REINFORCE++ (arXiv:2501.03262). No group is needed.
     """
-    return whiten(returns_to_go(x, x.options.gamma), x.mask & x.scored[:, None])
+    return whiten(returns_to_go(x, x.options.gamma), x.mask & on_tokens(x.scored, x.rows))
 
 
 def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
@@ -264,7 +289,7 @@ def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     all start behind the same prompt. Beyond the end of the second longest row there is nothing to compare with, and the
     longest keeps its return. A group of one gets 0.
     """
-    return _baseline_per_position(x, x.mask)
+    return _baseline_per_position(x, by_column=True)
 
 
 def tir_optimal_token_baseline(x: AdvantageInputs) -> Tensor:
@@ -273,42 +298,57 @@ def tir_optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     Tool results of different lengths shift the columns of later turns; counting sampled tokens alone puts them beside
     each other again. As verl defines it (`tir_optimal_token_baseline`).
     """
-    order = torch.argsort((~x.mask).to(torch.int8), dim=1, stable=True)  # sampled tokens first, in order
-    packed = torch.arange(x.mask.shape[1])[None] < x.mask.sum(1, keepdim=True)
-    result = torch.zeros_like(x.token_rewards)
-    return result.scatter(1, order, _baseline_per_position(x, packed, order))
+    return _baseline_per_position(x, by_column=False)
 
 
-def _baseline_per_position(x: AdvantageInputs, mask: Tensor, order: Tensor | None = None) -> Tensor:
-    """Advantages at the positions of ``mask`` [N, T]; ``order`` brings tokens to their positions, None: as they are."""
+def _baseline_per_position(x: AdvantageInputs, *, by_column: bool) -> Tensor:
+    """Advantages over the mean of the group's returns at the same column, or at the same number of a sampled token."""
     assert x.logprobs is not None and x.sum_squares is not None, "the baseline needs the distribution of pi_old"
     # a squared norm is never negative, but the rounding of a nearly certain token is, and weights must not be
     norms = (1 - 2 * x.logprobs.exp() + x.sum_squares).clamp(min=0)
     if x.importance is not None:
         norms = norms * x.importance**2
-    energy = torch.where(x.mask, norms, 0.0).cumsum(1)
-    returns = returns_to_go(x)
-    if order is not None:
-        energy, returns = energy.gather(1, order), returns.gather(1, order)
-    result = torch.zeros_like(returns)
+    (energy,) = by_rows(lambda values: (values.cumsum(1),), x.rows, torch.where(x.mask, norms, 0.0))
     groups = Groups.of(x.groups, x.weights)
-    for group in range(groups.count):
-        rows = torch.nonzero((groups.index == group) & x.scored).flatten()
-        if not len(rows) or groups.size[rows[0]] <= 1:
-            continue
-        there = mask[rows]
-        weight = torch.where(there, energy[rows] * groups.weights[rows, None], 0.0)
-        total = weight.sum(0)
-        baseline = torch.where(total > 0, (weight * returns[rows]).sum(0) / total, 0.0)  # total 0: no gradient so far
-        baseline[_second_end(there) :] = 0.0
-        result[rows] = torch.where(there, returns[rows] - baseline, 0.0)
-    return result
+    # From here on sampled tokens alone, [m], by row and position.
+    energy, returns = energy[x.mask], returns_to_go(x)[x.mask]
+    counts = row_sums(x.mask, x.rows).long()
+    row = torch.arange(len(counts)).repeat_interleave(counts)
+    if by_column:
+        position = _columns(x)[x.mask]
+    else:
+        position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    ends = torch.zeros_like(counts).scatter_reduce(0, row, position + 1, "amax")
+    second = _second_ends(groups, ends, x.scored)
+    compared = (x.scored & (groups.size > 1))[row]
+    # Where each group's positions begin in the sums over its rows.
+    most = torch.zeros(groups.count, dtype=torch.int64).scatter_reduce(0, groups.index, ends, "amax")
+    place = (most.cumsum(0) - most)[groups.index][row] + position
+    weight = torch.where(compared, energy * groups.weights[row], 0.0)
+    sums = torch.zeros(2, int(most.sum()), dtype=torch.float64)
+    total, weighted = sums[0].index_add_(0, place, weight), sums[1].index_add_(0, place, weight * returns)
+    # Where the total is 0 there was no gradient so far.
+    there = compared & (total[place] > 0) & (position < second[row])
+    baseline = torch.where(there, weighted[place] / total[place], 0.0)
+    advantages = torch.where(compared, returns - baseline, 0.0)
+    return torch.zeros_like(x.mask, dtype=torch.float64).masked_scatter_(x.mask, advantages)
 
 
-def _second_end(there: Tensor) -> int:
-    """Where the second longest of two rows or more [n, T] ends: positions from there on are at most one row's."""
-    ends = (there * torch.arange(1, there.shape[1] + 1)).amax(1)
-    return int(ends.sort(descending=True).values[1])
+def _columns(x: AdvantageInputs) -> Tensor:
+    """The number of each token in its row, in the shape of the mask."""
+    if x.rows is None:
+        return torch.arange(x.mask.shape[1]).expand(x.mask.shape)
+    return torch.arange(len(x.mask)) - on_tokens(x.rows.starts, x.rows)
+
+
+def _second_ends(groups: Groups, ends: Tensor, scored: Tensor) -> Tensor:
+    """Where the second longest scored row of each row's group ends, int64 [N]; 0 if it is alone."""
+    order = torch.where(scored, ends, -1).argsort(descending=True)
+    order = order[groups.index[order].argsort(stable=True)]
+    first = torch.searchsorted(groups.index[order], torch.arange(groups.count))
+    second = order[(first + 1).clamp(max=len(order) - 1)]
+    alone = (groups.index[second] != torch.arange(groups.count)) | ~scored[second]
+    return torch.where(alone, 0, ends[second])[groups.index]
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {

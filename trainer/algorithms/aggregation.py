@@ -21,7 +21,7 @@ class Counts:
 
 
 def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
-    """Count a mini-batch from its mask [N, T] and row weights [N]; never zero, since the counts are divisors.
+    """Count a mini-batch from its mask, padded or packed, and row weights [N]; never zero, since they are divisors.
 
     A row that was rejected whole stays in a mean over rows, as in verl and TRL: the step then shrinks with the share of
     rejected rows, and does not depend on whether they were rejected before the loss (decoupled) or in it (bypass).

@@ -25,7 +25,7 @@ class Algorithm:
 
     advantage: AdvantageFn
     loss: PolicyLoss
-    correct: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Corrected]  # target, behaviour, mask, age, free: [B, T]
+    correct: Callable[..., Corrected]  # target, behaviour, mask, age, free: [B, T]; or packed [M], and their rows
     rules: tuple[str, ...]  # that the correction may apply to a token
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
@@ -78,10 +78,10 @@ def _loss(algorithm: AlgorithmConfig, correction: Correction) -> PolicyLoss:
     return load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
 
 
-def _correct(
-    algorithm: AlgorithmConfig, correction: Correction
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Corrected]:
+def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Callable[..., Corrected]:
     if is_user_reference(algorithm.correction):
         own = load_correction(algorithm.correction)
-        return lambda target, behaviour, mask, age, free: own(target, behaviour, mask, age)
-    return lambda target, behaviour, mask, age, free: correct(target, behaviour, mask, age, correction, free)
+        return lambda target, behaviour, mask, age, free, rows=None: own(target, behaviour, mask, age, rows)
+    return lambda target, behaviour, mask, age, free, rows=None: correct(
+        target, behaviour, mask, age, correction, free, rows
+    )

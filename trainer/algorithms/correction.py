@@ -7,6 +7,7 @@ of them is named; tokens that were sampled under a grammar's mask are left out o
 is r = pi/mu.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,20 +16,21 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.correction import RULES, Correction, band, limits
+from rl_async.trainer.algorithms.rows import Rows, by_rows, row_sums
 
 LOG_RATIO_LIMIT = 20.0  # beyond exp(20) a ratio signals numerical trouble, not a usable weight
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """Weight, mask and reason for each token of B whole rows; nothing carries gradient."""
+    """Weight, mask and reason for each token of whole rows, [B, T] or packed [M]; nothing carries gradient."""
 
-    weights: Tensor  # [B, T], 0 where ``keep`` is false
-    keep: Tensor  # bool [B, T], tokens that train
-    rule: Tensor  # uint8 [B, T], index into RULES of what masked a token or set its weight to 0; 0: nothing did
+    weights: Tensor  # 0 where ``keep`` is false
+    keep: Tensor  # bool, tokens that train
+    rule: Tensor  # uint8, index into RULES of what masked a token or set its weight to 0; 0: nothing did
 
     def times(self, weights: Tensor | None) -> "Corrected":
-        """Multiply the weights of all tokens [B, T]; None leaves them."""
+        """Multiply the weights of all tokens; None leaves them."""
         return self if weights is None else Corrected(self.weights * weights, self.keep, self.rule)
 
 
@@ -48,7 +50,13 @@ def grammar_weights(target: Tensor, behaviour: Tensor, constrained: Tensor) -> T
 
 
 def correct(
-    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, correction: Correction, free: Tensor | None = None
+    target: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    age: Tensor,
+    correction: Correction,
+    free: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> Corrected:
     """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.
 
@@ -61,6 +69,8 @@ def correct(
     Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
     mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
 
+    Tensors are [B, T], or packed [M] with their ``rows``.
+
     Args:
         target: float [B, T], log pi_old (decoupled) or log pi_theta (bypass).
         behaviour: float [B, T], log mu.
@@ -68,12 +78,24 @@ def correct(
         age: int [B, T], staleness of each token in steps.
         correction: the options.
         free: bool [B, T], those of ``mask`` that no grammar's mask restricted; None: all.
+        rows: where packed rows stand.
     """
     free = mask if free is None else free
+    weigh = functools.partial(_weigh, correction=correction)
+    weights, keep, rule = by_rows(weigh, rows, target.detach(), behaviour, mask, age, free)
+    if correction.normalise:
+        weights = (weights.double() / _mean_weight(weights, free, correction, rows)).to(weights.dtype)
+    return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
+
+
+def _weigh(
+    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, free: Tensor, *, correction: Correction
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute weights, [B, T] or [B, 1], which of the tokens train, uint8 [B, T], and by which rule not."""
     # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
     # masks and new tensors.
     keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
-    log_ratio = torch.where(mask, target.detach() - behaviour, 0.0)
+    log_ratio = torch.where(mask, target - behaviour, 0.0)
     measured = torch.where(free, log_ratio, 0.0)
     for name, rejected in _rejected(measured, free, age, correction):
         hit = keep * rejected.view(torch.uint8)
@@ -87,15 +109,13 @@ def correct(
     if correction.age_weights:
         factors = torch.tensor(correction.age_weights, dtype=weights.dtype, device=weights.device)
         weights = weights * factors[age.long().clamp(0, len(factors) - 1)]
-    if correction.normalise:
-        weights = (weights.double() / _mean_weight(weights, free, correction)).to(weights.dtype)
-    return Corrected(keep.to(weights.dtype).mul_(weights), keep.view(torch.bool), rule)
+    return weights, keep, rule
 
 
-def _mean_weight(weights: Tensor, free: Tensor, correction: Correction) -> float:
-    """Average weights [B, T] or [B, 1] over free tokens, those of sequences over rows; 1 if all are 0."""
-    sampled = free.sum(1)
-    sums = torch.where(free, weights.double(), 0.0).sum(1)
+def _mean_weight(weights: Tensor, free: Tensor, correction: Correction, rows: Rows | None) -> float:
+    """Average weights over free tokens, those of sequences over rows; 1 if all are 0."""
+    sampled = row_sums(free, rows)
+    sums = row_sums(torch.where(free, weights.double(), 0.0), rows)
     if correction.weight == "sequence":
         sums, sampled = sums / sampled.clamp(min=1), sampled > 0
     return (sums.sum() / sampled.sum().clamp(min=1)).item() or 1.0

@@ -7,14 +7,23 @@ from torch import Tensor
 
 from rl_async.configs.schema.correction import RULES
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT, Corrected
+from rl_async.trainer.algorithms.rows import Rows, row_sums
 
 AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # first and last age of each bucket, in steps
 
 
 def correction_metrics(
-    target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, corrected: Corrected, rules: Sequence[str]
+    target: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    age: Tensor,
+    corrected: Corrected,
+    rules: Sequence[str],
+    rows: Rows | None = None,
 ) -> dict[str, float]:
-    """Compute ``correction/...`` over the tokens of a whole batch [N, T] where ``mask``; empty without such tokens.
+    """Compute ``correction/...`` over the tokens of a whole batch where ``mask``; empty without such tokens.
+
+    Tensors are [N, T], or packed [M] with their ``rows``.
 
     They are repeated for the tokens of each age that occurs, as ``correction/age_0/...``, ``age_3-4``, ``age_9+``;
     sequences then are the tokens of that age in each row. ``rules`` are those that the correction may apply.
@@ -24,7 +33,7 @@ def correction_metrics(
     metrics: dict[str, float] = {}
     for name, chosen in [("", mask), *_buckets(mask, age)]:
         if chosen.any():
-            found = _policies(log_ratio, chosen) | _perplexities(*entropies, chosen) | _weights(corrected, chosen)
+            found = _policies(log_ratio, chosen, rows) | _perplexities(*entropies, chosen) | _weights(corrected, chosen)
             found |= _rules(corrected, chosen, rules)
             metrics |= {f"correction/{name}{key}": value for key, value in found.items()}
     return metrics
@@ -39,8 +48,8 @@ def _buckets(mask: Tensor, age: Tensor) -> list[tuple[str, Tensor]]:
     return buckets
 
 
-def _policies(log_ratio: Tensor, chosen: Tensor) -> dict[str, float]:
-    """Measure the distance between the policies from r = pi/mu, float64 [N, T], whatever the correction does.
+def _policies(log_ratio: Tensor, chosen: Tensor, rows: Rows | None) -> dict[str, float]:
+    """Measure the distance between the policies from log r = log pi - log mu in float64, whatever the correction does.
 
     ``kl``: mean of -log r, an estimate of KL(mu || pi) (k1); ``k3``: mean of r - 1 - log r, its low-variance form;
     ``ess``: (sum r)^2 / (n sum r^2), 1 when on-policy, and ``seq_ess`` the same of the products over rows;
@@ -49,7 +58,7 @@ def _policies(log_ratio: Tensor, chosen: Tensor) -> dict[str, float]:
     """
     logs = log_ratio[chosen]
     ratio = _ratio(logs)
-    products = _ratio(torch.where(chosen, log_ratio, 0.0).sum(1)[chosen.any(1)])
+    products = _ratio(row_sums(torch.where(chosen, log_ratio, 0.0), rows)[row_sums(chosen, rows) > 0])
     return {
         "kl": -logs.mean().item(),
         "k3": (ratio - 1 - logs).mean().item(),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
+from rl_async.trainer.algorithms.rows import Rows
 
 LOG_SEQUENCE_RATIO_LIMIT = 10.0  # of gspo's mean of log r over a row
 SMALLEST = 1e-8  # beside the complement of a probability, as in verl
@@ -57,7 +58,11 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class SelectInputs:
-    """A whole mini-batch before its forward passes, the same on every rank and for every split; all [N, T]."""
+    """A whole mini-batch before its forward passes, the same on every rank and for every split.
+
+    A user's rule gets padded tensors [N, T], and ``rows`` None. The project's own take either form, and get packed
+    ones.
+    """
 
     proximal: Tensor
     behaviour: Tensor
@@ -65,11 +70,20 @@ class SelectInputs:
     mask: Tensor  # tokens that train, without those that a grammar's mask restricted: these are neither seen nor picked
     options: AlgorithmConfig
     seed: int  # of this mini-batch, for losses that draw tokens
+    rows: Rows | None = None  # where packed rows stand
+
+    def padded(self) -> "SelectInputs":
+        """The same with packed tensors padded."""
+        assert self.rows is not None
+        pad = self.rows.pad_all
+        return SelectInputs(
+            pad(self.proximal), pad(self.behaviour), pad(self.advantages), pad(self.mask), self.options, self.seed
+        )
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of each token [B, T], and optionally a rule that picks tokens [N, T] from the whole mini-batch first.
+    """The loss of each token [B, T], and optionally a rule that picks tokens of the whole mini-batch first.
 
     ``select`` sees the mini-batch whole, so that its outcome does not depend on the split into micro-batches.
     """
@@ -250,7 +264,7 @@ def m2po(x: LossInputs) -> Tensor:
 
 
 def select_m2po(x: SelectInputs) -> Tensor:
-    """Pick the tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``, [N, T].
+    """Pick the tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``.
 
     These are the largest squares, no more of them than needed, and any that equal the smallest of them. Source: M2PO
     (arXiv:2510.01161), the second-moment constraint; the budget 0.04 is the paper's.
@@ -273,7 +287,7 @@ def select_m2po(x: SelectInputs) -> Tensor:
 
 
 def covariance(x: SelectInputs) -> Tensor:
-    """Compute each token's covariance, float64 [N, T], 0 where nothing trains. Source: arXiv:2505.22617."""
+    """Compute each token's covariance, float64, 0 where nothing trains. Source: arXiv:2505.22617."""
     count = x.mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
@@ -290,7 +304,7 @@ def _share(share: float, mask: Tensor) -> int:
 
 
 def select_clip_cov(x: SelectInputs) -> Tensor:
-    """Draw ``clip_cov_share`` of all tokens from those whose covariance is between the two bounds, [N, T]."""
+    """Draw ``clip_cov_share`` of all tokens from those whose covariance is between the two bounds."""
     options = x.options.loss_options
     cov = covariance(x)
     candidates = torch.nonzero(x.mask & (cov > options.clip_cov_low) & (cov < options.clip_cov_high))
@@ -298,7 +312,7 @@ def select_clip_cov(x: SelectInputs) -> Tensor:
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(x.seed))
     picked = candidates[order[:wanted]]
     selected = torch.zeros_like(x.mask)
-    selected[picked[:, 0], picked[:, 1]] = True
+    selected[picked.unbind(1)] = True
     return selected
 
 
@@ -309,7 +323,7 @@ def clip_cov(x: LossInputs) -> Tensor:
 
 
 def select_kl_cov(x: SelectInputs) -> Tensor:
-    """Pick the ``kl_cov_share`` of all tokens with the largest covariance, at least one, [N, T]."""
+    """Pick the ``kl_cov_share`` of all tokens with the largest covariance, at least one."""
     cov = torch.where(x.mask, covariance(x), -torch.inf)
     wanted = _share(x.options.loss_options.kl_cov_share, x.mask)
     selected = torch.zeros_like(x.mask).flatten()

@@ -4,7 +4,10 @@ They have the signatures of the built-in ones:
 
     advantage   (AdvantageInputs) -> float [N, T]
     loss        (LossInputs) -> float [B, T], or a PolicyLoss
-    correction  (target, behaviour, mask, age: [B, T]) -> Corrected
+    correction  (target, behaviour, mask, age: [N, T]) -> Corrected
+
+A loss sees micro-batches. An advantage and a correction may average over the whole batch, and what picks tokens for a
+loss over a mini-batch, so they get these whole, padded: for them alone the batch takes rows times the longest row.
 
 Every loader raises ConfigError naming the key, the function, and what was wrong: missing, raising, of another shape or
 type, not finite, without gradient, learning from rows without a reward, or changed by what stands where the mask is
@@ -24,9 +27,10 @@ from rl_async.errors import ConfigError
 from rl_async.trainer.algorithms.advantages import AdvantageFn, AdvantageInputs
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LossInputs, PolicyLoss, SelectInputs
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.userload import load_user_object
 
-Correct = Callable[[Tensor, Tensor, Tensor, Tensor], Corrected]
+Correct = Callable[..., Corrected]  # target, behaviour, mask, age: [N, T]; or packed [M], and their rows
 
 # Two rows of three tokens; whatever stands where the mask is false must not matter.
 MASK = torch.tensor([[True, True, False], [False, True, True]])
@@ -89,7 +93,7 @@ def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = 
         if given[-1][mask & ~inputs.scored[:, None]].any():
             raise trial.error("gave an advantage to a row without a reward; give 0 where x.scored is false")
     trial.same(given, mask, "the advantage")
-    return function
+    return padded_estimator(function)
 
 
 def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
@@ -107,13 +111,16 @@ def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
         gradients.append(_gradient(trial, value, inputs.logprobs))
     trial.same(values, MASK, "the loss")
     trial.same(gradients, MASK, "the gradient")
-    return loss
+    select = loss.select
+    if select is None:
+        return loss
+    return replace(loss, select=lambda x: select(x) if x.rows is None else x.rows.pack(select(x.padded())))
 
 
 def load_correction(reference: str) -> Correct:
     """Load a user's off-policy correction and try it."""
     trial = Trial("algorithm.correction", reference)
-    function: Correct = trial.load()
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected] = trial.load()
     weights, kept = list[Tensor](), list[Tensor]()
     for garbage in GARBAGE:
         age = _with_garbage(torch.tensor([[0, 1, 2], [1, 0, 1]]), garbage)
@@ -136,7 +143,19 @@ def load_correction(reference: str) -> Correct:
             raise trial.error("gave a negative weight")
     trial.same(kept, MASK, "the verdict")
     trial.same(weights, MASK, "the weight")
-    return function
+
+    def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, rows: Rows | None = None) -> Corrected:
+        if rows is None:
+            return function(target, behaviour, mask, age)
+        given = function(*(rows.pad_all(tensor) for tensor in (target, behaviour, mask, age)))
+        return Corrected(rows.pack(given.weights), rows.pack(given.keep), rows.pack(given.rule))
+
+    return correct
+
+
+def padded_estimator(function: AdvantageFn) -> AdvantageFn:
+    """Make an estimator that takes packed tensors out of one that takes padded ones."""
+    return lambda x: function(x) if x.rows is None else x.rows.pack(function(x.padded()))
 
 
 def _with_garbage(values: Tensor, garbage: float, mask: Tensor = MASK) -> Tensor:

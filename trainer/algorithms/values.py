@@ -3,13 +3,21 @@
 import torch
 from torch import Tensor
 
+from rl_async.trainer.algorithms.rows import Rows, row_sums
+
 EPSILON = 1e-8
 
 
 def gae(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns of sampled tokens, float64 [N, T] each, 0 elsewhere.
+    """Compute advantages and returns of sampled tokens, float64, 0 elsewhere.
 
     An episode's steps are the tokens of ``mask``: the state after one is that of the row's next one, whatever the
     prompt or a tool put in between, and after the last one it is over (value 0).
@@ -23,30 +31,35 @@ def gae(
     (arXiv:1712.00378), section 3.2.
 
     Args:
-        token_rewards: [N, T]
+        token_rewards: [N, T], or packed [M] with their ``rows``, as all tensors per token
         values: [N, T], of the state in which each token was chosen
         mask: bool [N, T]; rewards and values elsewhere do not matter
         bootstrap: bool [N]; none by default
+        rows: where packed rows stand
     """
-    rewards = torch.where(mask, token_rewards.double(), 0.0)
-    values = torch.where(mask, values.double(), 0.0)
-    advantages = torch.zeros_like(values)
-    following = torch.zeros_like(values[:, 0])  # A of the next sampled token, [N]
-    next_value = torch.zeros_like(values[:, 0])
-    if bootstrap is not None:
-        last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1, keepdim=True)
-        next_value = torch.where(bootstrap, values.gather(1, last)[:, 0], next_value)
-    for t in reversed(range(mask.shape[1])):
-        sampled = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        following = torch.where(sampled, delta + gamma * lam * following, following)
-        next_value = torch.where(sampled, values[:, t], next_value)
-        advantages[:, t] = torch.where(sampled, following, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    value, counts = values[mask].double(), row_sums(mask, rows).long()
+    ends, row = counts.cumsum(0), torch.arange(len(counts)).repeat_interleave(counts)
+    last = ends[counts > 0] - 1
+    following = value.roll(-1)
+    following[last] = 0.0 if bootstrap is None else torch.where(bootstrap[counts > 0], value[last], 0.0)
+    delta = token_rewards[mask].double() + gamma * following - value
+    # The steps at equal distance from the ends of their rows are taken at once: ``order`` puts them beside each other,
+    # with those of the rows that have the most steps first.
+    rank = torch.empty_like(counts).scatter_(0, counts.argsort(descending=True), torch.arange(len(counts)))
+    distance = ends[row] - 1 - torch.arange(len(row))
+    order = (distance * len(counts) + rank[row]).argsort()
+    steps, start, advantage = delta[order], 0, delta[:0]
+    for number in torch.bincount(distance).tolist():
+        advantage = steps[start : start + number] + gamma * lam * advantage[:number] if start else steps[:number]
+        steps[start : start + number] = advantage
+        start += number
+    delta[order] = steps
+    advantages = torch.zeros_like(mask, dtype=torch.float64).masked_scatter_(mask, delta)
+    return advantages, torch.zeros_like(advantages).masked_scatter_(mask, delta + value)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale values [N, T] to mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere.
+    """Shift and scale values to mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere.
 
     Values that are all equal, which leave nothing to tell apart but rounding, become 0, and so does a single one.
 
@@ -76,7 +89,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over the tokens of ``mask``, all [N, T]: 1 is perfect, 0 no better than a constant.
+    """1 - Var(R - V) / Var(R) over the tokens of ``mask``: 1 is perfect, 0 no better than a constant.
 
     0 when the returns do not vary: there is nothing to explain.
     """

@@ -13,6 +13,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.aggregation import count, token_mean
+from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.algorithms.values import explained_variance, gae, value_loss
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.batches.data_parallel import DataParallel
@@ -39,7 +40,7 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 
 @dataclass
 class CriticUpdate:
-    """What the critic learns from a batch, [N, T], and the losses of this rank's mini-batches.
+    """What the critic learns from a batch, [M], and the losses of this rank's mini-batches.
 
     Every sampled token of a scored row has a target, also those that the correction takes from the policy.
     """
@@ -49,6 +50,7 @@ class CriticUpdate:
     values: Tensor  # float32, before the step
     returns: Tensor  # float32
     mask: Tensor
+    rows: Rows
     losses: list[Tensor] = field(default_factory=list)  # of this rank, by micro-batch; on the device
     norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
     minibatches: int = 0
@@ -76,8 +78,7 @@ class CriticUpdate:
 
     def _minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int]) -> LossFn:
         """Make the value loss: a mean over the mini-batch's tokens of all ranks, whatever the policy's aggregation."""
-        mask = self.mask[rows]
-        counts = count(mask, torch.ones(len(rows)), width=mask.shape[1])
+        counts = count(self.mask[self.rows.positions(rows)], torch.ones(len(rows)), width=1)
 
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, values = parts[number], outputs.values
@@ -116,7 +117,7 @@ def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig 
     """Take the batch's returns as targets for the values that the critic gave before the step; None without one."""
     if config is None:
         return None
-    assert x.values is not None
-    mask = x.mask & x.scored[:, None]
-    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam, x.bootstrap)
-    return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask)
+    assert x.values is not None and x.rows is not None
+    mask = x.mask & on_tokens(x.scored, x.rows)
+    _, returns = gae(x.token_rewards, x.values, mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
+    return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask, x.rows)

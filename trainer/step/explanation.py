@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_async.configs.schema.correction import RULES
 from rl_async.messages import Explanation, RuleRun, Trajectory
 from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.step.whole_batch import WholeBatch
 
 DIGITS = 4  # of a number that are recorded
@@ -17,23 +18,24 @@ DIGITS = 4  # of a number that are recorded
 
 @dataclass(frozen=True)
 class TokenOutcomes:
-    """What became of each token of a batch, [N, T] on the host; position t stands for token t + 1 of its row."""
+    """What became of each token of a batch, [M] on the host; position t of a row stands for its token t + 1."""
 
+    rows: Rows
     corrected: Corrected  # as ``attributed`` completes it
     logprobs: Tensor  # the target of the correction: log pi_old, or with bypass log pi_theta of the first pass
     advantages: Tensor
 
 
 def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
-    """Complete a correction [N, T]: every sampled token that does not train names a rule and has weight 0.
+    """Complete a correction [M]: every sampled token that does not train names a rule and has weight 0.
 
     ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
     by the queue's bound.
     """
     greedy = torch.tensor([h.baseline for h in whole.headers])
     cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
-    cause[filtered] = RULES.index("overlong_filter")
-    cause[greedy] = RULES.index("greedy")
+    cause[on_tokens(filtered, whole.rows)] = RULES.index("overlong_filter")
+    cause[on_tokens(greedy, whole.rows)] = RULES.index("greedy")
     cause[whole.mask] = RULES.index("correction")
     unnamed = ~corrected.keep & (corrected.rule == 0)
     weights = torch.where(corrected.keep, corrected.weights, 0.0)
@@ -42,16 +44,17 @@ def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Cor
 
 def explain(row: Trajectory, index: int, outcomes: TokenOutcomes) -> Explanation:
     """Collect what became of the sampled tokens of row ``index``, in order."""
-    sampled = np.flatnonzero(row.loss_mask[1:])  # position t of the tensors stands for token t + 1
-    weights = outcomes.corrected.weights[index].numpy()[sampled]
-    rule = outcomes.corrected.rule[index].numpy()[sampled]
-    advantages = outcomes.advantages[index].numpy()[sampled]
+    # Position t of a row in the tensors stands for token t + 1.
+    sampled = int(outcomes.rows.starts[index]) + np.flatnonzero(row.loss_mask[1:])
+    weights = outcomes.corrected.weights.numpy()[sampled]
+    rule = outcomes.corrected.rule.numpy()[sampled]
+    advantages = outcomes.advantages.numpy()[sampled]
     edges = [0, *(np.flatnonzero(np.diff(rule)) + 1).tolist(), len(rule)]
     runs = [RuleRun(RULES[rule[start]], start, end) for start, end in itertools.pairwise(edges) if start < end]
     return Explanation(
         weights=_rounded(weights),
         rules=[run for run in runs if run.rule],
-        logprobs=_rounded(outcomes.logprobs[index].numpy()[sampled]),
+        logprobs=_rounded(outcomes.logprobs.numpy()[sampled]),
         advantages=_rounded(advantages[:1] if (advantages == advantages[:1]).all() else advantages),
     )
 

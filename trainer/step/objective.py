@@ -11,6 +11,7 @@ from rl_async.trainer.algorithms.aggregation import count
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backends.interface import LossFn, Outputs, Reference
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.step.whole_batch import MicroBatch, WholeBatch, gather
@@ -20,7 +21,7 @@ SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed")
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Results of the passes without gradient, on the host, [N, T]."""
+    """Results of the passes without gradient, on the host, [M]."""
 
     proximal: Tensor  # log pi_old; log mu when bypassed
     reference: Tensor | None = None
@@ -56,9 +57,9 @@ class LossSums:
         self.add("routed", torch.ones_like(agreement), recorded)
         self.add("agreed", agreement, recorded)
 
-    def first_pass(self, micros: Sequence[MicroBatch], shape: tuple[int, int]) -> Tensor:
-        """Gather log pi_theta [N, T] as it was when each token's mini-batch was first trained. A collective."""
-        return gather(self.ranks, micros, [self.first[tuple(micro.rows)] for micro in micros], shape)
+    def first_pass(self, micros: Sequence[MicroBatch], rows: Rows) -> Tensor:
+        """Gather log pi_theta [M] as it was when each token's mini-batch was first trained. A collective."""
+        return gather(self.ranks, micros, [self.first[tuple(micro.rows)] for micro in micros], rows)
 
     def metrics(self) -> dict[str, float]:
         """Average over the tokens of all ranks. A collective."""
@@ -80,7 +81,7 @@ class Objective:
 
     whole: WholeBatch
     precomputed: Precomputed
-    advantages: Tensor  # float32 [N, T]
+    advantages: Tensor  # float32 [M]
     corrected: Corrected | None  # None: bypassed, so decided from log pi_theta in the loss
     algorithm: Algorithm
     config: AlgorithmConfig
@@ -97,8 +98,9 @@ class Objective:
         """
         whole, row_weights = self.whole, self.whole.row_weights
         mask = whole.mask if self.corrected is None else self.corrected.keep
-        counts = count(mask[rows], row_weights[rows], width)
-        selected = self._select(mask, rows, seed)
+        positions = whole.rows.positions(rows)
+        counts = count(mask[positions], row_weights[rows], width)
+        selected = self._select(mask[positions], positions, Rows(whole.rows.lengths[rows]), seed)
 
         def loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, logprobs = parts[number], outputs.logprobs
@@ -124,19 +126,20 @@ class Objective:
 
         return loss_fn
 
-    def _select(self, mask: Tensor, rows: Sequence[int], seed: int) -> Tensor | None:
-        """Let the loss pick tokens of the mini-batch, as a mask over the batch [N, T]."""
+    def _select(self, mask: Tensor, positions: Tensor, rows: Rows, seed: int) -> Tensor | None:
+        """Let the loss pick tokens of the mini-batch, whose ``positions`` these are, as a mask over the batch [M]."""
         if self.algorithm.loss.select is None:
             return None
         selected = torch.zeros_like(self.whole.mask)
-        selected[rows] = self.algorithm.loss.select(
+        selected[positions] = self.algorithm.loss.select(
             SelectInputs(
-                proximal=self.precomputed.proximal[rows],
-                behaviour=self.whole.behaviour[rows],
-                advantages=self.advantages[rows],
-                mask=(mask & self.whole.free)[rows],
+                proximal=self.precomputed.proximal[positions],
+                behaviour=self.whole.behaviour[positions],
+                advantages=self.advantages[positions],
+                mask=mask & self.whole.free[positions],
                 options=self.config,
                 seed=seed,
+                rows=rows,
             )
         )
         return selected

@@ -23,6 +23,7 @@ from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.correction_metrics import correction_metrics
+from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backends.interface import Backend, LossFn, OutputName
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
@@ -69,7 +70,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef, whole.grammar_weights
     )
     advantages = algorithm.advantage(inputs)
-    advantages = (advantages * shaping.repeats(headers, options, config.seed, batch.step)[:, None]).float()
+    repeats = shaping.repeats(headers, options, config.seed, batch.step)
+    advantages = (advantages * on_tokens(repeats, whole.rows)).float()
     objective = Objective(
         whole=whole,
         precomputed=before,
@@ -85,11 +87,13 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     metrics = train_minibatches(models, objective, critic, batch, minis, config)
     target = before.proximal
     if corrected is None:
-        target = sums.first_pass(micros, whole.shape)
+        target = sums.first_pass(micros, whole.rows)
         corrected = corrected_batch(algorithm, target, whole)
     metrics |= shaping.shaping_metrics(headers, options)
     metrics |= sums.metrics() | kl
-    metrics |= correction_metrics(target, whole.behaviour, whole.free, whole.age, corrected, algorithm.rules)
+    metrics |= correction_metrics(
+        target, whole.behaviour, whole.free, whole.age, corrected, algorithm.rules, whole.rows
+    )
     metrics |= grammar_metrics(whole)
     metrics["tokens/trained"] = float(corrected.keep.sum())
     metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
@@ -102,12 +106,13 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         trains_policy=trains_policy(config, batch.step),
         recomputes=bool(algorithm.precompute) or recomputes(algorithm, whole),
     )
-    return Updated(metrics, TokenOutcomes(attributed(corrected, whole, ~trains), target, advantages))
+    return Updated(metrics, TokenOutcomes(whole.rows, attributed(corrected, whole, ~trains), target, advantages))
 
 
 def corrected_batch(algorithm: Algorithm, target: Tensor, whole: WholeBatch) -> Corrected:
     """Correct the whole batch, and weigh what was sampled under a grammar's mask."""
-    return algorithm.correct(target, whole.behaviour, whole.mask, whole.age, whole.free).times(whole.grammar_weights)
+    corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age, whole.free, whole.rows)
+    return corrected.times(whole.grammar_weights)
 
 
 def grammar_metrics(whole: WholeBatch) -> dict[str, float]:
@@ -151,19 +156,19 @@ def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models
     """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask."""
     device = models.policy.device
     if not rows:
-        return MicroBatch(rows, empty_tensors(device))
+        return MicroBatch(rows, empty_tensors(device), whole.rows)
     payloads = [batch.rows[batch.headers[i].key] for i in rows]
     width = max(max(len(row.token_ids) for row in payloads) - 1, 1)
     tensors = collate(
         payloads,
         device=device,
-        mask=whole.mask[rows, :width],
+        mask=whole.rows.pad(whole.mask, rows, width),
         share_prefixes=models.row_cost.shares_prefixes,
         replay_routers=models.policy.replays_routers,
     )
     if models.policy.replays_routers and tensors.experts is None:
         warn_unrecorded()
-    return MicroBatch(rows, tensors)
+    return MicroBatch(rows, tensors, whole.rows)
 
 
 @functools.cache  # once per process
@@ -190,7 +195,7 @@ def precompute(
     """
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
-        return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.shape)
+        return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.rows)
 
     found = Precomputed(proximal=whole.behaviour)
     if algorithm.precompute or recomputes(algorithm, whole):
@@ -219,13 +224,13 @@ def advantage_inputs(
     headers = whole.headers
     outcomes = shaping.rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double() / shaping.divisor(headers, config.algorithm.shaping)
-    rewards = outcomes + player_sums(turn_rewards.sum(1), whole.players)
+    rewards = outcomes + player_sums(row_sums(turn_rewards, whole.rows), whole.players)
     weights = {term.name: term.weight for term in config.reward.functions}
     options = config.algorithm.advantage_options
     baselines, compared = greedy_baselines(headers, rewards)
     return AdvantageInputs(
         rewards=rewards,
-        token_rewards=turn_rewards + on_last_token(outcomes, whole.mask),
+        token_rewards=turn_rewards + on_last_token(outcomes, whole.mask, whole.rows),
         mask=whole.mask,
         groups=whole.groups,
         scored=torch.tensor([h.scored and not h.baseline for h in headers]) & compared,
@@ -243,6 +248,7 @@ def advantage_inputs(
         sum_squares=None if before.sum_squares is None else before.sum_squares.double(),
         importance=None if corrected is None else torch.where(corrected.keep, corrected.weights, 0.0).double(),
         cut=shaping.cut(headers),
+        rows=whole.rows,
     )
 
 
@@ -257,7 +263,7 @@ def penalised(
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """Subtract coef * KL(pi_old || reference) from every token's reward with ``kl.place=reward``.
 
-    ``players``, int64 [N], says which rows have one reward; ``weights`` [N, T], if any, multiply the
+    ``players``, int64 [N], says which rows have one reward; ``weights`` per token, if any, multiply the
     estimates. Returns the inputs, and the mean of that KL as a metric; the inputs alone as they were in any other case.
     """
     if kl.place != "reward" or before.reference is None:
@@ -265,7 +271,7 @@ def penalised(
     penalty = torch.where(x.mask, algorithm.kl(before.proximal.double(), before.reference.double()), 0.0)
     penalty = penalty if weights is None else penalty * weights
     mean = penalty.sum().item() / max(int(x.mask.sum()), 1)
-    rewards = x.rewards - coef * player_sums(penalty.sum(1), players)
+    rewards = x.rewards - coef * player_sums(row_sums(penalty, x.rows), players)
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
 
 
@@ -343,7 +349,9 @@ def _observe(
     return sum(torch.stack(losses).tolist()), 0.0
 
 
-def on_last_token(rows: Tensor, mask: Tensor) -> Tensor:
-    """Put each row's number [N] on the last token where its mask [N, T] is true, 0 elsewhere."""
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(last, rows[:, None], 0.0)
+def on_last_token(values: Tensor, mask: Tensor, rows: Rows | None = None) -> Tensor:
+    """Put each row's value [N] on the last of its tokens where ``mask`` is true, 0 elsewhere; [N, T], or packed [M]."""
+    counts = row_sums(mask, rows).long()
+    found = torch.zeros(int(counts.sum()), dtype=values.dtype)
+    found[counts.cumsum(0)[counts > 0] - 1] = values[counts > 0]
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter_(mask, found)

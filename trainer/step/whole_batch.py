@@ -1,7 +1,7 @@
 """The batch of a step as tensors that every rank holds whole, so that formulas over it need no communication.
 
-Only numbers per token are exchanged (log-probabilities, turns, turn rewards), never the rows themselves: for a batch of
-1,024 rows of 8,192 tokens each tensor of 4 bytes takes 32 MiB of host memory.
+Only numbers per token are exchanged (log-probabilities, turns, turn rewards), never the rows themselves, and they are
+packed: a tensor of 4 bytes takes 4 bytes of host memory for each token of the batch, however long its longest row is.
 """
 
 from collections import Counter
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_async.messages import Trajectory, TrajectoryHeader
 from rl_async.trainer.algorithms.correction import grammar_weights
+from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import fresh_runs
@@ -31,32 +32,34 @@ class MicroBatch:
 
     rows: list[int]
     tensors: Tensors
+    batch: Rows
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy this micro-batch's part [B, T-1] of a whole-batch tensor [N, T] to the device.
+        """Copy this micro-batch's part [B, T-1] of a whole-batch tensor [M] to the device, padded with zeros.
 
         For a micro-batch without rows: zeros [1, 1].
         """
         if not self.rows:
             return torch.zeros((1, 1), dtype=whole.dtype, device=self.tensors.mask.device)
-        return whole[self.rows, : self.tensors.mask.shape[1]].to(self.tensors.mask.device)
+        return self.batch.pad(whole, self.rows, self.tensors.mask.shape[1]).to(self.tensors.mask.device)
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """N rows, T predicted tokens of the longest row; on the host, in batch order, the same on every rank."""
+    """N rows with M predicted tokens in all; on the host, in batch order, the same on every rank."""
 
     headers: Sequence[TrajectoryHeader]
-    mask: Tensor  # bool [N, T], tokens that train
-    behaviour: Tensor  # [N, T], log mu
-    age: Tensor  # int64 [N, T], staleness in steps
-    turns: Tensor  # int64 [N, T], assistant turn of each sampled token; -1 elsewhere
-    turn_rewards: Tensor  # [N, T], on the last token of their turn
-    constrained: Tensor  # bool [N, T], tokens that were sampled under a grammar's mask
-    grammar_weights: Tensor | None = None  # [N, T], set by ``without_masks``
+    rows: Rows
+    mask: Tensor  # bool [M], tokens that train
+    behaviour: Tensor  # [M], log mu
+    age: Tensor  # int64 [M], staleness in steps
+    turns: Tensor  # int64 [M], assistant turn of each sampled token; -1 elsewhere
+    turn_rewards: Tensor  # [M], on the last token of their turn
+    constrained: Tensor  # bool [M], tokens that were sampled under a grammar's mask
+    grammar_weights: Tensor | None = None  # [M], set by ``without_masks``
 
     def without_masks(self, proximal: Tensor) -> "WholeBatch":
-        """Replace log mu of constrained tokens by log pi_old [N, T], and keep their ratio as ``grammar_weights``.
+        """Replace log mu of constrained tokens by log pi_old [M], and keep their ratio as ``grammar_weights``.
 
         To a formula per token they are then as if the policy had sampled them without a mask when the step began. What
         is measured over a row or the batch leaves them out (``free``).
@@ -71,16 +74,12 @@ class WholeBatch:
 
     @cached_property
     def free(self) -> Tensor:
-        """bool [N, T], tokens that train and were sampled without a mask.
+        """bool [M], tokens that train and were sampled without a mask.
 
         They alone tell how far policies have moved apart: corrections, ratios of rows, selections and metrics of drift
         are over them.
         """
         return self.mask & ~self.constrained
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.mask.shape[0], self.mask.shape[1]
 
     @property
     def players(self) -> Tensor:
@@ -131,32 +130,42 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     ``trains``, bool [N], is false.
     """
     headers = batch.headers
-    shape = len(headers), max(*(header.tokens for header in headers), 2)
-    packed = np.zeros((3, *shape), np.int32)
+    lengths = torch.tensor([header.tokens for header in headers])
+    starts = Rows(lengths).starts.numpy()
+    spans = [slice(start, start + header.tokens) for start, header in zip(starts, headers, strict=True)]
+    packed = np.zeros((3, int(lengths.sum())), np.int32)
     behaviour, turn_rewards, codes = packed[0].view(np.float32), packed[1].view(np.float32), packed[2]
     for i in (i for mini in batch.plan for micro in mini.ranks[ranks.rank] for i in micro):
         row = batch.rows[headers[i].key]
-        behaviour[i, : len(row.logprobs)], codes[i, : len(row.loss_mask)] = row.logprobs, row.loss_mask
-        _mark_turns(row, codes[i], turn_rewards[i])
-        _mark_constrained(row, codes[i])
+        behaviour[spans[i]], codes[spans[i]] = row.logprobs, row.loss_mask
+        _mark_turns(row, codes[spans[i]], turn_rewards[spans[i]])
+        _mark_constrained(row, codes[spans[i]])
     ranks.all_reduce(torch.from_numpy(packed))
     constrained = codes >= CONSTRAINED
     codes -= constrained * np.int32(CONSTRAINED)
-    mask, age = np.zeros(shape, bool), np.zeros(shape, np.int64)
-    for i, header in enumerate(headers):
-        sampled = np.flatnonzero(codes[i])
+    mask, age = np.zeros(codes.shape, bool), np.zeros(codes.shape, np.int64)
+    for header, span in zip(headers, spans, strict=True):
+        sampled = span.start + np.flatnonzero(codes[span])
         for run in header.versions:
-            age[i, sampled[run.start : run.end]] = batch.step - run.version.step
+            age[sampled[run.start : run.end]] = batch.step - run.version.step
         for run in fresh_runs(header, batch.step, max_staleness):
-            mask[i, sampled[run.start : run.end]] = True
+            mask[sampled[run.start : run.end]] = True
+    # No token predicts the first one of a row.
+    predicted, rows = np.ones(codes.shape, bool), Rows(lengths - 1)
+    predicted[starts] = False
+
+    def of_predicted(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values[predicted])
+
     return WholeBatch(
         headers=headers,
-        mask=_predicted(mask) & trains[:, None],
-        behaviour=_predicted(behaviour),
-        age=_predicted(age),
-        turns=_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
-        turn_rewards=_predicted(turn_rewards),
-        constrained=_predicted(constrained),
+        rows=rows,
+        mask=of_predicted(mask) & on_tokens(trains, rows),
+        behaviour=of_predicted(behaviour),
+        age=of_predicted(age),
+        turns=of_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
+        turn_rewards=of_predicted(turn_rewards),
+        constrained=of_predicted(constrained),
     )
 
 
@@ -176,22 +185,16 @@ def _mark_constrained(row: Trajectory, codes: np.ndarray) -> None:
         codes[sampled[start:end]] += CONSTRAINED
 
 
-def _predicted(values: np.ndarray) -> Tensor:
-    """Drop the first token of every row [N, T+1], which no other token predicts."""
-    return torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
-
-
-def gather(
-    ranks: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], shape: tuple[int, int]
-) -> Tensor:
-    """Bring one tensor [B, T-1] per micro-batch of every rank together, as [N, T] on the host of all of them.
+def gather(ranks: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], rows: Rows) -> Tensor:
+    """Bring one tensor [B, T-1] per micro-batch of every rank together, as [M] on the host of all of them.
 
     A collective. float64 if the parts are, else float32. One data-parallel rank holds each row, so the sum is exact.
     """
     double = any(part.dtype == torch.float64 for part in parts)
-    whole = torch.zeros(shape, dtype=torch.float64 if double else torch.float32)
+    whole = torch.zeros(int(rows.lengths.sum()), dtype=torch.float64 if double else torch.float32)
     for micro, part in zip(micros, parts, strict=True):
         if micro.rows:
-            whole[micro.rows, : part.shape[1]] = part.detach().to("cpu", whole.dtype)
+            there = rows.there(micro.rows, part.shape[1])
+            whole[rows.positions(micro.rows)] = part.detach().to("cpu", whole.dtype)[there]
     ranks.all_reduce(whole)
     return whole

@@ -8,6 +8,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.capacity.costs import Device, assumed
 from rl_async.launcher.plan.memory import (
+    BATCH_BYTES,
     LOGITS_CHUNK,
     TORCH_BYTES,
     ModelSize,
@@ -19,6 +20,9 @@ from rl_async.launcher.plan.memory import (
 )
 from rl_async.trainer.model.logprobs import CPU_CHUNK_LOGITS
 from tests.support.configs import float32_config
+
+# Of a rank that trains calculator: its process, and the numbers per token of 24 groups of 16 rows of 160 tokens.
+HELD = TORCH_BYTES + 24 * 16 * 160 * BATCH_BYTES
 
 
 def test_parameters_of_a_known_model() -> None:
@@ -98,26 +102,26 @@ def test_the_model_folder_is_read(tmp_path: Path) -> None:
 
 def test_weights_gradients_and_two_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
-    assert trainer_bytes(float32_config("calculator"), size) == TORCH_BYTES + 16_000 + 4_000
+    assert trainer_bytes(float32_config("calculator"), size) == HELD + 16_000 + 4_000
 
 
 def test_a_rank_holds_its_part_of_one_copy() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1)
     config = float32_config("calculator", ["trainer.ranks=4", "trainer.replicas=2"])
-    assert trainer_bytes(config, size) == TORCH_BYTES + 16_000 // 2
+    assert trainer_bytes(config, size) == HELD + 16_000 // 2
 
 
 def test_under_adapters_the_base_has_neither_gradients_nor_moments() -> None:
     size = ModelSize(parameters=1000, kv_per_token=1, critic=100)
     config = float32_config("calculator", ["trainer.lora={}", "model.dtype=bfloat16"])
-    assert trainer_bytes(config, size) == TORCH_BYTES + 1000 * 2 + 100 * 20
+    assert trainer_bytes(config, size) == HELD + 1000 * 2 + 100 * 20
 
 
 def test_checkpointed_layers_keep_their_input_alone() -> None:
     config = float32_config("calculator", ["trainer.activation_checkpointing=true"])
     tokens = min(24 * 16 // 2 * 160, config.trainer.max_tokens_per_microbatch)
     size = ModelSize(parameters=0, kv_per_token=0, activations=1000, checkpointed=100)
-    assert trainer_bytes(config, size) == TORCH_BYTES + tokens * 100 * 4
+    assert trainer_bytes(config, size) == HELD + tokens * 100 * 4
     shape = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
     two, nine = (size_of(shape | {"num_hidden_layers": layers}) for layers in (2, 9))
     assert two is not None and nine is not None
@@ -200,11 +204,11 @@ def test_one_forward_pass_counts_up_to_its_budget_of_tokens() -> None:
         trainer_bytes(float32_config("calculator", [f"trainer.max_tokens_per_microbatch={n}"]), size)
         for n in (1000, 1_000_000)
     )
-    assert small == TORCH_BYTES + 1000 * (1000 * 4 + 100 * 4 * 2)
+    assert small == HELD + 1000 * (1000 * 4 + 100 * 4 * 2)
     rows = 24 * 16 // 2
-    assert large == TORCH_BYTES + rows * 160 * 1000 * 4 + rows * 160 * 100 * 4 * 2
+    assert large == HELD + rows * 160 * 1000 * 4 + rows * 160 * 100 * 4 * 2
     wide = ModelSize(parameters=0, kv_per_token=0, vocab=150_000)
-    assert trainer_bytes(float32_config("calculator"), wide) == TORCH_BYTES + LOGITS_CHUNK * 4 * 2
+    assert trainer_bytes(float32_config("calculator"), wide) == HELD + LOGITS_CHUNK * 4 * 2
 
 
 def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
@@ -214,10 +218,10 @@ def test_ranks_that_share_rows_have_a_part_of_their_tokens_each() -> None:
         for more in ([], ["trainer.ranks=2", "trainer.sequence_parallel=2"])
     )
     per_token = 1000 * 4 + 100 * 4 * 2
-    assert (alone, shared) == (TORCH_BYTES + 1001 * per_token, TORCH_BYTES + 501 * per_token)
+    assert (alone, shared) == (HELD + 1001 * per_token, HELD + 501 * per_token)
     whole = ["trainer.max_tokens_per_microbatch=1000000", "trainer.ranks=2", "trainer.sequence_parallel=2"]
     rows = 24 * 16 // 2
-    assert trainer_bytes(float32_config("calculator", whole), size) == TORCH_BYTES + rows * 160 // 2 * per_token
+    assert trainer_bytes(float32_config("calculator", whole), size) == HELD + rows * 160 // 2 * per_token
 
 
 def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
@@ -230,7 +234,7 @@ def test_ranks_of_one_copy_of_the_model_have_its_rows_each() -> None:
             ["trainer.backend=megatron", "trainer.ranks=2"],
         )
     )
-    assert tensor == one and data - TORCH_BYTES == (one - TORCH_BYTES) // 2
+    assert tensor == one and data - HELD == (one - HELD) // 2
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
@@ -252,7 +256,7 @@ def test_several_ranks_keep_whole_gradients_between_micro_batches() -> None:
         trainer_bytes(float32_config("calculator", [f"trainer.max_tokens_per_microbatch={n}", *more]), size)
         for n, more in ((200, []), (200, ["trainer.ranks=2"]), (1_000_000, ["trainer.ranks=2"]))
     )
-    assert (one, two, all_at_once) == (TORCH_BYTES + 20_000, TORCH_BYTES + 8_000 + 4_000, TORCH_BYTES + 8_000)
+    assert (one, two, all_at_once) == (HELD + 20_000, HELD + 8_000 + 4_000, HELD + 8_000)
 
 
 QWEN3_30B_A3B = {

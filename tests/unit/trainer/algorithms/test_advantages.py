@@ -11,6 +11,8 @@ import torch
 from rl_async.configs.schema.algorithm import AdvantageOptions
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from rl_async.trainer.algorithms.rows import Rows as Packed
+from rl_async.trainer.algorithms.user_functions import padded_estimator
 from rl_async.trainer.step.update import on_last_token
 
 Rows = list[list[float]]  # advantage of each sampled token, by row
@@ -316,7 +318,17 @@ def test_padding_does_not_matter(name: str) -> None:
         return torch.nn.functional.pad(value, (0, 3)) if is_token_wise else value  # type: ignore[arg-type]
 
     padded = AdvantageInputs(**{name: wider(getattr(x, name)) for name in x.__dataclass_fields__})  # type: ignore[arg-type]
-    assert torch.equal(ADVANTAGES[name](padded)[:, :9], ADVANTAGES[name](x))
+    expected = ADVANTAGES[name](x)
+    assert torch.equal(ADVANTAGES[name](padded)[:, :9], expected)
+    rows = Packed(torch.arange(9).expand(x.mask.shape).where(x.mask, 0).amax(1) + 1)
+
+    def packed(value: object) -> object:
+        is_token_wise = isinstance(value, torch.Tensor) and value.dim() == 2
+        return rows.pack(value) if is_token_wise else value  # type: ignore[arg-type]
+
+    without = AdvantageInputs(**{n: packed(getattr(x, n)) for n in x.__dataclass_fields__} | {"rows": rows})  # type: ignore[arg-type]
+    assert torch.equal(ADVANTAGES[name](without), rows.pack(expected))
+    assert torch.equal(padded_estimator(ADVANTAGES[name])(without), rows.pack(expected))
 
 
 @pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.compares_group and "sum_squares" not in t.needs])

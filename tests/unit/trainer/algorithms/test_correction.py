@@ -25,6 +25,7 @@ from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.correction import correct
+from rl_async.trainer.algorithms.rows import Rows
 
 Row = list[tuple[float, bool, int]]  # log ratio, sampled, age
 
@@ -199,8 +200,12 @@ def test_padding_row_order_splits_and_garbage_change_nothing(seed: int) -> None:
     spoilt = target.clone()
     spoilt[~mask] = math.nan
     garbage = correct(spoilt, behaviour, mask, age + 1000 * ~mask, EVERYTHING)
+    packed = Rows(torch.tensor([len(row) for row in drawn]))
+    without = correct(*map(packed.pack, (target, behaviour, mask, age)), EVERYTHING, rows=packed)
+    torch.testing.assert_close(without.weights, packed.pack(whole.weights))
     for name in ("weights", "keep", "rule"):
         expected = getattr(whole, name)
+        assert name == "weights" or torch.equal(getattr(without, name), packed.pack(expected))
         assert torch.equal(getattr(padded, name)[:, : expected.shape[1]], expected)
         assert torch.equal(getattr(permuted, name), expected[order])
         assert torch.equal(torch.cat([getattr(part, name) for part in single]), expected)
@@ -263,13 +268,17 @@ def test_normalised_weights_are_divided_by_their_mean_over_all_that_was_sampled(
     target, behaviour, mask, age = tensors(drawn)
     rejecting = Correction(weight=weight, cap=2.0, reject={"token_k3": 0.3})
     raw = correct(target, behaviour, mask, age, rejecting)
-    got = correct(target, behaviour, mask, age, msgspec.structs.replace(rejecting, normalise=True))
+    normalised = msgspec.structs.replace(rejecting, normalise=True)
+    got = correct(target, behaviour, mask, age, normalised)
     assert torch.equal(got.rule, raw.rule) and torch.equal(got.keep, raw.keep) and not torch.equal(raw.keep, mask)
     logs = [[x for x, sampled, _ in row if sampled] for row in drawn]
     sequences = [min(math.exp(sum(row)), 2.0) for row in logs]
     tokens = [min(math.exp(x), 2.0) for row in logs for x in row]
     every = tokens if weight == "token" else sequences
     torch.testing.assert_close(got.weights, raw.weights / (sum(every) / len(every)), rtol=1e-12, atol=0)
+    packed = Rows(torch.tensor([len(row) for row in drawn]))
+    without = correct(*map(packed.pack, (target, behaviour, mask, age)), normalised, rows=packed)
+    torch.testing.assert_close(without.weights, packed.pack(got.weights), rtol=1e-12, atol=0)
 
 
 def test_weights_that_are_all_zero_cannot_be_normalised_and_stay() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import AlgorithmConfig, LossOptions
 from rl_async.configs.schema.formulas import LOSSES as TRAITS
 from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, SelectInputs
+from rl_async.trainer.algorithms.rows import Rows
 
 OPTIONS = AlgorithmConfig(
     clip_low=0.15,
@@ -288,6 +289,15 @@ def test_m2po_keeps_no_token_that_is_beyond_the_budget_by_itself() -> None:
     x = make(0)
     x = replace(x, behaviour=x.proximal - 1.0)
     assert torch.equal(LOSSES["m2po"].select(selecting(x)), x.mask)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_the_same_tokens_are_picked_without_padding(name: str) -> None:
+    padded, select = selecting(make(7)), LOSSES[name].select
+    assert select is not None
+    rows = Rows(torch.tensor([7, 7, 7, 3]))
+    packed = map(rows.pack, (padded.proximal, padded.behaviour, padded.advantages, padded.mask))
+    assert torch.equal(select(SelectInputs(*packed, OPTIONS, padded.seed, rows)), rows.pack(select(padded)))
 
 
 def test_clip_cov_draws_its_share_from_the_band_and_the_draw_is_the_seeds() -> None:

@@ -41,12 +41,12 @@ def config(advantage: str = "remax") -> RunConfig:
 def inputs(made: Sequence[Trajectory], config: RunConfig) -> AdvantageInputs:
     """What an estimator sees of these rows."""
     whole = whole_batch(made)
-    return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), None, config)
+    return advantage_inputs(whole, Precomputed(proximal=whole.behaviour), None, config).padded()
 
 
 def test_no_token_of_a_greedy_episode_trains() -> None:
     made = rows()
-    mask = whole_batch(made).mask
+    mask = inputs(made, config()).mask
     assert mask.any(1).tolist() == [row.sample != GREEDY for row in made]
     assert whole_batch(made).row_weights.tolist() == [float(row.sample != GREEDY) for row in made]
 

@@ -10,6 +10,8 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.losses import SelectInputs
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.algorithms.user_functions import load_advantage, load_correction, load_loss
 
 HEAD = """
@@ -62,12 +64,21 @@ def test_all_three_take_the_places_of_built_in_ones(write) -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     corrected = built.correct(target, torch.zeros(1, 2), mask, torch.tensor([[0, 3]]), mask)
     assert corrected.weights.tolist() == [[1.0, 1.5]] and corrected.keep.tolist() == [[True, False]]
+    ends, rows = torch.tensor([0, 3, 0]), Rows(torch.tensor([2, 1]))  # a batch comes to it whole and padded
+    packed = torch.tensor([0.0, 1.0, 1.0])
+    corrected = built.correct(packed, torch.zeros(3), torch.ones(3, dtype=torch.bool), ends, None, rows)
+    assert corrected.weights.tolist() == [1.0, 1.5, 1.5] and corrected.keep.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("name", ["loss", "sequence_loss", "picky_loss"])
 def test_losses_that_use_the_mask_are_accepted(write, name: str) -> None:
     loss = load_loss(f"{write(GOOD)}:{name}", AlgorithmConfig())
     assert (loss.select is not None) == (name == "picky_loss")
+    if loss.select is not None:
+        numbers, mask = torch.tensor([-1.0, -2.0, -3.0]), torch.ones(3, dtype=torch.bool)
+        rows = Rows(torch.tensor([1, 2]))
+        packed = SelectInputs(numbers, numbers, numbers, mask, AlgorithmConfig(), seed=0, rows=rows)
+        assert torch.equal(loss.select(packed), rows.pack(loss.select(packed.padded())))
 
 
 def test_an_advantage_sees_the_policy_and_the_critic_if_there_is_one(write) -> None:

@@ -15,6 +15,7 @@ from benchmarks.router_replay import distance, perturbed, sampled
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.experts import experts_of
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.data_parallel import pure_data_parallel
@@ -266,7 +267,7 @@ def test_agreement_is_of_the_first_pass_over_trained_tokens_with_a_record() -> N
     there = batch.mask & (batch.experts[:, :-1, 0, 0] >= 0)
     first = torch.where(there, 0.25, 1.0)
     first[there.nonzero()[0][0], there.nonzero()[0][1]] = 0.75
-    sums, micro = LossSums(pure_data_parallel()), MicroBatch([3, 1], batch)
+    sums, micro = LossSums(pure_data_parallel()), MicroBatch([3, 1], batch, Rows(torch.zeros(4, dtype=torch.int64)))
     assert "router/agreement" not in sums.metrics()
     for agreement in (first, torch.ones_like(first)):
         sums.add_routes(micro, Outputs(agreement=agreement))

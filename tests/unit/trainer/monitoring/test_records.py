@@ -15,6 +15,7 @@ from rl_async.errors import UserError
 from rl_async.messages import Trajectory, codec
 from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.batches.sources import RecordedSource
 from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage, require_newest
 from rl_async.trainer.step.explanation import TokenOutcomes, explain
@@ -36,17 +37,16 @@ def outcomes(rows: list[Trajectory]) -> TokenOutcomes:
 
     The advantages of row 1 differ from token to token.
     """
-    width = max(len(row.token_ids) for row in rows) - 1
-    keep = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        keep[i, : len(row.token_ids) - 1] = torch.from_numpy(row.loss_mask[1:])
-    rule = torch.zeros(len(rows), width, dtype=torch.uint8)
-    rule[0, 4:6], rule[0, 6] = RULES.index("band"), RULES.index("token_k3")
-    keep[0, 6:8] = False
-    advantages = torch.full((len(rows), width), -2 / 3)
-    advantages[1] = torch.arange(width) / 3
-    logprobs = torch.full((len(rows), width), -1 / 7)
-    return TokenOutcomes(Corrected(torch.where(keep & (rule == 0), 1 / 3, 0.0), keep, rule), logprobs, advantages)
+    packed = Rows(torch.tensor([len(row.token_ids) - 1 for row in rows]))
+    keep = torch.from_numpy(np.concatenate([row.loss_mask[1:] for row in rows]))
+    rule = torch.zeros(len(keep), dtype=torch.uint8)
+    rule[4:6], rule[6] = RULES.index("band"), RULES.index("token_k3")
+    keep[6:8] = False
+    advantages = torch.full((len(keep),), -2 / 3)
+    second = packed.positions([1])
+    advantages[second] = torch.arange(len(second)) / 3
+    corrected = Corrected(torch.where(keep & (rule == 0), 1 / 3, 0.0), keep, rule)
+    return TokenOutcomes(packed, corrected, torch.full((len(keep),), -1 / 7), advantages)
 
 
 def test_tokens_are_explained_beside_rows_that_replay_as_before(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_tokens_are_explained_beside_rows_that_replay_as_before(tmp_path: Path) 
 def test_weights_are_told_with_four_digits(weight: float, told: float) -> None:
     row = make_rows(0)[0]
     n = len(row.token_ids) - 1
-    keep = torch.from_numpy(row.loss_mask[1:])[None]
-    corrected = Corrected(torch.full((1, n), weight), keep, torch.zeros(1, n, dtype=torch.uint8))
-    verdicts = TokenOutcomes(corrected, torch.zeros(1, n), torch.zeros(1, n))
+    keep = torch.from_numpy(row.loss_mask[1:])
+    corrected = Corrected(torch.full((n,), weight), keep, torch.zeros(n, dtype=torch.uint8))
+    verdicts = TokenOutcomes(Rows(torch.tensor([n])), corrected, torch.zeros(n), torch.zeros(n))
     assert explain(row, 0, verdicts).weights == [told] * int(row.loss_mask.sum())
 
 

@@ -22,6 +22,7 @@ from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.user_functions import padded_estimator
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
@@ -149,7 +150,7 @@ def step(algorithm: AlgorithmConfig, *, constrained: bool = True) -> tuple[Marko
 
     headers = [row.header() for row in batch_rows]
     batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in batch_rows})
-    built = replace(build(config), advantage=estimate)
+    built = replace(build(config), advantage=padded_estimator(estimate))
     updated = update(Models(policy), batch, built, config)  # type: ignore[arg-type]
     return policy, (policy.table.detach() - before) / RATE, updated
 
@@ -177,7 +178,7 @@ def test_weights_are_what_the_policy_left_to_the_grammar_and_metrics_of_drift_le
     policy, _, updated = step(AlgorithmConfig())
     logs = Markov().table.detach().log_softmax(-1)
     left = {s: logs[s].exp()[ALLOWED[s]].sum().item() for s in range(VOCAB)}
-    expected = torch.tensor([[left[START], left[a]] for a, _ in sequences()])
+    expected = torch.tensor([[left[START], left[a]] for a, _ in sequences()]).flatten()
     torch.testing.assert_close(updated.tokens.corrected.weights.float(), expected, atol=1e-6, rtol=1e-5)
     assert updated.tokens.corrected.keep.all() and (expected < 1).all()
     assert updated.metrics["constrained/share"] == 1.0

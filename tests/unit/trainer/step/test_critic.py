@@ -14,6 +14,7 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.algorithms.values import gae
 from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
 from rl_async.trainer.backends.schedule import learning_rate_factor
@@ -23,11 +24,12 @@ from rl_async.trainer.step.critic import CriticUpdate, critic_training, critic_u
 from rl_async.trainer.step.whole_batch import MicroBatch
 
 ROWS, WIDTH = 6, 5
+PACKED = Rows(torch.full((ROWS,), WIDTH))
 ALONE = DataParallel(0, 1, is_recorder=True)
 
 
 def inputs() -> AdvantageInputs:
-    """Rows 0 to 5, of which the scorer failed on row 3; NaN stands wherever nothing was sampled."""
+    """Rows 0 to 5, packed, of which the scorer failed on row 3; NaN stands wherever nothing was sampled."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand((ROWS, WIDTH), generator=draw) > 0.3
     numbers = torch.randn((2, ROWS, WIDTH), generator=draw, dtype=torch.float64)
@@ -35,16 +37,17 @@ def inputs() -> AdvantageInputs:
     scored = torch.arange(ROWS) != 3
     return AdvantageInputs(
         rewards=torch.zeros(ROWS, dtype=torch.float64),
-        token_rewards=rewards,
-        mask=mask,
+        token_rewards=rewards.flatten(),
+        mask=mask.flatten(),
         groups=torch.arange(ROWS),
         scored=scored,
         row_weights=torch.ones(ROWS, dtype=torch.float64),
         lengths=mask.sum(1).double(),
-        turns=torch.zeros_like(mask, dtype=torch.int64),
+        turns=torch.zeros_like(mask.flatten(), dtype=torch.int64),
         options=AdvantageOptions(gamma=0.9, lam=0.8),
         parts={},
-        values=values,
+        values=values.flatten(),
+        rows=PACKED,
     )
 
 
@@ -52,7 +55,7 @@ def micro(rows: list[int]) -> MicroBatch:
     tensors = empty_tensors("cpu")
     if rows:
         tensors = msgspec.structs.replace(tensors, mask=torch.zeros((len(rows), WIDTH), dtype=torch.bool))
-    return MicroBatch(rows, tensors)
+    return MicroBatch(rows, tensors, PACKED)
 
 
 class FakeCritic:
@@ -78,10 +81,9 @@ def teach(learns: CriticUpdate, critic: FakeCritic, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
 def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
-    x = inputs()
-    learns = critic_update(ALONE, x, CriticConfig(clip=0.2))
+    learns, x = critic_update(ALONE, inputs(), CriticConfig(clip=0.2)), inputs().padded()
     assert learns is not None and x.values is not None
-    now = learns.values + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    now = PACKED.pad_all(learns.values) + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
     teach(learns, critic, list(range(ROWS)))
 
@@ -136,7 +138,7 @@ def test_metrics_are_over_the_values_before_the_step() -> None:
     finally:
         dist.destroy_process_group()
     values, returns = learns.values[learns.mask].double(), learns.returns[learns.mask].double()
-    assert not learns.mask[3].any()
+    assert not PACKED.pad_all(learns.mask)[3].any()
     assert metrics["critic/values_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
     assert metrics["critic/returns_mean"] == pytest.approx(returns.mean().item(), rel=1e-5)
     variances = [((y - y.mean()) ** 2).mean().item() for y in (returns - values, returns)]

@@ -19,7 +19,9 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LOSSES
+from rl_async.trainer.algorithms.user_functions import padded_estimator
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
@@ -121,6 +123,12 @@ class Stepped:
     distance: Tensor  # log pi - log pi_ref before the step, [rows, WIDTH]
     rewards: Tensor  # of the tokens, as the advantages saw them, [rows, WIDTH]
 
+    @property
+    def corrected(self) -> Corrected:
+        """What the correction made of the tokens, [rows, WIDTH]."""
+        rows, packed = self.updated.tokens.rows, self.updated.tokens.corrected
+        return Corrected(*map(rows.pad_all, (packed.weights, packed.keep, packed.rule)))
+
 
 def step(algorithm: AlgorithmConfig, *, alone: bool, kl_coef: float = 0.0) -> Stepped:
     """Two epochs on ROWS, so that the second sees a policy that has moved."""
@@ -143,7 +151,7 @@ def step(algorithm: AlgorithmConfig, *, alone: bool, kl_coef: float = 0.0) -> St
 
     headers = [r.header() for r in rows]
     batch = Batch(STEP, headers, plan_batch(headers, STEP, config, 1, RowCost()), {r.key: r for r in rows})
-    built = replace(build(config), advantage=estimate)
+    built = replace(build(config), advantage=padded_estimator(estimate))
     models = Models(policy, reference if kl_coef else None)  # type: ignore[arg-type]
     updated = update(models, batch, built, config, kl_coef)
     distance = (before - reference.table.detach()).reshape(len(ROWS), WIDTH + 1)[:, 1:]
@@ -154,7 +162,7 @@ def step(algorithm: AlgorithmConfig, *, alone: bool, kl_coef: float = 0.0) -> St
 def test_free_tokens_get_the_weights_and_learn_what_they_do_alone(preset: str, options: CorrectionOptions) -> None:
     algorithm = AlgorithmConfig(correction=preset, correction_options=options, aggregation="token-sum")
     mixed, alone = step(algorithm, alone=False), step(algorithm, alone=True)
-    got, expected = mixed.updated.tokens.corrected, alone.updated.tokens.corrected
+    got, expected = mixed.corrected, alone.corrected
     for name in ("weights", "keep", "rule"):
         assert torch.equal(getattr(got, name)[FREE], getattr(expected, name)[FREE]), name
     assert torch.equal(mixed.moved[FREE], alone.moved[FREE])
@@ -168,7 +176,7 @@ def test_free_tokens_get_the_weights_and_learn_what_they_do_alone(preset: str, o
 @pytest.mark.parametrize(("preset", "options"), CORRECTIONS, ids=NAMES)
 def test_what_is_decided_of_a_row_holds_for_its_constrained_tokens(preset: str, options: CorrectionOptions) -> None:
     algorithm = AlgorithmConfig(correction=preset, correction_options=options, aggregation="token-sum")
-    got, correction = step(algorithm, alone=False).updated.tokens.corrected, resolve(preset, options)
+    got, correction = step(algorithm, alone=False).corrected, resolve(preset, options)
     by_row = correction.veto is not None or any(name.startswith("seq") for name in correction.reject)
     for weights, keep, free, masked in zip(got.weights, got.keep, FREE, CONSTRAINED, strict=True):
         rejected = by_row and free.any() and not keep[free].any()

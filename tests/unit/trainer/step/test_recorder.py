@@ -11,6 +11,7 @@ import torch
 from rl_async.messages import Trajectory
 from rl_async.recording import read_trajectories, trained_file, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
 from rl_async.trainer.step import recorder as module
@@ -25,9 +26,10 @@ def batch(step: int) -> Batch:
 
 
 def outcomes(made: Batch) -> TokenOutcomes:
-    shape = len(made.headers), max(h.tokens for h in made.headers) - 1
-    kept, rule = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.uint8)
-    return TokenOutcomes(Corrected(torch.ones(shape), kept, rule), torch.zeros(shape), torch.zeros(shape))
+    rows = Rows(torch.tensor([h.tokens - 1 for h in made.headers]))
+    tokens = int(rows.lengths.sum())
+    kept, rule = torch.ones(tokens, dtype=torch.bool), torch.zeros(tokens, dtype=torch.uint8)
+    return TokenOutcomes(rows, Corrected(torch.ones(tokens), kept, rule), torch.zeros(tokens), torch.zeros(tokens))
 
 
 def trained_steps(folder: Path) -> list[int]:

@@ -73,7 +73,7 @@ def config(advantage: str) -> RunConfig:
 def inputs(rows: list[Trajectory], advantage: str = "grpo") -> AdvantageInputs:
     whole = whole_batch(rows)
     before = Precomputed(whole.behaviour, values=whole.behaviour + 0.5, sum_squares=whole.behaviour.exp())
-    return advantage_inputs(whole, before, None, config(advantage))
+    return advantage_inputs(whole, before, None, config(advantage)).padded()
 
 
 def totals() -> dict[Player, float]:

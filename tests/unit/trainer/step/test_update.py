@@ -19,6 +19,7 @@ from rl_async.messages import Trajectory, Turn
 from rl_async.trainer.algorithms import shaping
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.user_functions import padded_estimator
 from rl_async.trainer.backends.interface import LossFn, Outputs
 from rl_async.trainer.batches.batch import Batch, plan_batch
 from rl_async.trainer.batches.cost import RowCost
@@ -104,7 +105,7 @@ def test_estimators_see_what_the_correction_made_of_each_token(correction: str, 
 
     headers = [row.header() for row in rows]
     batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
-    algorithm = replace(build(config), advantage=estimate)
+    algorithm = replace(build(config), advantage=padded_estimator(estimate))
     updated = update(Models(Table()), batch, algorithm, config)  # type: ignore[arg-type]
     (x,) = seen
     assert x.mask.sum() == sum(int(row.loss_mask.sum()) for row in rows), (
@@ -112,8 +113,8 @@ def test_estimators_see_what_the_correction_made_of_each_token(correction: str, 
     )
     assert (x.importance is not None) is given
     if given:
-        assert torch.equal(x.importance, updated.tokens.corrected.weights.double())
-        assert not updated.tokens.corrected.keep[x.mask].all()
+        assert torch.equal(x.importance, updated.tokens.rows.pad_all(updated.tokens.corrected.weights.double()))
+        assert not updated.tokens.corrected.keep[updated.tokens.rows.pack(x.mask)].all()
 
 
 def test_bypass_never_looks() -> None:
@@ -252,11 +253,11 @@ def split_episodes(turn_rewards: Sequence[float], kl: float = 0.0) -> tuple[Adva
         algorithm=AlgorithmConfig(kl=KlConfig(coef=1.0, place="reward", estimator="k1")),
     )
     reference = whole.behaviour.clone()
-    reference[2] -= kl
+    reference[whole.rows.positions([2])] -= kl
     before = Precomputed(proximal=whole.behaviour, reference=reference)
     x = advantage_inputs(whole, before, None, config)
     x, _ = penalised(x, whole.players, before, build(config), config.algorithm.kl, 1.0)
-    return x, whole.players
+    return x.padded(), whole.players
 
 
 OUTCOME_ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_async.messages import Turn, Version, VersionRun
+from rl_async.trainer.algorithms.rows import on_tokens
 from rl_async.trainer.batches.batch import Batch
 from rl_async.trainer.batches.data_parallel import DataParallel
 from rl_async.trainer.batches.layout import MiniBatch
@@ -33,18 +34,18 @@ def test_tokens_shift_by_one_and_stale_ones_are_masked() -> None:
     sampled = int(row.loss_mask.sum())
     row.versions = [VersionRun(Version(0, 1), 0, 3), VersionRun(Version(0, 5), 3, sampled)]
     free, bound = whole_batch([row], step=5), whole_batch([row], step=5, max_staleness=2)
-    assert np.array_equal(free.mask[0].numpy(), row.loss_mask[1:])
-    assert np.array_equal(free.behaviour[0].numpy(), row.logprobs[1:])
-    assert free.age[0][free.mask[0]].tolist() == [4] * 3 + [0] * (sampled - 3) and free.age.dtype == torch.int64
+    assert np.array_equal(free.mask.numpy(), row.loss_mask[1:])
+    assert np.array_equal(free.behaviour.numpy(), row.logprobs[1:])
+    assert free.age[free.mask].tolist() == [4] * 3 + [0] * (sampled - 3) and free.age.dtype == torch.int64
     assert int(free.mask.sum()) - int(bound.mask.sum()) == 3
-    assert not bound.mask[0, 3:6].any()
+    assert not bound.mask[3:6].any()
 
 
 def test_a_first_token_that_was_sampled_counts_in_its_version() -> None:
     row = make_rows(0)[0]
     row.loss_mask = np.ones(len(row.token_ids), dtype=bool)
     row.versions = [VersionRun(Version(0, 1), 0, 2), VersionRun(Version(0, 5), 2, len(row.token_ids))]
-    assert whole_batch([row], step=5).age[0].tolist() == [4] + [0] * (len(row.token_ids) - 2)
+    assert whole_batch([row], step=5).age.tolist() == [4] + [0] * (len(row.token_ids) - 2)
 
 
 def test_turns_and_their_rewards_stand_on_sampled_tokens() -> None:
@@ -58,8 +59,8 @@ def test_turns_and_their_rewards_stand_on_sampled_tokens() -> None:
         Turn(role="assistant", text="", start=5, end=7, reward=0.25),
     ]
     got = whole_batch([row])
-    assert got.turns[0].tolist() == [-1, 0, 0, -1, 1, 1] + [-1] * (n - 7) and got.turns.dtype == torch.int64
-    assert got.turn_rewards[0].tolist() == [0, 0, 0.5, 0, 0, 0.25] + [0] * (n - 7)
+    assert got.turns.tolist() == [-1, 0, 0, -1, 1, 1] + [-1] * (n - 7) and got.turns.dtype == torch.int64
+    assert got.turn_rewards.tolist() == [0, 0, 0.5, 0, 0, 0.25] + [0] * (n - 7)
 
 
 @pytest.mark.parametrize("share", [[0, 2], []])
@@ -79,9 +80,10 @@ def test_ranks_that_hold_different_rows_get_the_same_batch(share: list[int]) -> 
     expected = whole_batch(rows, step=3)
     for name in ("behaviour", "age", "turns", "turn_rewards", "constrained"):
         assert torch.equal(getattr(got, name), getattr(expected, name))
-    assert got.constrained[0].nonzero().flatten().tolist() == [4, 5, 7]  # token 4, the first sampled, is predicted at 3
-    assert torch.equal(got.constrained[3], expected.mask[3]) and not got.constrained[[1, 2, 4]].any()
+    constrained, mask = got.rows.pad_all(got.constrained), expected.rows.pad_all(expected.mask)
+    assert constrained[0].nonzero().flatten().tolist() == [4, 5, 7]  # token 4, the first sampled, is predicted at 3
+    assert torch.equal(constrained[3], mask[3]) and not constrained[[1, 2, 4]].any()
     rows[0].constrained = rows[3].constrained = []
     assert torch.equal(got.turns, whole_batch(rows, step=3).turns), "a mark is no part of the turn's number"
     assert torch.equal(got.behaviour.view(torch.int32), expected.behaviour.view(torch.int32))
-    assert torch.equal(got.mask, expected.mask & trains[:, None])
+    assert torch.equal(got.mask, expected.mask & on_tokens(trains, got.rows))
