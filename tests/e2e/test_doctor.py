@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC
+from tests.e2e.command import HARDLY_WARM, RL_ASYNC, start
+from tests.e2e.small_runs import finish
+from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = [
@@ -22,20 +24,18 @@ SMALL = [
 
 
 @pytest.fixture
-def launched(workplace: Path) -> Iterator["subprocess.Popen[str]"]:
-    command = [RL_ASYNC, "launch", "--config", "calculator", "--name", "stuck", *SMALL]
-    process = subprocess.Popen(command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def launched(workplace: Path) -> Iterator[Forked]:
+    process = start(workplace, "launch", "--config", "calculator", "--name", "stuck", *SMALL)
     yield process
-    if process.poll() is None:
-        process.kill()  # its children end with it
-        process.communicate()
+    process.kill()  # its children end with it
+    process.wait(10)
 
 
 def pid_of(run: Path, name: str) -> int:
     return next(p["pid"] for p in json.loads((run / "processes.json").read_text()) if p["name"] == name)
 
 
-def test_a_stopped_rank_is_named_and_the_run_ends_well(workplace: Path, launched: "subprocess.Popen[str]") -> None:
+def test_a_stopped_rank_is_named_and_the_run_ends_well(workplace: Path, launched: Forked) -> None:
     run, deadline = workplace / "runs" / "stuck", time.monotonic() + 180
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
@@ -49,8 +49,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends_well(workplace: Path, launched
     assert asked.returncode == 1, asked.stdout + asked.stderr
     assert f"verdict: {named}" in asked.stdout and f"kill -CONT {pid}" in asked.stdout
 
-    output, _ = launched.communicate(timeout=200)
-    assert launched.returncode == 0, output[-4000:]
+    output = finish(launched)
     assert named in output, "the run names it by itself, once its deadline has passed"
     assert output.count("the whole diagnosis: ") == 1
     assert f"verdict: {named}: rank 0 waited for it" in (run / "doctor.txt").read_text()

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import HARDLY_WARM, RL_ASYNC, succeed
+from tests.e2e.command import HARDLY_WARM, start, succeed
+from tests.e2e.small_runs import finish
+from tests.support.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 CONTAINER = Path(__file__).parents[2] / "chaos" / "agents" / "container.py"
@@ -27,21 +28,17 @@ SETTINGS = [
 
 
 @pytest.fixture
-def run(workplace: Path) -> Iterator["subprocess.Popen[str]"]:
+def run(workplace: Path) -> Iterator[Forked]:
     """A run in ``runs/slow`` whose environments name their processes in ``record``."""
     (record := workplace / "record").mkdir()
-    command = [RL_ASYNC, "launch", "--mode", "disaggregated", "--config", "calculator", "--name", "slow", *SETTINGS]
-    command.append(f"agent.environment_options={{start_s: {START_S}, record: {record}}}")
-    with subprocess.Popen(
-        command, cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as launched:
-        yield launched
-        launched.kill()
+    command = ["launch", "--mode", "disaggregated", "--config", "calculator", "--name", "slow", *SETTINGS]
+    launched = start(workplace, *command, f"agent.environment_options={{start_s: {START_S}, record: {record}}}")
+    yield launched
+    launched.kill()
+    launched.wait(10)
 
 
-def test_a_run_outlives_a_killed_host_of_environments_that_start_slowly(
-    run: "subprocess.Popen[str]", workplace: Path
-) -> None:
+def test_a_run_outlives_a_killed_host_of_environments_that_start_slowly(run: Forked, workplace: Path) -> None:
     until = time.monotonic() + 200
     while not (asked := [int(path.name) for path in (workplace / "record").iterdir()]):
         assert run.poll() is None, run.communicate()[0][-4000:]
@@ -51,8 +48,7 @@ def test_a_run_outlives_a_killed_host_of_environments_that_start_slowly(
     containers = host.children()
     assert containers, "it holds environments"
     host.kill()
-    output = run.communicate(timeout=300)[0]
-    assert run.returncode == 0, output[-4000:]
+    finish(run, timeout_s=300)
     assert "ok: every admitted group" in succeed(workplace, "audit", "runs/slow")
     folder = workplace / "runs" / "slow"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS
