@@ -52,6 +52,8 @@ def read(text: str) -> list[Form]:
         raise Unreadable("is empty")
     if (day := date(text)) is not None:
         return [Words(day)]
+    if re.fullmatch(r"[A-J]\)", text):
+        return [Words(text[0].casefold())]
     if (choice := _CHOICE.fullmatch(text)) and not _NO_CHOICE.search(choice[4]):
         return [Choice(choice[1] or choice[2] or choice[3], squeezed(choice[4]))]
     text = re.sub(r"(?<=[A-Za-z])\.(?=\s|\})", "", text)

@@ -17,8 +17,10 @@ _FORMULA = re.compile(
     r"|\\\((?P<c>(?:(?!\\[()]).)+)\\\)|\\\[(?P<d>(?:(?!\\[\[\]]).)+)\\\]",
     re.DOTALL,
 )
+# What may stand between several formulas: $1$ or $2$.
+_JOINING = re.compile(r"(?:[\s,;]|and|or)*")
 _BOLD = re.compile(r"(?<![\w*)\]}^])(\*\*|__|`)(?!\s|\1)([^*`\n]{1,200}?)(?<!\s)\1(?![\w*(])")
-_MARKED = re.compile(r"\banswer\s*(?:(?:is|=|:)(?!\w)\s*)+(?P<answer>[^\s:=][^\n]*)", re.IGNORECASE)
+_MARKED = re.compile(r"\b(?:answer|option|choice)\s*(?:(?:is|=|:)(?!\w)\s*)+(?P<answer>[^\s:=][^\n]*)", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE = re.compile(r"\s*[A-Z][a-z]+\b")
@@ -72,12 +74,12 @@ def _boxed(text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """Return the expression that a text calls its answer, or all of it, without dollars around it."""
+    """Return the expression that a text calls its answer, or all of it, without dollars around its formulas."""
     if marked := list(_MARKED.finditer(text)):
         text = marked[-1]["answer"]
     text = text.strip().removesuffix(".")
-    whole = _FORMULA.fullmatch(text)
-    return _content(whole) if whole else text
+    formulas_alone = _JOINING.fullmatch(_FORMULA.sub("", text))
+    return _FORMULA.sub(lambda formula: f" {_content(formula)} ", text).strip() if formulas_alone else text
 
 
 def _content(formula: re.Match[str]) -> str:

@@ -45,7 +45,8 @@ def _subscript(match: re.Match[str]) -> str:
 def _text(match: re.Match[str]) -> str:
     """Return the content of a text; words stay marked as a text, but for a letter in a typeface of variables."""
     command, inner = match["command"], match["inner"]
-    inner = re.sub(r"(?<=[A-Za-z])\.(?=[ )]|$)", "", re.sub(r"~|\\[,;: ]", " ", inner)).strip()
+    # The period behind an abbreviation, not behind the letter of a choice.
+    inner = re.sub(r"(?<!\b[A-J])(?<=[A-Za-z])\.(?=[ )]|$)", "", re.sub(r"~|\\[,;: ]", " ", inner)).strip()
     if command.startswith("operatorname") and inner.isalpha():
         return f"\\{inner} "
     variable = len(inner) == 1 and command in ("mathbf", "mathit", "mathcal", "boldsymbol", "bm")
@@ -56,7 +57,7 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", _superscript),
     ("[₀₁₂₃₄₅₆₇₈₉]+", _subscript),
     # Sizes and styles, and the escapes of signs.
-    (r"\\(?:left|right)(?![a-zA-Z])|\\(?:displaystyle|limits)\b|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
+    (r"\\(?:left|right)(?![a-zA-Z])\s*\.?|\\(?:displaystyle|limits)\b|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
     (r"\\underline(?![a-z])|\\(?:text)?color\s*\{[a-zA-Z]+\}|\\[hv]space\*?\s*\{[^{}]*\}", " "),
     (r"\\([$%#])", r"\1"),
     (r"\\pounds\b", "£"),
@@ -74,7 +75,9 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"(?<=[\d.])\s*[xX]\s*(?=10\s*\^)", r" \\times "),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (" +", " "),
-    (r"^ |[ .]+$", ""),
+    (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    # A period at the end, but no ellipsis, and what is left of a space whose second half was stripped.
+    (r"^ |(?: |(?<![\\.])\.|(?<!\\)\\)+$", ""),
     (r"""^(["'])(.+)\1$""", r"\2"),
 )
 

@@ -17,7 +17,8 @@ L l liter litre; mL ml milliliter millilitre; gal gallon; quart; pint; cup cups;
 g gram gm; kg kilogram; mg milligram; t ton tons tonne; oz ounce; pound lb lbs; mol mole
 s sec secs second; min mins minute; h hr hrs hour; d day days; week; month; y yr yrs year; am; pm; time
 N newton; J joule; kJ; W watt; kW kilowatt; kWh; V volt; A ampere amp; K kelvin; C celsius; F fahrenheit
-Pa pascal; kPa; Hz hertz; kHz
+Pa pascal; kPa; MPa; atm atmosphere; bar; Hz hertz; kHz; MHz; GHz; ohm; T tesla; eV; keV; MeV; GeV; kN; MJ; MW; cal
+nm nanometer nanometre; mA; mV; kV; dB decibel; kcal; rpm; pH
 dollar usd; euro eur; cent; yen; yuan; rupee; penny pennies pence
 way ways; page; point; piece; person people; child children; man men; woman women; mouse mice; fish; sheep; deer
 """

@@ -10,6 +10,8 @@ import mpmath
 DIGITS = 60
 # Relative: far above the rounding of DIGITS digits, far below the distance of different answers.
 CLOSE = 1e-40
+# Relative to its terms, a sum that is as small is what rounding has left of zero.
+LOST = 1e-50
 # Relative, between numbers of which one is written as a decimal that is not whole.
 CLOSE_DECIMAL = Fraction(1, 10**6)
 # Of numerator, denominator, or a binary exponent.
@@ -36,9 +38,8 @@ def close(one: Any, other: Any, *, loose: bool = False) -> bool:
     one, other = real(one), real(other)
     if MP.isinf(one) or MP.isinf(other):
         return bool(one == other)
-    size = max(abs(one), abs(other))
-    # Near zero, cancellation leaves an error that is absolute.
-    return bool(abs(one - other) <= (real(CLOSE_DECIMAL) * abs(one) if loose else max(CLOSE * size, CLOSE**1.25)))
+    size = real(CLOSE_DECIMAL) * abs(one) if loose else CLOSE * max(abs(one), abs(other))
+    return bool(abs(one - other) <= size)
 
 
 def real(value: Any) -> Any:
@@ -67,7 +68,10 @@ def add(one: Any, other: Any) -> Any:
     """Return a sum, exact if both values are."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one + other
-    return real(one) + real(other)
+    one, other = real(one), real(other)
+    total = one + other
+    lost = MP.isfinite(total) and abs(total) <= LOST * max(abs(one), abs(other))
+    return Fraction(0) if lost else total
 
 
 def multiply(one: Any, other: Any) -> Any:
@@ -139,9 +143,12 @@ def by_mpmath(name: str) -> Callable[[Any], Any]:
         if abs(MP.im(value)) > MOST_BITS:
             raise Unreadable("has a function of a number that is too large")
         try:
-            return getattr(MP, name)(value)
+            result = getattr(MP, name)(value)
         except (ValueError, ZeroDivisionError):
             raise Unreadable("has no value") from None
+        # The sine of pi, or the logarithm of one.
+        lost = name != "exp" and abs(result) <= LOST < abs(value)
+        return Fraction(0) if lost else result
 
     return apply
 
