@@ -4,12 +4,18 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+from xxhash import xxh3_64_digest
+
 from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.state.transitions import Transition
 
 JOURNAL_SCHEMA = 5  # raise it when an older process would misread a transition or a dump of the store
+CHECKED = 1 << 16  # beside JOURNAL_SCHEMA, in the version of a journal whose records have checksums
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Recovered(NamedTuple):
@@ -72,6 +78,11 @@ class Journal(Protocol):
 def new_run_id(name: str) -> str:
     """An id that no other queue has: clients that outlive a queue notice by it that the next one does not know them."""
     return f"{name}-{secrets.token_hex(8)}"
+
+
+def digest(*values: int | str | bytes) -> bytes:
+    """Return the checksum of a record of the journal; a changed bit could be another reward, version or cursor."""
+    return xxh3_64_digest(_encode(values))
 
 
 def consecutive(entries: Iterable[tuple[int, bytes]], first: int, place: str) -> Iterator[tuple[int, bytes]]:

@@ -5,6 +5,8 @@ For a run named RUN: ``rl-async:RUN:transitions``, a stream with one entry per t
 state that stands for the transitions before the stream; ``:meta``; and ``:owner``, the token of the queue that may
 write. Payloads are sent first, under unique names; then one script, which runs whole or not at all,
 checks the owner and writes the transitions with the places of the payloads.
+
+Each of them has a checksum of its name and value, which is compared when it is read.
 """
 
 import contextlib
@@ -17,12 +19,21 @@ from typing import Any, TypeVar
 
 import msgspec
 import redis
+from xxhash import xxh3_64_intdigest
 
 from rl_async.errors import JournalError
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.journal import redis_scripts as scripts
-from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, hole, new_run_id
+from rl_async.transfer_queue.journal.interface import (
+    CHECKED,
+    JOURNAL_SCHEMA,
+    Recovered,
+    consecutive,
+    digest,
+    hole,
+    new_run_id,
+)
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
 
@@ -30,6 +41,8 @@ OWNER_S = 10.0  # a queue that is silent for this long may be replaced by anothe
 TRIES_S = 20.0  # how long a lost connection is tried again
 LEAST_LOG = 4096  # transitions; a shorter stream is not worth compacting
 LOG_PER_STATE = 4  # a stream this many times as long as the state, in bytes, is compacted
+_SCHEMA = JOURNAL_SCHEMA | CHECKED
+_DIGEST_BYTES = 8
 _PAGE = 1000  # entries read at a time
 _WAIT_MS = 1000  # for replicas, before the flush is sent again
 
@@ -37,10 +50,11 @@ T = TypeVar("T")
 
 
 class _PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
-    """The key that holds one sample's rows, and the length of each."""
+    """The key that holds one sample's rows, and the length and checksum of each."""
 
     key: str
     lengths: list[int]
+    checksums: list[int]  # XXH3, 64 bits
 
 
 class _Dump(msgspec.Struct, frozen=True):
@@ -53,6 +67,7 @@ class _Dump(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     schema: int
     run_id: str
+    checksum: bytes = b""  # of the two; journals of before have none
 
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
@@ -175,36 +190,58 @@ class RedisJournal:
                 f"{self._owner_s:.0f} s; this one ends, nothing that was acknowledged is lost"
             )
 
+    def _sealed(self, name: str, body: bytes) -> bytes:
+        """Return a value with its checksum, which covers what it is the value of."""
+        return digest(name, body) + body
+
+    def _opened(self, name: str, value: bytes) -> bytes:
+        """Return the body of a sealed value. Raises JournalError naming it if it is not what was written."""
+        body = value[_DIGEST_BYTES:]
+        if digest(name, body) != value[:_DIGEST_BYTES]:
+            raise self._damaged(name)
+        return body
+
+    def _damaged(self, name: str) -> JournalError:
+        return JournalError(
+            f"the queue's journal on {self._url} is damaged: {self._prefix}:{name} is not what was written there; "
+            f"rename the keys {self._prefix}:* and continue from the last checkpoint with --resume"
+        )
+
     # --- recovery ---------------------------------------------------------------------------------------------------
 
     def _meta(self, run: str) -> str:
-        fresh = _encode(_Meta(JOURNAL_SCHEMA, new_run_id(run)))
+        run_id = new_run_id(run)
+        fresh = _encode(_Meta(_SCHEMA, run_id, digest(_SCHEMA, run_id)))
         self._redis.set(self._key("meta"), fresh, nx=True)
         found: Any = self._redis.get(self._key("meta"))
         try:
             meta = msgspec.msgpack.decode(found, type=_Meta)
-        except msgspec.MsgspecError:
-            meta = _Meta(0, "")
-        if meta.schema != JOURNAL_SCHEMA:
+        except msgspec.MsgspecError as error:
+            raise self._damaged("meta") from error
+        if meta.schema != _SCHEMA:
             raise JournalError(
                 f"{self._key('meta')} on {self._url} was written by another version (journal schema {meta.schema}, "
-                f"this one has {JOURNAL_SCHEMA}). Finish the run with that version, or delete the keys "
+                f"this one has {_SCHEMA}). Finish the run with that version, or delete the keys "
                 f"{self._prefix}:* and continue from the last checkpoint with --resume"
             )
+        if meta.checksum != digest(meta.schema, meta.run_id):
+            raise self._damaged("meta")
         return meta.run_id
 
     def recover(self) -> Recovered:
         """Read what was flushed, and delete payloads that a killed queue wrote and never named."""
         places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
-        for field, place in places.items():
-            group, _, sample = field.decode().partition(":")
-            self._places.setdefault(int(group), {})[int(sample)] = msgspec.msgpack.decode(place, type=_PayloadPlace)
+        for key, value in places.items():
+            field = key.decode(errors="replace")
+            place = msgspec.msgpack.decode(self._opened(f"places {field}", value), type=_PayloadPlace)
+            group, _, sample = field.partition(":")
+            self._places.setdefault(int(group), {})[int(sample)] = place
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
         unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
         for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
             self._checked(self._try(self._script, scripts.UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
-        dump = msgspec.msgpack.decode(body, type=_Dump) if body else _Dump(0, b"")
+        dump = _Dump(0, b"") if body is None else msgspec.msgpack.decode(self._opened("dump", body), type=_Dump)
         self._seq, self._dump_bytes = dump.count, len(dump.state)
         return Recovered(dump.state, dump.count, self._transitions())
 
@@ -226,7 +263,7 @@ class RedisJournal:
             for entry_id, fields in page:
                 number = int(entry_id.rpartition(b"-")[2])
                 after = f"0-{number + 1}"
-                yield number, fields[b"body"]
+                yield number, self._opened(f"transitions {number}", fields.get(b"body", b""))
             if len(page) < _PAGE:
                 return
 
@@ -253,9 +290,11 @@ class RedisJournal:
             return
         self._next_payload += 1
         lengths = list(map(len, rows))
-        place = samples[sample] = _PayloadPlace(self._key(f"payload:{self._nonce}:{self._next_payload}"), lengths)
+        key = self._key(f"payload:{self._nonce}:{self._next_payload}")
+        place = samples[sample] = _PayloadPlace(key, lengths, list(map(xxh3_64_intdigest, rows)))
         self._payloads[place.key] = b"".join(rows)
-        self._placed[f"{group}:{sample}"] = _encode(place)
+        field = f"{group}:{sample}"
+        self._placed[field] = self._sealed(f"places {field}", _encode(place))
 
     def has(self, group: int, sample: int) -> bool:
         """Whether the journal holds rows of this sample."""
@@ -276,6 +315,8 @@ class RedisJournal:
             body = self._ask(self._redis.getrange, place.key, start, start + total - 1)
         if len(body) != total:
             raise JournalError(f"{place.key} is not on {self._url} any more (was it evicted? set maxmemory-policy)")
+        if xxh3_64_intdigest(body) != place.checksums[segment]:
+            raise self._damaged(place.key.removeprefix(f"{self._prefix}:"))
         return body
 
     def flush(self) -> None:
@@ -295,7 +336,9 @@ class RedisJournal:
             self._alive = self._clock()
 
     def _write(self) -> int:
-        entries = [part for entry in self._pending for part in entry]
+        entries = list[str | bytes]()
+        for number, (kind, body) in enumerate(self._pending, self._seq + 1):
+            entries += [kind, self._sealed(f"transitions {number}", body)]
         placed = [part for pair in self._placed.items() for part in pair]
         with self._redis.pipeline(transaction=False) as pipe:
             for key, body in self._payloads.items():
@@ -321,7 +364,7 @@ class RedisJournal:
 
     def compact(self, dump: bytes) -> None:
         """Replace the entries of the stream by the dump."""
-        body = _encode(_Dump(self._seq, dump))
+        body = self._sealed("dump", _encode(_Dump(self._seq, dump)))
         self._checked(self._try(self._script, scripts.COMPACT, ["transitions", "dump"], self._seq, body))
         self._log = self._log_bytes = 0
         self._dump_bytes = len(dump)

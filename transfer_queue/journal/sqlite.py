@@ -22,13 +22,19 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from xxhash import xxh3_64_digest
 
 from rl_async.errors import JournalError, UserError
 from rl_async.filesystems import require_local
 from rl_async.messages import RowKey
 from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA, Recovered, consecutive, new_run_id
+from rl_async.transfer_queue.journal.interface import (
+    CHECKED,
+    JOURNAL_SCHEMA,
+    Recovered,
+    consecutive,
+    digest,
+    new_run_id,
+)
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
 from rl_async.transfer_queue.journal.shortening import History
@@ -48,7 +54,6 @@ _WAL_PAGES = (
     8192  # of 4 KiB: how much is written before the database itself is brought up to date, which waits for disk
 )
 
-_CHECKED = 1 << 16  # in the file's version, beside JOURNAL_SCHEMA: rows have checksums
 _TABLES = """
 CREATE TABLE meta (run_id TEXT NOT NULL, digest BLOB);
 CREATE TABLE log (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL, digest BLOB);
@@ -100,7 +105,7 @@ class SqliteJournal:
             db = sqlite3.connect(self._path, isolation_level=None)
             (schema,) = db.execute("PRAGMA user_version").fetchone()
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if tables and schema not in (JOURNAL_SCHEMA, JOURNAL_SCHEMA | _CHECKED):
+            if tables and schema not in (JOURNAL_SCHEMA, JOURNAL_SCHEMA | CHECKED):
                 raise JournalError(
                     f"{self._path} was written by another version (journal schema {schema}, this one has "
                     f"{JOURNAL_SCHEMA}). Finish the run with that version, or: {START_OVER}"
@@ -109,7 +114,7 @@ class SqliteJournal:
             db.execute(f"PRAGMA synchronous={self._synchronous}")
             db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
             if not tables:
-                db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA | _CHECKED}; COMMIT")
+                db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={JOURNAL_SCHEMA | CHECKED}; COMMIT")
             elif schema == JOURNAL_SCHEMA:
                 _add_checksums(db)
             if db.execute("SELECT count(*) FROM meta").fetchone() == (0,):
@@ -151,8 +156,8 @@ class SqliteJournal:
         if found != "ok":
             raise JournalError(f"the queue's journal {self._path} is damaged ({found}). {START_OVER}")
         for table, columns in _COLUMNS.items():
-            for *values, digest in self._db.execute(f"SELECT {columns}, digest FROM {table}"):
-                if digest != _digest(*values):
+            for *values, checksum in self._db.execute(f"SELECT {columns}, digest FROM {table}"):
+                if checksum != digest(*values):
                     named = "" if table in ("meta", "dump") else f" {values[0]!r}"
                     raise JournalError(
                         f"the queue's journal {self._path} is damaged: the row{named} of its table {table} is not what "
@@ -291,23 +296,19 @@ class SqliteJournal:
         os.close(self._lock)
 
 
-def _digest(*values: int | str | bytes) -> bytes:
-    return xxh3_64_digest(_encode(values))
-
-
 def _checked(*values: int | str | bytes) -> tuple[int | str | bytes, ...]:
     """Return the values of a row with their checksum."""
-    return (*values, _digest(*values))
+    return (*values, digest(*values))
 
 
 def _add_checksums(db: sqlite3.Connection) -> None:
     """Give the rows of a journal of before their checksums, all at once."""
-    db.create_function("checksum", -1, _digest, deterministic=True)
+    db.create_function("checksum", -1, digest, deterministic=True)
     db.execute("BEGIN IMMEDIATE")
     for table, columns in _COLUMNS.items():
         db.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB")
         db.execute(f"UPDATE {table} SET digest = checksum({columns})")
-    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA | _CHECKED}")
+    db.execute(f"PRAGMA user_version={JOURNAL_SCHEMA | CHECKED}")
     db.execute("COMMIT")
 
 

@@ -1,7 +1,11 @@
 """Redis: a lost server, a replaced queue, another version: a clean recovery, or an error that says what to do."""
 
+import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,6 +131,64 @@ def test_a_stream_of_another_version_and_an_evicted_payload_are_named(tmp_path: 
         client.set("rl-async:run:meta", b"\xc1")
         with pytest.raises(JournalError, match=r"rl-async:run:meta.*--resume"):
             Driver(redis_journals(port))
+
+
+def test_a_changed_bit_of_any_value_is_named(tmp_path: Path) -> None:
+    with redis_server(tmp_path, options=("--appendfsync", "no")) as (port, _), redis.Redis(port=port) as client:
+        driver = Driver(redis_journals(port))
+        driver.store.publish(Version(0, 0), [])
+        driver.train(0)
+        driver.journal.flush()
+        driver.journal.compact(driver.store.dump())
+        driver.train(1)
+        driver.put(driver.lease(1)[0], 0)
+        driver.journal.flush()
+        expected = driver.store.dump()
+        driver.journal.close()
+        # A value by its name in an error, and how to write another one in its place.
+        meta, dump, places = (f"rl-async:run:{name}" for name in ("meta", "dump", "places"))
+        values: list[tuple[str, bytes, Callable[[bytes], object]]] = [
+            (key, client.get(key), partial(client.set, key)) for key in (meta, dump)
+        ]
+        for field, value in list(client.hgetall(places).items())[:2]:
+            values.append((f"{places} {field.decode()}", value, partial(client.hset, places, field.decode())))
+        entries = client.xrange("rl-async:run:transitions")
+        for place in (0, len(entries) // 2, len(entries) - 1):
+            entry_id, fields = entries[place]
+            number = entry_id.decode().partition("-")[2]
+            values.append((f"rl-async:run:transitions {number}", fields[b"body"], partial(rewritten, client, place)))
+        assert len(values) > 4
+        for name, value, write in values:
+            for _ in range(3):
+                damaged = bytearray(value)
+                damaged[random.randrange(len(value))] ^= 1 << random.randrange(8)
+                write(bytes(damaged))
+                with pytest.raises(JournalError, match=rf"{name}\b.*--resume"):
+                    replay(port)
+            write(value)
+        (key, *_) = client.keys("rl-async:run:payload:*")
+        body = client.get(key)
+        client.set(key, bytes([body[0] ^ 1]) + body[1:])
+        driver = Driver(redis_journals(port))
+        assert driver.store.dump() == expected
+        with pytest.raises(JournalError, match=rf"{key.decode()}\b.*--resume"):
+            for group, samples in driver.journal._places.items():
+                for sample in samples:
+                    driver.read(group, sample)
+        driver.journal.close()
+
+
+def replay(port: int) -> None:
+    with closing(redis_journals(port)()) as journal:
+        list(journal.recover().transitions)
+
+
+def rewritten(client: "redis.Redis", place: int, body: bytes) -> None:
+    """Write the stream again with another body in one entry."""
+    entries = client.xrange("rl-async:run:transitions")
+    client.delete("rl-async:run:transitions")
+    for number, (entry_id, fields) in enumerate(entries):
+        client.xadd("rl-async:run:transitions", fields | ({b"body": body} if number == place else {}), id=entry_id)
 
 
 def test_orphaned_payloads_are_deleted(tmp_path: Path) -> None:
