@@ -142,6 +142,13 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
         if had != has and checkpoints(folder):
             state = "with" if had else "without"
             raise UserError(f"{key}: the checkpoints of {folder} are those of a run {state} it, which a resume keeps")
+    schedules = {config.trainer.schedule, config.critic.schedule if config.critic else "constant"} - {"constant"}
+    done, to_do = (given.trainer.minibatches * given.trainer.epochs for given in (before, config))
+    if schedules and done != to_do and checkpoints(folder):
+        raise UserError(
+            f"trainer.minibatches, trainer.epochs: the learning rate's schedule ({', '.join(sorted(schedules))}) counts "
+            f"optimizer steps, {done} for each step of {folder}; keep their product, or use trainer.schedule=constant"
+        )
     if not _has_more(folder, config):
         raise UserError(
             f"trainer.steps: {folder} has trained {saved(folder)} of {config.trainer.steps} steps; give a larger number"

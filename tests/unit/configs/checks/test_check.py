@@ -282,7 +282,7 @@ def test_what_only_agent_workers_do_is_not_ignored_in_silence() -> None:
 def test_an_environment_in_a_python_of_its_own_plays_through_a_gateway() -> None:
     own, verifiers = "agent.environment_hosts={python: there/python}", "agent.environment=verifiers:sums"
     config = load_config("calculator", [GATEWAY, own, verifiers, "agent.concurrency=8", "agent.workers=3"])
-    assert plays_itself(config) and without_effect(config) == ["agent.workers"]
+    assert plays_itself(config) and without_effect(config) == ["agent.loop", "agent.max_turns", "agent.workers"]
     assert not plays_itself(load_config("calculator", [GATEWAY]))
     for given in ([own, verifiers], [GATEWAY, own, "agent.environment=shop"], [GATEWAY, own]):
         with pytest.raises(ConfigError, match=r"agent\.environment_hosts\.python"):

@@ -137,6 +137,18 @@ def test_a_resumed_run_gets_and_loses_no_model_that_its_checkpoints_lack_or_have
         resumed_run("calculator", [root, f"{key}=null", "algorithm.advantage=grpo"], name="with")
 
 
+@pytest.mark.parametrize("scheduled", ["trainer.schedule=cosine", "critic.schedule=linear"])
+def test_a_resumed_run_makes_as_many_optimizer_steps_as_its_schedule_counts(root: str, scheduled: str) -> None:
+    made = ["trainer.schedule=constant", "critic={}", "algorithm.advantage=gae", scheduled]
+    record(make_run(root, *made, "trainer.minibatches=4", name="scheduled", steps=(1,)), RESUMED)
+    with pytest.raises(UserError, match=r"trainer\.minibatches"):
+        resumed_run("calculator", [root, *made, "trainer.minibatches=1"], name="scheduled")
+    same = ["trainer.minibatches=2", "trainer.epochs=2"]
+    assert resumed_run("calculator", [root, *made, *same], name="scheduled")[0].trainer.epochs == 2
+    record(make_run(root, *made[:-1], "trainer.minibatches=4", name="constant", steps=(1,)), RESUMED)
+    assert resumed_run("calculator", [root, "trainer.minibatches=1"], name="constant")[0].trainer.minibatches == 1
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])
 def test_a_name_that_is_no_folder_name_is_refused(root: str, name: str) -> None:
     with pytest.raises(UserError, match="--name"):
