@@ -244,9 +244,15 @@ class Shards:
             self._lose(shard_id)
 
     def forget_all(self) -> None:
-        """Remove all shards: their processes are gone."""
+        """Remove all shards: their processes are gone.
+
+        If the run has shards since its relaunch alone, the rows that the queue kept itself are generated again, too:
+        clients look for rows in shards only.
+        """
         for shard_id in list(self._shards):
             self._lose(shard_id)
+        if self._book.settings.replicas:
+            self._lose("")
 
     def revive(self, now: float) -> None:
         """After a replay, which knows no times: every shard was heard of just now."""
@@ -262,7 +268,8 @@ class Shards:
         ]
         here += [(header.group_id, header.sample, header) for header in self._consumers.kept_samples()]
         samples = [(group, index) for group, index, header in here if left.isdisjoint(header.shards)]
-        self._change(ShardLost(shard_id=shard_id, samples=samples))
+        if shard_id or samples:
+            self._change(ShardLost(shard_id=shard_id, samples=samples))
 
     # --- what a change does -----------------------------------------------------------------------------------------
 
@@ -274,14 +281,14 @@ class Shards:
     def shard_lost(self, event: ShardLost) -> None:
         """Apply `ShardLost`: remove the shard; samples without another copy wait again."""
         self.revision += 1
-        del self._shards[event.shard_id]
+        self._shards.pop(event.shard_id, None)
         self._heard.pop(event.shard_id, None)
         for group_id, index in event.samples:
             if group_id in self._book.groups:
                 self._book.lost(self._book.groups[group_id], index)
             else:
                 self._consumers.lost(group_id, index)
-        self._book.counters["shards_lost"] += 1
+        self._book.counters["shards_lost"] += bool(event.shard_id)
         self._book.counters["samples_lost"] += len(event.samples)
 
     def clear(self) -> None:

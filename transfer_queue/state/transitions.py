@@ -269,7 +269,10 @@ class ShardsChanged(Transition, frozen=True, kw_only=True):
 
 
 class ShardLost(Transition, frozen=True, kw_only=True):
-    """A payload shard is gone with its rows; of these samples, (group, index), no copy is left."""
+    """A payload shard is gone with its rows; of these samples, (group, index), no copy is left.
+
+    Without ``shard_id``, the queue kept their rows itself before the run had shards.
+    """
 
     shard_id: str
     samples: list[tuple[int, int]]

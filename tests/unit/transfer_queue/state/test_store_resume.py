@@ -9,7 +9,7 @@ from rl_async.messages import Done, Reserved, Resumed, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot
 from rl_async.transfer_queue.state.tasks import numbered
-from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack, RunFinished
+from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack, RunFinished, ShardLost
 from tests.unit.transfer_queue.conftest import members, train_step
 
 
@@ -237,6 +237,18 @@ def test_a_relaunched_run_finds_no_engines_no_leases_and_no_end(make_rig):
     assert [group.attempt for group in other.lease()] == [1, 1, 1, 1]
     seen = rig.seen + other.seen
     assert recovered(make_rig, rig, seen).store.dump() == other.store.dump()
+
+
+def test_a_run_that_gets_shards_generates_again_what_the_queue_had_kept_itself(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    group = rig.lease()[0]
+    rig.put_all([group])
+    for replicas, lost in ((0, []), (1, [[(group.group_id, 0), (group.group_id, 1)]])):
+        other = recovered(make_rig, rig, replicas=replicas)
+        other.store.relaunch()
+        assert [event.samples for event in other.of(ShardLost)] == lost
+        assert other.store.status(100.0).ready == 1 - len(lost)
 
 
 def test_a_run_that_ends_says_which_groups_it_leaves(make_rig):
