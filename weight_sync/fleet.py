@@ -215,15 +215,17 @@ class Fleet:
         self._version, self._buckets, self._shards = version, addressed, None
 
     async def _bring_up_all(self, deadline: float) -> tuple[list[FleetMember], list[EngineFailed], float]:
-        """Update all registered engines, wave after wave; if none is left, those that register before ``deadline``.
+        """Update the registered engines, wave after wave; if none is left, those that register before ``deadline``.
 
         Returns the engines that took the weights, the failures, and the seconds in which no engine was registered.
         """
         failures: list[EngineFailed] = []
         waited = 0.0
         await self._refresh()
+        ahead = self._without_slow(self._awake())
         while True:
-            if (members := self._awake()) and (done := await self._bring_up_in_time(members, failures)):
+            members, ahead = ahead or self._awake(), []
+            if members and (done := await self._bring_up_in_time(members, failures)):
                 return done, failures, waited
             idle_since = time.monotonic()
             left = deadline - idle_since
@@ -233,6 +235,25 @@ class Fleet:
             await self._clear_devices()
             await self._refresh(after=self._revision, wait_s=min(left, POLL_S))
             waited += time.monotonic() - idle_since
+
+    def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
+        """Return the members that a publication waits for: those that are slow catch up after it, while others serve.
+
+        One that has not caught up for weight_sync.sync_timeout_s is waited for again, and then serves or is cut off.
+        Engines on the trainer's devices hold memory that it needs back, and are always waited for.
+        """
+        now, late = time.monotonic(), []
+        for member in wave.slow_ones(members):
+            since = member.behind_since or now
+            if self._shares(member.record) or now - since > self._sync.sync_timeout_s:
+                continue
+            member.behind_since = since
+            late.append(member)
+            log.warning(
+                "version %s goes on without %s, which needs %.2g s for a request of an update, and catches up later",
+                *(self._version, member.engine_id, member.pace.request_s),
+            )
+        return [member for member in members if member not in late]
 
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
         """Update the members in waves, each of them within weight_sync.sync_timeout_s.

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -33,6 +34,10 @@ T = TypeVar("T")
 
 TAGS = ("weights", "kv_cache")
 CUT_OFF = "cut off"  # the last stage of an engine that failed, as it is noted
+# An engine is slow if its requests take more than SLOW times as long as others', and that costs LATE_S in an update.
+SLOW, LATE_S = 2.0, 0.5
+# Weight of the latest request in the usual length of one.
+NEWEST = 0.25
 BUCKET_NOTE_S = 1.0  # at least, between two buckets of an engine that are told
 
 
@@ -106,6 +111,32 @@ class EngineFailed(WeightSyncError):
         self.engine_id, self.lost = engine_id, lost
 
 
+class Pace:
+    """How long requests to an engine take, the latest above all, and how many of them its latest update took."""
+
+    def __init__(self) -> None:
+        self.request_s = 0.0
+        self.requests = 0
+
+    def took(self, seconds: float, *, answered: bool) -> None:
+        """Take in a request. One that was given up after ``seconds`` would have taken longer."""
+        self.requests += 1
+        if answered or seconds > self.request_s:
+            self.request_s += NEWEST * (seconds - self.request_s)
+
+
+def slow_ones(members: Sequence["FleetMember"]) -> list["FleetMember"]:
+    """Return the members whose requests would keep the others of an update waiting for more than LATE_S in all."""
+    found = []
+    for member in members:
+        others = [other.pace for other in members if other is not member]
+        if others:
+            usual, requests = median(p.request_s for p in others), median(p.requests for p in others)
+            if requests * (member.pace.request_s - SLOW * usual) > LATE_S:
+                found.append(member)
+    return found
+
+
 @dataclass
 class FleetMember:
     """An engine, and the state into which the coordinator has put it."""
@@ -120,6 +151,9 @@ class FleetMember:
     needs: tuple[Needs, ...] = ()  # of each of several workers, likewise; empty: they take whole tensors
     phase: str = "probe"  # of the latest request to it
     unanswered: bool = False  # that request was sent, and neither an answer nor an error came
+    pace: Pace = field(default_factory=Pace)
+    # Since when it has been left behind, in monotonic seconds.
+    behind_since: float | None = None
     note: Callable[[str], None] = lambda stage: None  # what is told each stage that it enters; empty: it is done
     _noted: float = 0.0
 
@@ -164,9 +198,10 @@ class WaveOutcome:
 async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s: float) -> T:
     """Await one request to one engine. Raises EngineFailed, naming the phase, and TrainerReplaced as it is."""
     member.enter(phase)
-    member.unanswered = True
+    member.unanswered, began, answered = True, time.monotonic(), False
     try:
         answer = await within(timeout_s, request)
+        answered = True
     except Overdue:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
     except TrainerReplaced:  # the engine is sound
@@ -174,6 +209,10 @@ async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s
     except RlAsyncError as error:
         member.unanswered = False
         raise EngineFailed(member.engine_id, phase, f"{type(error).__name__}: {error}", lost=False) from error
+    finally:
+        # An engine joins a group when all others do.
+        if phase != "init":
+            member.pace.took(time.monotonic() - began, answered=answered)
     member.unanswered = False
     return answer
 
@@ -201,6 +240,7 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     """
 
     async def ask(member: FleetMember) -> None:
+        member.pace.requests = 0
         if await call(member, "probe", member.control.version(), timeout_s) != member.held:
             member.held = None
         if member.held is None:
@@ -389,7 +429,7 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
     served = await call(member, "verify", member.control.version(), timeout_s)
     if served != version:
         raise EngineFailed(member.engine_id, "verify", f"it serves {served}, not {version}", lost=False)
-    member.held = version
+    member.held, member.behind_since = version, None
     await _wake(member, "kv_cache", timeout_s)
     await call(member, "resume", member.control.resume(), timeout_s)
     if member.paused_at is not None:

@@ -1,6 +1,7 @@
 """Publication, isolation of failures, catch-up and suspension, with engines that live in this process."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSync
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module
 from rl_async.weight_sync import wave
+from rl_async.weight_sync.fleet import Fleet
 from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, WaveOutcome, drain, suspend, transfer
@@ -273,6 +275,73 @@ async def test_late_engines_come_up_together_and_give_way_to_a_publication() -> 
     assert sorted(report.engines) == ["a", *sorted(late)] and not directory.removed
     assert all(engine.serves == V1 and engine.weights == {"a": 8.0, "b": 8.0} for engine in late.values())
     loop.cancel()
+
+
+class Paced(Engine):
+    """Answers each request of an update after ``wait_s``."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.wait_s = wait_s
+
+    async def start_update(self, staged: bool = False) -> None:
+        await asyncio.sleep(self.wait_s)
+        await super().start_update(staged)
+
+    async def update(self, info: UpdateInfo) -> None:
+        await asyncio.sleep(self.wait_s)
+        await super().update(info)
+
+    async def finish_update(self, version: Version) -> None:
+        await asyncio.sleep(self.wait_s)
+        await super().finish_update(version)
+
+    async def version(self) -> Version | None:
+        await asyncio.sleep(self.wait_s)
+        return await super().version()
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_one_slow_engine_of_eight_is_waited_for_once_and_then_catches_up_beside_the_others() -> None:
+    async def seconds(fleet: Fleet, version: Version) -> float:
+        began = time.monotonic()
+        report = await fleet.publish(version, buckets(float(version.step)))
+        assert len(report.engines) >= 7
+        return time.monotonic() - began
+
+    engines = {f"engine-{n}": Paced(0.1) for n in range(8)}
+    usual = await seconds(make_fleet(Directory(**engines)), V0)
+
+    engines = {f"engine-{n}": Paced(0.1) for n in range(8)}
+    directory, slow = Directory(**engines), engines["engine-5"]
+    fleet = make_fleet(directory, shares=lambda record: False)
+    slow.wait_s = 1.0
+    catching_up = asyncio.create_task(fleet.keep_caught_up())
+    assert await seconds(fleet, V0) > 5 * usual, "nobody knew that it is slow"
+    assert await seconds(fleet, V1) < 1.1 * usual
+    assert slow.serves == V0 and not directory.removed
+    await eventually(lambda: ("engine-5", V1) in directory.confirmed)
+
+    slow.wait_s = 0.1
+    for step in range(2, 4):
+        await seconds(fleet, Version(0, step))
+        await eventually(lambda step=step: directory.records["engine-5"].version == Version(0, step))
+    assert directory.published == (Version(0, 3), list(engines)), "it is as fast as the others again"
+    catching_up.cancel()
+
+
+@pytest.mark.usefixtures("simulated_time")
+async def test_a_slow_engine_that_never_catches_up_is_waited_for_again() -> None:
+    directory = Directory(a=Paced(0.1), slow=Paced(1.0))
+    sync = WeightSyncConfig(sync_timeout_s=8.0)
+    fleet = make_fleet(directory, shares=lambda record: False, sync=sync)
+    served = []
+    for step in range(20):
+        report = await fleet.publish(Version(0, step), buckets(float(step)))
+        served.append(sorted(report.engines))
+    # The first knows nothing, and those of which the latest is more than 8 s after it are without the slow engine.
+    assert served[:3] == [["a", "slow"], ["a"], ["a"]]
+    assert 1 <= served[3:].count(["a", "slow"]) < 5 and not directory.removed
 
 
 @pytest.mark.usefixtures("simulated_time")
