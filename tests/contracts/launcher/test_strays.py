@@ -62,7 +62,7 @@ def in_a_process(keeping: ModuleType, then: str) -> "subprocess.CompletedProcess
 def test_whoever_keeps_processes_kills_all_of_them(keeping: ModuleType) -> None:
     done = in_a_process(keeping, "kill_all()")
     assert done.returncode == 0, done.stderr
-    assert all(state_of(int(pid)) in ENDED for pid in done.stdout.split())
+    assert all(state_of(int(pid)) in ENDED for pid in done.stdout.split()) and state_of(os.getpid()) not in ENDED
 
 
 @pytest.mark.parametrize("keeping", [guard, keeper])

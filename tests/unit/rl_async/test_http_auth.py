@@ -165,6 +165,7 @@ async def test_the_middleware_refuses_requests_and_web_sockets() -> None:
     inner = Application()
     app = RequireToken(inner, ACCESS)
     start, body = await sent(app, "http", HOST)
+    assert [start["type"], body["type"]] == ["http.response.start", "http.response.body"]
     assert start["status"] == 401 and (b"www-authenticate", b"Bearer") in start["headers"]
     error = json.loads(body["body"])
     assert error["type"] == "error" and error["error"]["type"] == "authentication_error"
@@ -172,7 +173,8 @@ async def test_the_middleware_refuses_requests_and_web_sockets() -> None:
     assert inner.scopes == []
     for kind, headers in (("http", [HOST, AUTHORIZATION]), ("websocket", [HOST, AUTHORIZATION]), ("lifespan", [])):
         assert await sent(app, kind, *headers) == []
-    assert inner.scopes == ["http", "websocket", "lifespan"]
+    assert await sent(app, "http", (b"host", HERE.encode()), AUTHORIZATION) == [], "the address where it arrived"
+    assert inner.scopes == ["http", "websocket", "lifespan", "http"]
 
 
 def test_tokens_are_secret_files_that_are_kept(tmp_path: Path) -> None:
