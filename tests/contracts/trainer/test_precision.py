@@ -9,7 +9,6 @@ from tests.support.forked import run_ranks
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_masters_gradients_and_moments_are_float32(ranks: int, tmp_path: Path) -> None:
+def test_masters_gradients_and_moments_are_float32(tmp_path: Path) -> None:
     make_model("qwen3", tmp_path)
-    run_ranks("tests.contracts.trainer.workers.precision", str(tmp_path), ranks=ranks)
+    run_ranks("tests.contracts.trainer.workers.precision", str(tmp_path), ranks=2)

@@ -3,6 +3,7 @@
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.contracts.trainer.workers.update import RATE, STEPS
 from tests.support.forked import run_ranks
 from tests.support.rounding import assert_trained_alike, pass_rounding
 from tests.unit.trainer.batches.test_packing import padded
-from tests.unit.trainer.model.test_families import COMMON, saved
+from tests.unit.trainer.model.test_families import COMMON, SPECIAL, saved
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {
@@ -30,12 +31,18 @@ MODELS = {
 }
 
 
+def shallow(kind: str) -> dict[str, Any]:
+    """Options for two layers, one of each kind that the model has; SmolLM3's fourth is its first without positions."""
+    types = SPECIAL.get(kind, {}).get("layer_types")
+    return {} if kind == "smollm3" else {"num_hidden_layers": 2} | ({"layer_types": types[:2]} if types else {})
+
+
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     """What the ranks found, by model."""
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, options) in MODELS.items():
-        saved(kind, folder / name, **options)
+        saved(kind, folder / name, **shallow(kind), **options)
     out = folder / "differences.json"
     run_ranks("tests.contracts.trainer.workers.ulysses", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
     found: dict[str, dict[str, float]] = json.loads(out.read_text())
@@ -86,16 +93,11 @@ def test_keys_of_few_heads_are_shared_by_more_ranks() -> None:
     assert why_not_shared(AutoConfig.for_model("qwen3", **COMMON), 4) is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "correction"),
-    [(2, "decoupled_seq_is"), (2, "bypass_ppo_clip"), pytest.param(4, "decoupled_seq_is", marks=pytest.mark.slow)],
-)
-def test_steps_learn_and_report_what_one_rank_does(
-    model_folder: Path, tmp_path: Path, ranks: int, correction: str
-) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_learn_and_report_what_one_rank_does(model_folder: Path, tmp_path: Path, ranks: int) -> None:
     one, shared = tmp_path / "one.safetensors", tmp_path / "shared.safetensors"
-    expected = ast.literal_eval(train(model_folder, one, 1, 60, correction))
-    told = ast.literal_eval(train(model_folder, shared, ranks, 60, correction, '{"sequence_parallel": 2}'))
+    expected = ast.literal_eval(train(model_folder, one, 1, 60, "decoupled_seq_is"))
+    told = ast.literal_eval(train(model_folder, shared, ranks, 60, "decoupled_seq_is", '{"sequence_parallel": 2}'))
     of_ranks = {"batch/token_imbalance", "batch/work_imbalance"}
     assert told.keys() == expected.keys()
     rounded = pass_rounding(1.0, LAYERS, TERMS, backward=True)
