@@ -1,19 +1,17 @@
-"""An MCP server without the SDK: ``python bare_server.py TOOLS [TYPE]`` lists the tools given as JSON.
+"""An MCP server without the SDK, whose import takes a server longer than all else: ``python bare_server.py [TOOLS]``.
 
-It runs those that answer without measure: ``blocks``, ``values`` and ``nested`` with many JSON values, ``endless``
-without end; ``text`` answers with one long text, and any other tool with its name. With TYPE, a content type, it
-answers over HTTP, and prints its port.
+It lists the tools given as JSON, and runs none of them. By default it has tools of its own, which tell about its
+process, end it, or start another.
 """
 
-import itertools
 import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
-BLOCK = '{"type":"text","text":"x"}'
-COUNT = 300_000
 INITIALIZED = {
     "protocolVersion": "2025-06-18",
     "capabilities": {"tools": {}},
@@ -21,63 +19,54 @@ INITIALIZED = {
 }
 
 
-def result(tool: str) -> Iterator[str]:
-    """Yield the JSON of a tool's result in parts."""
-    yield '{"content":['
-    match tool:
-        case "blocks":
-            yield ",".join([BLOCK] * COUNT) + "]}"
-        case "values":
-            yield '],"structuredContent":{"rows":[' + ",".join(["[1,2]"] * COUNT) + "]}}"
-        case "nested":
-            yield '{"type":"text","text":"x","_meta":{"a":' + "[" * COUNT + "]" * COUNT + "}}]}"
-        case "endless":
-            yield '{"type":"text","text":"'
-            yield from itertools.repeat("x" * 65536)
-        case "text":
-            yield '{"type":"text","text":"' + '\\"[,\\\\' * 1_000_000 + '"}]}'
-        case _:
-            yield '{"type":"text","text":"' + tool + '"}]}'
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
 
 
-def answer(request: Any) -> Iterator[str]:
-    """Yield the JSON of an answer in parts."""
-    answers = {"initialize": INITIALIZED, "tools/list": {"tools": json.loads(sys.argv[1])}}
-    yield f'{{"jsonrpc":"2.0","id":{json.dumps(request["id"])},'
-    if request["method"] == "tools/call":
-        yield from itertools.chain(['"result":'], result(request["params"]["name"]), ["}"])
-    elif request["method"] in answers:
-        yield f'"result":{json.dumps(answers[request["method"]])}}}'
-    else:
-        yield '"error":{"code":-32601,"message":"no such method"}}'
+def slow() -> None:
+    """Never answer."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200 if "id" in request else 202)
-        self.send_header("Content-Type", sys.argv[2])
-        self.end_headers()
-        if "id" not in request:
-            return
-        if sys.argv[2] == "text/event-stream":
-            self.wfile.write(b"data: ")
-        for part in answer(request):
-            self.wfile.write(part.encode())
-        self.wfile.write(b"\n\n")
-
-    def do_GET(self) -> None:
-        self.send_error(405)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+def die() -> None:
+    """End the server in the middle of a call."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-if len(sys.argv) > 2:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_port, flush=True)
-    server.serve_forever()
+def about() -> str:
+    """Return the server's pid, the names of its variables and its arguments."""
+    return json.dumps({"pid": os.getpid(), "variables": sorted(os.environ), "arguments": sys.argv[1:]})
+
+
+def leave_behind() -> str:
+    """Start a process in a session of its own, which outlives a server that is merely killed; return its pid."""
+    # It does not hold the pipes, as children of a server with the SDK do not.
+    apart = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True, **apart).pid)
+
+
+OWN: dict[str, Callable[..., str | None]] = {tool.__name__: tool for tool in (add, slow, die, about, leave_behind)}
+GIVEN = json.loads(sys.argv[1]) if sys.argv[1:] and sys.argv[1].startswith("[") else None
+
+
+def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """The reply's result or error; None for no reply."""
+    if method == "initialize":
+        return {"result": INITIALIZED}
+    if method == "tools/list":
+        own = [
+            {"name": name, "description": tool.__doc__, "inputSchema": {"type": "object"}} for name, tool in OWN.items()
+        ]
+        return {"result": {"tools": own if GIVEN is None else GIVEN}}
+    if method == "tools/call" and GIVEN is None:
+        text = OWN[parameters["name"]](**parameters.get("arguments", {}))
+        return None if text is None else {"result": {"content": [{"type": "text", "text": text}]}}
+    return {"error": {"code": -32601, "message": "no such method"}}
+
+
 for line in sys.stdin:
-    if "id" in (request := json.loads(line)):
-        sys.stdout.writelines(answer(request))
-        print(flush=True)
+    request = json.loads(line)
+    if "id" not in request:
+        continue
+    if (reply := answer(request["method"], request.get("params", {}))) is not None:
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **reply}), flush=True)

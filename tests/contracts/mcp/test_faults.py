@@ -34,6 +34,7 @@ from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES
 
 HERE = Path(__file__).parent
 BARE = (sys.executable, str(HERE / "bare_server.py"))
+IMMENSE = (sys.executable, str(HERE / "immense_server.py"))
 FAULTY = (sys.executable, str(HERE / "faulty_server.py"))
 PATIENCE_S = 60.0
 LONG_S = 60.0  # a deadline that no call here reaches
@@ -88,10 +89,10 @@ async def test_an_answer_that_is_too_large_to_be_parsed_is_an_error_that_names_t
     """It is refused while it is read, so that it stalls no other episode. The session goes on, except after an endless
     line, which has no next one."""
     names = ("blocks", "values", "nested", "endless", "text", "hello")
-    command = (*BARE, json.dumps([{"name": name, "inputSchema": {"type": "object"}} for name in names]))
+    command = (*IMMENSE, json.dumps([{"name": name, "inputSchema": {"type": "object"}} for name in names]))
     async with contextlib.AsyncExitStack() as stack:
         url = "" if transport == "stdio" else stack.enter_context(serving(*command, transport))
-        config = {"command": (), "url": url} if url else {"command": command, "name": "bare"}
+        config = {"command": (), "url": url} if url else {"command": command, "name": "immense"}
         toolbox = await stack.enter_async_context(connect(scope="worker", **config))
         tools = stack.enter_context(toolbox.episode())
         for name, bound in (("blocks", MOST_VALUES), ("values", MOST_VALUES), ("nested", MOST_VALUES)):
@@ -106,7 +107,7 @@ async def test_an_answer_that_is_too_large_to_be_parsed_is_an_error_that_names_t
 
 
 async def test_a_slow_call_ends_at_its_deadline_and_the_session_goes_on(connect: Connect) -> None:
-    async with connect() as toolbox:
+    async with connect(command=BARE) as toolbox:
         with toolbox.episode() as tools:
             pid = json.loads((await call(tools, "about")).text)["pid"]
             assert (await call(tools, "slow", timeout_s=0.2)).error == "timeout"
@@ -115,7 +116,7 @@ async def test_a_slow_call_ends_at_its_deadline_and_the_session_goes_on(connect:
 
 @pytest.mark.parametrize("scope", ["episode", "worker"])
 async def test_a_server_that_dies_in_a_call_is_started_again(connect: Connect, scope: str) -> None:
-    async with connect(scope=scope) as toolbox:
+    async with connect(command=BARE, scope=scope) as toolbox:
         with toolbox.episode() as tools:
             assert (await call(tools, "die")).error
             assert (await call(tools, "add", a=1, b=1)).text == "2"
@@ -127,7 +128,7 @@ async def test_a_server_that_dies_in_a_call_is_started_again(connect: Connect, s
 
 async def test_each_episode_has_its_own_process_and_worker_scope_shares_one(connect: Connect) -> None:
     for scope, count in (("episode", 2), ("worker", 1)):
-        async with connect(scope=scope) as toolbox:
+        async with connect(command=BARE, scope=scope) as toolbox:
             with toolbox.episode() as one, toolbox.episode() as other:
                 pids = {json.loads((await call(tools, "about")).text)["pid"] for tools in (one, other)}
         assert len(pids) == count
@@ -136,7 +137,7 @@ async def test_each_episode_has_its_own_process_and_worker_scope_shares_one(conn
 
 async def test_a_server_gets_no_variables_but_its_own(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_API_KEY", "secret")
-    async with connect(env={"MODE": "x"}, command=(*FAULTY, "{workspace}")) as toolbox:
+    async with connect(env={"MODE": "x"}, command=(*BARE, "{workspace}")) as toolbox:
         with toolbox.episode() as tools:
             about = json.loads((await call(tools, "about")).text)
             folder = about["arguments"][0]
@@ -202,15 +203,9 @@ async def test_a_server_that_begins_no_session_is_lost(connect: Connect, config:
 @pytest.mark.parametrize(
     "config",
     [
-        {"allow": ("subtract",)},
-        {
-            "command": (
-                sys.executable,
-                str(HERE / "bare_server.py"),
-                '[{"name": "x", "inputSchema": {"type": "array"}}]',
-            )
-        },
-        {"command": (sys.executable, str(HERE / "bare_server.py"), '[{"name": "x", "inputSchema": "object"}]')},
+        {"command": BARE, "allow": ("subtract",)},
+        {"command": (*BARE, '[{"name": "x", "inputSchema": {"type": "array"}}]')},
+        {"command": (*BARE, '[{"name": "x", "inputSchema": "object"}]')},
         {"command": (*BARE, "[]")},
     ],
 )
@@ -243,7 +238,7 @@ def wait_for_end(pid: int) -> None:
 
 @pytest.mark.parametrize("deletes", [False, True])
 async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connect, deletes: bool) -> None:
-    async with connect(command=(*FAULTY, "{workspace}")) as toolbox:
+    async with connect(command=(*BARE, "{workspace}")) as toolbox:
         with toolbox.episode() as tools:
             about = json.loads((await call(tools, "about")).text)
             child = int((await call(tools, "leave_behind")).text)
@@ -257,7 +252,7 @@ async def test_nothing_is_left_of_a_server_whose_guard_is_killed(connect: Connec
 
 
 def test_nothing_is_left_of_a_server_whose_worker_is_killed(tmp_path: Path) -> None:
-    argv = [sys.executable, str(HERE / "holder.py"), FAULTY[1], str(tmp_path)]
+    argv = [sys.executable, str(HERE / "holder.py"), BARE[1], str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=os.environ) as holder:
         assert holder.stdout is not None
         server, child, folder = json.loads(holder.stdout.readline())

@@ -12,7 +12,7 @@ from rl_async.launcher.plan.mcp_servers import try_mcp_servers
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
-FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_server.py"))
+BARE = (sys.executable, str(Path(__file__).parent / "bare_server.py"))
 
 
 def agent(*servers: McpServerConfig) -> AgentConfig:
@@ -21,8 +21,8 @@ def agent(*servers: McpServerConfig) -> AgentConfig:
 
 def test_each_servers_tools_are_named() -> None:
     servers = (
-        McpServerConfig(command=FAULTY, allow=("add", "slow"), name="one"),
-        McpServerConfig(command=FAULTY, allow=("add",), name="two"),
+        McpServerConfig(command=BARE, allow=("add", "slow"), name="one"),
+        McpServerConfig(command=BARE, allow=("add",), name="two"),
     )
     assert try_mcp_servers(agent(*servers)) == ["agent.mcp[0]: one_add, slow", "agent.mcp[1]: two_add"]
     assert try_mcp_servers(agent()) == []
@@ -33,7 +33,7 @@ def test_each_servers_tools_are_named() -> None:
     [
         McpServerConfig(command="no-such-program-here"),
         McpServerConfig(command=(sys.executable, "-m", "no_such_module")),
-        McpServerConfig(command=FAULTY, allow=("ad",)),
+        McpServerConfig(command=BARE, allow=("ad",)),
         McpServerConfig(url="http://127.0.0.1:1/mcp"),
     ],
 )
