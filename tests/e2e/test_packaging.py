@@ -76,6 +76,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
     names = {p.relative_to(site).as_posix() for p in (site / "rl_async").rglob("*") if p.is_file()}
     for module in modules():
