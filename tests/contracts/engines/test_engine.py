@@ -50,7 +50,8 @@ def peer(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Peer]:
     """A running engine of each kind."""
-    with running(request.param, model_folder, tmp_path_factory.mktemp("run")) as started:
+    # tests/e2e/test_runs.py trains with a vLLM that compiles.
+    with running(request.param, model_folder, tmp_path_factory.mktemp("run"), eager=True) as started:
         yield started
 
 
