@@ -21,14 +21,20 @@ from typing import Any, NamedTuple
 
 LAUNCH = ("-m", "rl_async.launcher.cli", "launch")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-SMALL_RUN = ("--config", "calculator", "trainer.steps=2", "data.train_batch_groups=4", "rollout.group_size=2")
+# Its model is hardly trained.
+SMALL_RUN = (
+    *("--config", "calculator", "trainer.steps=2", "data.train_batch_groups=4", "rollout.group_size=2"),
+    *("data.path=MADE/train.parquet", "data.eval_path=MADE/test.parquet"),
+    *("warm_start.demos_path=MADE/demos.parquet", "warm_start.out=MADE/model", "model.path=MADE/model"),
+    *("warm_start.min_steps=1", "warm_start.max_steps=2", "warm_start.check_every=1", "warm_start.gate=0"),
+)
 REAL_RUN = ("--config", "smollm2", "rollout.engine=vllm", "trainer.steps=20")
 DRY_VLLM = ("--dry-run", "--config", "calculator", "rollout.engine=vllm", "rollout.python=.venv-vllm/bin/python")
 DRY_MEGATRON = ("--dry-run", "trainer.backend=megatron", "trainer.ranks=2")
 
 
 class Item(NamedTuple):
-    """One measurement: what to run with Python on GPUs and, tiny, on a CPU. RUNS and OUT stand for folders."""
+    """One measurement: what to run with Python on GPUs and, tiny, on a CPU. RUNS and MADE stand for folders."""
 
     minutes: float  # that it may take on GPUs
     command: Sequence[str]
@@ -123,9 +129,12 @@ ITEMS = {
 }
 
 
-def run(item: Item, runs: Path, *, rehearse: bool) -> tuple[int | None, float]:
+def run(item: Item, folder: Path, *, rehearse: bool) -> tuple[int | None, float]:
     """The exit code, None if the time was over, and seconds."""
-    given = [argument.replace("RUNS", str(runs)) for argument in (item.rehearsal if rehearse else item.command)]
+    folders = {"RUNS": str(folder / "runs"), "MADE": str(folder / "made")}
+    given = list(item.rehearsal if rehearse else item.command)
+    for name, path in folders.items():
+        given = [argument.replace(name, path) for argument in given]
     print("  python", *given, flush=True)
     began = time.monotonic()
     try:
