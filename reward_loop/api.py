@@ -28,6 +28,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""  # what follows the reasoning, which built-in scorers get as solution_str
     environment: dict[str, float] = {}  # what the episode's environment gave: ``score``, and further numbers
 
+    @property
+    def place(self) -> str:
+        """Name the ground truth of the row in errors."""
+        return f"{self.data_source or 'data'}, row {self.extra_info.get('index', '?')}: ground_truth"
+
 
 class Score(msgspec.Struct, frozen=True):
     """``value`` enters the reward; ``extra`` and ``reason``, for people, are only recorded."""

@@ -27,7 +27,6 @@ from rl_async.reward_loop.scorers.code_tests import (
     Test,
     TestFunction,
     parse_tests,
-    place_of,
     same_text,
     same_value,
     starter_imports,
@@ -66,7 +65,7 @@ class CodeScorer:
                 results, times = await self._run(program, tests, starter_imports(conversation.extra_info))
             except _ModuleMissing as error:
                 raise DataError(
-                    f"{place_of(conversation)}: its tests import {error}, which the sandbox does not have "
+                    f"{conversation.place}: its tests import {error}, which the sandbox does not have "
                     "(sandbox.packages)"
                 ) from error
             except SandboxLost as error:

@@ -117,8 +117,7 @@ _FORMS = (
 
 def parse_tests(conversation: Conversation) -> list[Test]:
     """Return the tests of a ground truth, at least one. Raises DataError, naming row and field, if it is none."""
-    row = place_of(conversation)
-    truth = conversation.ground_truth
+    row, truth = conversation.place, conversation.ground_truth
     if not truth.strip():
         raise DataError(f"{row} is empty; the scorer code needs {_FORMS}")
     value = _decoded(truth)
@@ -130,11 +129,6 @@ def parse_tests(conversation: Conversation) -> list[Test]:
     except msgspec.ValidationError as error:
         raise DataError(f"{row}: {error}; it may be {_FORMS}") from error
     return _from_code(truth, conversation.extra_info, row)
-
-
-def place_of(conversation: Conversation) -> str:
-    """Name the ground truth of a conversation's row."""
-    return f"{conversation.data_source or 'data'}, row {conversation.extra_info.get('index', '?')}: ground_truth"
 
 
 def starter_imports(extra: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -177,7 +171,7 @@ def _from_mapping(value: dict[str, Any], extra: Mapping[str, Any], row: str) -> 
         raise DataError(f"{row} has no tests; it may be {_FORMS}")
     if cases.fn_name:
         called = [_call(cases.fn_name, *pair, f"{row}.inputs[{n}]") for n, pair in enumerate(zip(inputs, outputs))]
-        return [*called, *(_from_texts(asserts, extra, row) if asserts else [])]
+        return [*called, *_from_texts(asserts, extra, row)] if asserts else _not_blank(called, row)
     if asserts and len(asserts) != len(inputs):
         raise DataError(f"{row} has {len(inputs)} inputs and {len(asserts)} assert_case; it needs as many")
     places = [(f"{row}.inputs[{n}]", f"{row}.outputs[{n}]") for n in range(len(inputs))]
@@ -197,11 +191,17 @@ def _after(text: str, extra: Mapping[str, Any], place: str) -> Asserts | None:
     raise DataError(f"{place} has test functions, which cannot stand beside inputs and outputs")
 
 
-def _not_blank(tests: list[Test], row: str) -> list[Test]:
-    """Return the tests. Raises DataError if a program that does nothing passes them all."""
-    if all(isinstance(test, Pair) and not test.stdout.strip() and test.after is None for test in tests):
-        raise DataError(f"{row} has no test: all of its outputs are blank, which a program that does nothing prints")
-    return tests
+def _not_blank(tests: Sequence[Pair | Call], row: str) -> list[Test]:
+    """Return the tests. Raises DataError if a program, or a function, that does nothing passes them all."""
+    if all(map(_is_blank, tests)):
+        raise DataError(f"{row} has no test: all of its outputs are blank or null, as of a program that does nothing")
+    return [*tests]
+
+
+def _is_blank(test: Pair | Call) -> bool:
+    if isinstance(test, Call):
+        return any(value is None for value in _meanings(test.expected))
+    return not test.stdout.strip() and test.after is None
 
 
 def _from_list(value: list[Any], extra: Mapping[str, Any], row: str) -> list[Test]:
@@ -209,7 +209,7 @@ def _from_list(value: list[Any], extra: Mapping[str, Any], row: str) -> list[Tes
         raise DataError(f"{row} is an empty list; the scorer code needs {_FORMS}")
     if all(isinstance(text, str) for text in value):
         return _from_texts(value, extra, row)
-    tests = list[Test]()
+    tests = list[Pair | Call]()
     for number, case in enumerate(msgspec.convert(value, list[_Case])):
         place, kind = f"{row}[{number}]", case.testtype or case.type
         named = case.fn_name or (case.metadata.func_name if case.metadata else None)
@@ -250,11 +250,15 @@ def _call(name: str, given: Any, expected: Any, place: str) -> Call:
 
 def _lines(value: Any, place: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
+        value = "\n".join(value)
     if not isinstance(value, str):
         raise DataError(
             f"{place}: {value!r:.80} is neither a text nor a list of lines, as inputs and outputs without fn_name are"
         )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: {value!r:.80} has half a character, which no program reads or prints") from error
     return value
 
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from rl_async.errors import ConfigError
+from rl_async.errors import ConfigError, DataError
 from rl_async.reward_loop.api import ENVIRONMENT, Conversation, ScorerFailed
 from rl_async.reward_loop.scorers import math, reasoning_gym
 from rl_async.userload import is_user_reference, load_user_object, raised_at
@@ -35,8 +35,13 @@ class ScorerSpec(NamedTuple):
 
 
 def exact_answer(conversation: Conversation) -> float:
-    """Return 1 if the model's last answer equals the ground truth, ignoring surrounding white space; else 0."""
-    return float(conversation.solution_str.strip() == conversation.ground_truth.strip())
+    """Return 1 if the model's last answer equals the ground truth, ignoring surrounding white space; else 0.
+
+    Raises DataError for an empty ground truth, which an answer that was cut off would equal.
+    """
+    if not (truth := conversation.ground_truth.strip()):
+        raise DataError(f"{conversation.place} is empty, so the scorer exact_answer has nothing to compare with")
+    return float(conversation.solution_str.strip() == truth)
 
 
 def environment(conversation: Conversation) -> Mapping[str, float]:

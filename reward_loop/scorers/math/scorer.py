@@ -42,8 +42,7 @@ def score(conversation: Conversation) -> float:
     try:
         gold = read(_marked(_boxed(truth)))
     except Unreadable as error:
-        place = f"{conversation.data_source or 'data'}, row {conversation.extra_info.get('index', '?')}: ground_truth"
-        raise DataError(f"{place} {truth!r:.80} {error}, so the scorer math cannot read it") from None
+        raise DataError(f"{conversation.place} {truth!r:.80} {error}, so the scorer math cannot read it") from None
     said = _said(conversation.solution_str)
     return float(said is not None and equal(gold, said))
 

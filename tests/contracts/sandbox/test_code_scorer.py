@@ -229,7 +229,8 @@ async def test_a_program_that_is_wrong_passes_no_test(settings: SandboxConfig, p
         ("from math import gcd", "assert gcd(4, 6) == 2", 1.0),
         ("def sum(numbers):\n    return reduce(lambda a, b: a + b, numbers)", "assert sum([1, 2]) == 3", 1.0),
         (
-            "def size(tree):\n    return 0 if tree is None else 1 + size(tree.left)\ndef leaf():\n    return Tree()",
+            "def size(tree: Optional[Tree]):\n    return 0 if tree is None else 1 + size(tree.left)\n"
+            "def leaf():\n    return Tree()",
             ["class Tree:\n    left = None", "assert size(Tree()) == 1 and size(None) == 0 and size(leaf()) == 1"],
             1.0,
         ),

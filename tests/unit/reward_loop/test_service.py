@@ -42,6 +42,13 @@ async def test_exact_answer_compares_what_was_said_last(answer: str, reward: flo
     assert scored.timings["generate"] == 1.0 and scored.timings["reward"] >= 0.0
 
 
+@pytest.mark.parametrize("truth", ["", " \n"])
+async def test_an_empty_ground_truth_is_no_answer_that_was_cut_off(truth: str) -> None:
+    async with RewardService(config("exact_answer")) as service:
+        scored = await score(service, "<think>hm", task(truth))
+    assert not scored.scored and scored.reward == 0.0 and "unit, row ?" in scored.error
+
+
 async def test_the_reward_is_the_weighted_sum_of_its_parts() -> None:
     terms = (
         RewardTerm(name="exact_answer", weight=2.0),
