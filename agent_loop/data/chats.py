@@ -9,12 +9,14 @@ import msgspec
 from rl_async.configs.derived.data import files_of
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
-from rl_async.transfer_queue.data.chat_messages import for_templates, to_messages
+from rl_async.transfer_queue.data.chat_messages import for_templates, refuse_media, to_messages
 from rl_async.transfer_queue.data.dataset import ParquetRows, filled_lines, json_row
 from rl_async.transfer_queue.data.templates import fill
 
 Message = dict[str, Any]
 
+# Keys of a message that say whether its turn is learned.
+_WEIGHTS = ("weight", "train", "trainable", "loss", "loss_mask", "loss_weight")
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -43,14 +45,17 @@ def read_chats(source: DataSource) -> Iterator[Chat]:
 
 def to_chat(row: dict[str, Any], place: str) -> Chat:
     """Convert a row: tool-call arguments become mappings, as most chat templates need, and missing content is empty."""
+    refuse_media(row, place)
+    if row.get("functions"):
+        raise DataError(f"{place}: functions is OpenAI's old form; write tools")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
     chat = for_templates(to_messages(messages, place))
-    for number, message in enumerate(chat):
-        if message.get("weight", 1) != 1:
-            raise DataError(f"{place}, message {number}: weight is not supported; make a row that ends before the turn")
     spoken = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+    for number in spoken:
+        if key := next((key for key in _WEIGHTS if chat[number].get(key, 1) != 1), None):
+            raise DataError(f"{place}, message {number}: {key} is not supported; make a row that ends before the turn")
     if not spoken:
         raise DataError(f"{place}: no assistant turn, so there is nothing to learn; leave the line out")
     if spoken[0] == 0:
@@ -116,4 +121,4 @@ def _tools(value: Any, place: str) -> list[dict[str, Any]]:
 
 def _is_named(tool: Any) -> bool:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return isinstance(function, dict) and isinstance(name := function.get("name"), str) and bool(name)

@@ -1,11 +1,12 @@
 """Reads preference pairs from Parquet or JSONL. Every error names the file, the row and the column."""
 
-import math
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rl_async.errors import DataError
 from rl_async.transfer_queue.data.chat_messages import for_templates
 from rl_async.transfer_queue.data.dataset import as_messages, open_rows
+from rl_async.transfer_queue.data.values import is_number
 
 Message = dict[str, Any]
 
@@ -21,8 +22,7 @@ class Pair(NamedTuple):
     @property
     def prompt(self) -> str:
         """Everything before the first answer, by which pairs of one prompt are kept together."""
-        spoken = (i for i, message in enumerate(self.chosen) if message["role"] == "assistant")
-        return repr(self.chosen[: next(spoken, None)])
+        return repr(_asked(self.chosen))
 
 
 def read_pairs(path: str) -> list[Pair]:
@@ -36,18 +36,20 @@ def read_pairs(path: str) -> list[Pair]:
 def to_pair(row: dict[str, Any], place: str) -> Pair:
     """Convert a row.
 
-    Columns: chosen and rejected, as messages or as the assistant's text; prompt, which is put before both and which
-    whole conversations do not need; margin, a number.
+    Columns: chosen and rejected, as messages or as the assistant's text; prompt, which is put before both unless they
+    begin with it, and which whole conversations do not need; margin, a number.
     """
     given = row.get("prompt")
     prompt = [] if given is None else as_messages(given, place, "prompt")
     chosen, rejected = (_conversation(row.get(column), prompt, place, column) for column in ("chosen", "rejected"))
+    if _asked(chosen) != _asked(rejected):
+        raise DataError(f"{place}, column rejected: answers another prompt than chosen; compare answers to one prompt")
     if chosen == rejected:
         raise DataError(f"{place}, column rejected: the same as chosen; leave the row out")
     margin = row.get("margin")
     if margin is None:
         return Pair(chosen, rejected, None, place)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    if not is_number(margin):
         raise DataError(f"{place}, column margin: needs a finite number, got {margin!r:.80}")
     return Pair(chosen, rejected, float(margin), place)
 
@@ -55,4 +57,18 @@ def to_pair(row: dict[str, Any], place: str) -> Pair:
 def _conversation(value: Any, prompt: list[Message], place: str, column: str) -> list[Message]:
     if isinstance(value, str) and not prompt:
         raise DataError(f"{place}, column {column}: a text needs a column prompt; or give whole conversations")
-    return for_templates([*prompt, *as_messages(value, place, column, role="assistant")])
+    said = as_messages(value, place, column, role="assistant")
+    if prompt and said[: len(prompt)] != prompt:
+        if prompt[-1]["role"] != "assistant" and said[0]["role"] in ("system", "developer", "user"):
+            raise DataError(f"{place}, column {column}: does not begin with the prompt; leave column prompt out")
+        said = [*prompt, *said]
+    if said[-1]["role"] != "assistant":
+        raise DataError(
+            f"{place}, column {column}: ends with the {said[-1]['role']}, and not with an answer to compare"
+        )
+    return for_templates(said)
+
+
+def _asked(conversation: list[Message]) -> list[Message]:
+    """Return everything before the first answer."""
+    return list(takewhile(lambda message: message["role"] != "assistant", conversation))

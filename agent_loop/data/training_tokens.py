@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The keys in which data sets have the reasoning of a turn, and what ends reasoning that is part of a content.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = re.compile("reasoning|thinking|thought")
 _THOUGHT = "</think>"
 
 
@@ -217,11 +217,15 @@ def _shape(chat: Chat) -> str:
             bool(message["content"].strip()),
             _THOUGHT in message["content"],
             [bool(call["function"]["arguments"]) for call in message.get("tool_calls", ())],
-            [key for key in _REASONING if message.get(key)],
+            _reasoning(message),
         )
         for message in chat.messages
     ]
     return json.dumps([parts, [sorted(tool) for tool in chat.tools]])
+
+
+def _reasoning(message: Message) -> list[str]:
+    return [key for key in message if _REASONING.match(key) and message[key]]
 
 
 def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
@@ -245,11 +249,8 @@ def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
             if _THOUGHT in message["content"]:
                 thought = mark("thought", place, "the reasoning of this turn; make a line that ends with it")
                 made["content"] = f"<think>\n{thought}\n{_THOUGHT}\n\n{made['content']}"
-        for key in _REASONING:
-            if message.get(key):
-                made[key] = mark(
-                    "reasoning", place, f"{key}, the reasoning of this turn; make a line that ends with it"
-                )
+        for key in _reasoning(message):
+            made[key] = mark("reasoning", place, f"{key}, the reasoning of this turn; make a line that ends with it")
         if calls := message.get("tool_calls"):
             hint = "the tool calls of this turn; write them into its content, as the model is to write them"
             made["tool_calls"] = [

@@ -137,7 +137,7 @@ PROMPTS = [
     _prompt("calls without arguments", _calling(None), _called("{}")),
     _prompt(
         "calls without `function`",
-        [USER, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}],
+        [USER, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}, RESULT],
         [
             USER,
             {
@@ -145,6 +145,7 @@ PROMPTS = [
                 "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}],
                 "content": "",
             },
+            RESULT,
         ],
     ),
     _prompt("messages as JSON text", json.dumps([USER]), refused="row 0, column prompt"),
@@ -167,6 +168,14 @@ PROMPTS = [
             refused="row 0, column prompt, message 1"),
     _prompt("a call that is not of a function", [USER, {"role": "assistant", "tool_calls": [
         {"type": "custom", "name": "add", "input": "x"}]}], refused="row 0, column prompt, message 1"),
+    _prompt("arguments beside `function`", [USER, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "function": {"name": "add"}, "arguments": {"a": 1}}]}, RESULT], _called('{"a": 1}')),
+    _prompt("`parameters` in place of `arguments`", [USER, {"role": "assistant", "tool_calls": [
+        {"name": "add", "parameters": {"a": 1}}]}, RESULT], refused="row 0, column prompt, message 1"),
+    _prompt("an identity of a call that is a number", [*_calling({})[:2], {**RESULT, "tool_call_id": 1}],
+            refused="row 0, column prompt, message 2"),
+    _prompt("`images` in a message", [{**USER, "images": ["a.png"]}], refused="row 0, column prompt, message 0"),
+    _prompt("a last turn of the assistant", [USER, SAID], refused="row 0, column prompt"),
     _prompt("a call of a user", [{**USER, "tool_calls": [{"name": "add", "arguments": {}}]}],
             refused="row 0, column prompt, message 0"),
 ]  # fmt: skip
@@ -184,6 +193,7 @@ OTHER_COLUMNS = [
         refused="row 0, column extra_info",
     ),
     Form("`tools` as schemas", _task(tools=[{"type": "function"}]), refused="row 0, column tools"),
+    Form("`images`", _task(images=[{"bytes": "", "path": "a.png"}]), refused="row 0"),
     Form("`priority` beyond any float", _task(priority=10**400), refused="row 0, column priority"),
 ]
 FILES = [
@@ -217,6 +227,11 @@ CHATS = [
     _chat("`prompt` and `completion` in place of `messages`", {"prompt": "x", "completion": "y"}, refused="line 1"),
     _chat("an empty turn of the user", {"messages": [{**USER, "content": ""}, SAID]}, refused="line 1, message 0"),
     _chat("a turn with `weight: 0`", {"messages": [USER, {**SAID, "weight": 0}]}, refused="line 1, message 1"),
+    _chat("`train: false`, `loss: false` or another weight of a turn", {"messages": [USER, {**SAID, "train": False}]},
+          refused="line 1, message 1"),
+    _chat("reasoning in parts", {"messages": [USER, {**SAID, "reasoning_content": ["so"]}]},
+          refused="line 1, message 1"),
+    _chat("OpenAI's old `functions`", {"messages": [USER, SAID], "functions": [{"name": "add"}]}, refused="line 1"),
     _chat("arguments nested 100 levels deep as JSON text",
           {"messages": _calling(json.dumps({"a": _nested(NESTED)}))}, refused="line 1, message 1"),
 ]  # fmt: skip

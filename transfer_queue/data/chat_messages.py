@@ -18,6 +18,10 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # An empty system message replaces the template's own, and a tool may return nothing.
 MAY_BE_EMPTY = ("system", "developer", "tool")
+# Keys of a message whose values are text, keys of a call, and keys or columns of what no model here reads.
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+_CALL = ("id", "type", "index", "name", "arguments")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Messages that were written as one text, as JSON or by Python's repr: a list of them, one, or an object that has them.
 _MESSAGES_AS_TEXT = re.compile(
     r"""\s*(?:\[\s*\{\s*(["'])(?:role|content|from)\1\s*:.*\]|\{\s*(["'])(?:role|messages)\2\s*:.*\})\s*""", re.DOTALL
@@ -48,6 +52,12 @@ def for_templates(messages: list[Message]) -> list[Message]:
     ]
 
 
+def refuse_media(row: dict[str, Any], place: str) -> None:
+    """Raise DataError for images, sound or films beside the text of a row or of a message."""
+    if key := next((key for key in _MEDIA if row.get(key)), None):
+        raise DataError(f"{place}: has {key}; models read text only here, so leave it out, or the row")
+
+
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{place}: needs {{role, content}}, got {short(value)}")
@@ -57,6 +67,9 @@ def _message(value: Any, place: str) -> Message:
         raise DataError(f"{place}: unknown role {short(role)}; known: {', '.join(ROLES)}")
     if "function_call" in message:
         raise DataError(f"{place}: function_call is OpenAI's old form; write tool_calls")
+    refuse_media(message, place)
+    if odd := next((key for key in _TEXTS if not isinstance(message.get(key, ""), str)), None):
+        raise DataError(f"{place}: needs its {odd} as text, got {short(message[odd])}")
     calls = message.pop("tool_calls", None) or []
     content = message.setdefault("content", "")
     if not isinstance(content, str):
@@ -73,17 +86,21 @@ def _message(value: Any, place: str) -> Message:
 
 def _call(call: Any, place: str) -> dict[str, Any]:
     """Convert a call: OpenAI's ``{"type": "function", "function": {"name", "arguments"}}``, or its inner object."""
-    function = call.get("function") or call if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    outer = dict(call) if isinstance(call, dict) else {}
+    function = outer.pop("function", None) or {}
+    if not isinstance(function, dict) or not isinstance(name := (outer | function).get("name"), str) or not name:
         raise DataError(f"{place}: a tool call needs function.name and function.arguments, got {short(call)}")
-    name, kind = function["name"], call.get("type") or "function"
-    if kind != "function":
+    given = {key: part for key, part in (outer | function).items() if part is not None}
+    if unknown := given.keys() - set(_CALL):
+        known = ", ".join(_CALL)
+        raise DataError(f"{place}: the call of {name:.80} has {short(min(unknown))}, which is not read; known: {known}")
+    if (kind := given.get("type") or "function") != "function":
         raise DataError(f"{place}: the call of {name:.80} is of type {short(kind)}; only function calls are read")
-    inside = {"name": name, "arguments": _arguments(function.get("arguments"), f"{place}: arguments of {name:.80}")}
-    given = call.get("id")
-    if given is not None and not isinstance(given, str):
-        raise DataError(f"{place}: the call of {name:.80} needs its id as text, got {short(given)}")
-    return {**({"id": given} if given else {}), "type": "function", "function": inside}
+    identity = given.get("id", "")
+    if not isinstance(identity, str):
+        raise DataError(f"{place}: the call of {name:.80} needs its id as text, got {short(identity)}")
+    inside = {"name": name, "arguments": _arguments(given.get("arguments"), f"{place}: arguments of {name:.80}")}
+    return {**({"id": identity} if identity else {}), "type": "function", "function": inside}
 
 
 def _arguments(value: Any, place: str) -> str:

@@ -1,11 +1,10 @@
 """Reads task files with verl's columns as Tasks. Every error names the file, the row and the column."""
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeGuard
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import pyarrow as pa
@@ -14,8 +13,8 @@ import pyarrow.parquet as pq
 from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
-from rl_async.transfer_queue.data.chat_messages import to_messages
-from rl_async.transfer_queue.data.values import as_text, depth_problem, message_problem, short, without_nulls
+from rl_async.transfer_queue.data.chat_messages import refuse_media, to_messages
+from rl_async.transfer_queue.data.values import as_text, depth_problem, is_number, message_problem, short, without_nulls
 
 GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
 _BATCH = 1024
@@ -261,10 +260,14 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     tools = row.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
         raise DataError(f"{place}, column tools: needs a list of names, got {short(tools)}")
+    refuse_media(row, place)
+    prompt = as_messages(row.get("prompt"), place, "prompt")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{place}, column prompt: ends with the assistant's turn, which is the policy's; cut it off")
     task = Task(
         task_id=task_id,
         data_source=_text(row, "data_source", place),
-        prompt=as_messages(row.get("prompt"), place, "prompt"),
+        prompt=prompt,
         ground_truth=text_of(truth, f"{place}, column reward_model: its ground_truth"),
         ability=_text(row, "ability", place),
         agent=_text(row, "agent_name", place),
@@ -305,17 +308,10 @@ def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
     value = row.get("priority")
     if value is None:
         inner = extra.get("priority")
-        return float(inner) if _is_number(inner) else 0.0
-    if not _is_number(value):
+        return float(inner) if is_number(inner) else 0.0
+    if not is_number(value):
         raise DataError(f"{place}, column priority: needs a finite number, got {short(value)}")
     return float(value)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    # NaN is not, and neither is an integer that no float holds.
-    return abs(value) <= sys.float_info.max
 
 
 def _text(row: dict[str, Any], column: str, place: str) -> str:

@@ -3,10 +3,11 @@
 import datetime
 import json
 import math
+import sys
 import uuid
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 DEEPEST = 64  # levels of lists and mappings in a row
 _WHOLE = (-(2**63), 2**64 - 1)  # the integers that MessagePack holds
@@ -45,6 +46,12 @@ def plain_value(value: Any) -> Any:
         return str(value)
     hint = "; decode them to text" if isinstance(value, bytes) else "; write it as text"
     raise ValueError(f"a value of type {type(value).__name__} has no text of its own{hint}")
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number; an integer that no float holds is not, and neither is a truth value."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max
 
 
 def short(value: Any) -> str:

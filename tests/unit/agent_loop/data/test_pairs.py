@@ -22,6 +22,8 @@ GOOD, BAD = {"role": "assistant", "content": "2"}, {"role": "assistant", "conten
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
         {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "margin": None},
     ],
 )
@@ -51,6 +53,10 @@ def test_files_are_read_whole(tmp_path: Path) -> None:
         ({"chosen": [ASK, GOOD], "rejected": [ASK, {"role": "assistant"}]}, "column rejected, message 1"),
         ({"chosen": [{"content": "x"}], "rejected": [BAD]}, "column chosen, message 0"),
         ({"prompt": "a", "chosen": "2", "rejected": "3", "margin": "much"}, "column margin: needs a finite number"),
+        ({"prompt": "a", "chosen": "2", "rejected": "3", "margin": 10**400}, "column margin: needs a finite number"),
+        ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "column chosen: does not begin with the"),
+        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "?"}, BAD]}, "column rejected: answers another"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK]}, "column rejected: ends with the user"),
         ({"prompt": "a", "chosen": "2", "rejected": "3", "margin": True}, "column margin: needs a finite number"),
     ],
 )

@@ -238,6 +238,7 @@ def test_the_length_of_a_prompt_has_what_the_template_adds(tmp_path: Path) -> No
     byte_tokenizer(template).save_pretrained(tmp_path / "model")
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": "7" * 400}}}
     called = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    called.append({"role": "tool", "content": "7"})
     schemas = {"add": {"type": "function", "function": {"name": "add", "description": "d" * 500}}}
     cases = (("plain", row(tools=[]), 300), ("tools", row(), 800), ("calls", row(prompt=called, tools=[]), 700))
     for name, given, least in cases:
