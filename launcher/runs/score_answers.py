@@ -67,8 +67,10 @@ def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
             more = {key: number for key, number in trajectory.reward_parts.items() if key.startswith(f"{term.name}/")}
             lines += [f"    {key.removeprefix(f'{term.name}/')} {number:g}" for key, number in more.items()]
             lines += [f"    {step}" for step in _steps(seen_by(term, as_conversation(task, trajectory)), term.extract)]
-    mean = sum(trajectory.reward for _, _, trajectory in scored) / len(scored)
-    return [*lines, f"{len(scored)} answers, mean reward {mean:.4f}"]
+    rewards = [trajectory.reward for _, _, trajectory in scored if trajectory.scored]
+    mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no reward"
+    some = f", {len(rewards)} scored" if len(rewards) < len(scored) else ""
+    return [*lines, f"{len(scored)} answers{some}, {mean}"]
 
 
 def _steps(answer: str, chain: Extraction) -> list[str]:

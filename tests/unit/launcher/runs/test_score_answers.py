@@ -55,10 +55,11 @@ def test_an_answer_that_no_scorer_could_score_fails_the_command(
     tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scorer = tmp_path / "mine.py"
-    scorer.write_text("async def score(solution_str):\n    raise ValueError('no')\n")
-    file = answers(tmp_path, {"answer": "2"})
+    scorer.write_text("async def score(solution_str):\n    return 1 / float(solution_str)\n")
+    file = answers(tmp_path, {"answer": "no"}, {"answer": "2"})
     assert main(["reward", "test", data, "--answers", file, f"reward.functions=[{{name: '{scorer}:score'}}]"]) == 1
-    assert "not scored" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not scored" in out and "2 answers, 1 scored, mean reward 0.5000" in out
 
 
 @pytest.mark.parametrize(
