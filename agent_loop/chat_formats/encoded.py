@@ -15,7 +15,8 @@ from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, To
 from rl_async.template_tokens import TemplateTokens, encode, ending
 
 CACHE_BYTES = 64 << 20
-WATCHED = 20  # first messages that a template prints, after which it is taken to end
+WATCHED = 20  # first conversations that a template prints, after which it is taken to end
+WATCHED_BYTES = 10_000  # of a conversation: a long one takes its time, and an endless template prints short ones, too
 _MARK = "reasoningmark"  # stands for the reasoning of a turn
 TOOL = {
     "type": "function",
@@ -214,7 +215,8 @@ class TokenizerFormat(ABC):
         self._renders += 1
         try:
             # The first messages are those by which formats are told apart; tracing makes it some times slower.
-            with ending(self._tokenizer) if self._renders <= WATCHED else nullcontext():
+            watched = self._renders <= WATCHED and len(msgspec.json.encode([*messages, *tools])) <= WATCHED_BYTES
+            with ending(self._tokenizer) if watched else nullcontext():
                 text = self._tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
                 )

@@ -131,7 +131,6 @@ class GatewayEpisode:
         self.heard()
         self._check(request, bare)
         request = await self._without_unfollowed(request)
-        request = request._replace(messages=in_order_of_calls(request.messages))
         number = self._requests
         self._requests += 1
         return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
@@ -282,6 +281,8 @@ class GatewayEpisode:
 
     async def _prompt(self, request: ChatRequest, bare: str | list[int] | None, limit: int) -> Prompt:
         try:
+            if len(request.messages) > limit:  # every message is printed as some token
+                raise TooLong(len(request.messages))
             if bare is not None:
                 prompt = await off_loop(len(bare), self._recorder.bare, bare)
                 if len(prompt.token_ids) >= limit:
@@ -290,8 +291,11 @@ class GatewayEpisode:
             # A message takes time, too, and those of a conversation that is kept here are not in the body.
             size = request.size + sum(len(message.text) + 100 for message in request.messages)
             forced = self._forced(request)
-            asked = request.messages, request.tools, limit - len(forced)
-            return (await off_loop(size, self._recorder.prompt, *asked))._replace(forced=forced)
+
+            def make() -> Prompt:
+                return self._recorder.prompt(in_order_of_calls(request.messages), request.tools, limit - len(forced))
+
+            return (await off_loop(size, make))._replace(forced=forced)
         except TooLong as error:
             raise RequestRefused(
                 f"the messages have {error} and leave no room within {limit} (agent.max_tokens, rollout.max_model_len)",

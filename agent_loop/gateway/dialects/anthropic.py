@@ -11,12 +11,16 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     ChatRequest,
     Completion,
     FunctionCall,
+    Part,
     forceable,
     named,
     read_fields,
+    refused,
+    stops_of,
+    texts_of,
     unreadable,
 )
-from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, content_refused, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
@@ -27,15 +31,13 @@ SIGNATURE = "cmwtYXN5bmM="  # of thinking blocks; clients keep it, nobody checks
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
-class Block(msgspec.Struct):
+class Block(Part):
     """A content block: text, tool_use, tool_result, or thinking, which the policy need not be told again."""
 
-    type: str
-    text: str = ""
     name: str = ""
     id: str = ""
     tool_use_id: str = ""
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     content: "str | list[Block] | None" = None
 
 
@@ -81,7 +83,7 @@ def read_count(body: bytes) -> ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
     fields, wanted = read_fields(body, MessagesBody)
-    system = _text(wanted.system)
+    system = _text(wanted.system, "system")
     tools = [] if _choice(wanted) == "none" else [_schema(tool) for tool in wanted.tools or []]
     asked = unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC)
     if (forces := forceable(_forced(wanted.tool_choice), tools)) is not None:
@@ -91,10 +93,10 @@ def read_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         messages=[
             *([ChatMessage("system", system)] if system else []),
-            *(message for body in wanted.messages for message in _messages(body)),
+            *(message for place, body in enumerate(wanted.messages) for message in _messages(body, place)),
         ],
         tools=tools,
-        stops=[text for text in wanted.stop_sequences or [] if text],
+        stops=stops_of(wanted.stop_sequences, "stop_sequences"),
         max_tokens=wanted.max_tokens,
         temperature=wanted.temperature,
         top_p=wanted.top_p,
@@ -123,34 +125,35 @@ def _forced(choice: Any) -> str | None:
     return None
 
 
-def _messages(body: AnthropicMessage) -> Iterator[ChatMessage]:
+def _messages(body: AnthropicMessage, place: int) -> Iterator[ChatMessage]:
     """Convert a message for chat templates, in which tool results are messages of their own."""
+    at = f"messages[{place}].content"
     if isinstance(body.content, str):
         yield ChatMessage(body.role, body.content)
         return
     if body.role == "assistant":
-        calls = [
-            FunctionCall(b.name, msgspec.json.encode(b.input).decode(), b.id)
-            for b in body.content
-            if b.type == "tool_use"
-        ]
-        said = [b for b in body.content if b.type not in ("tool_use", *THINKING)]
-        yield ChatMessage(body.role, _text(said), tuple(calls))
+        calls = [_call(block, f"{at}[{n}]") for n, block in enumerate(body.content) if block.type == "tool_use"]
+        yield ChatMessage(body.role, _text(body.content, at, ("tool_use", *THINKING)), tuple(calls))
         return
-    for block in body.content:
+    if not body.content:
+        raise refused(at, f"a message of role {body.role} needs a content")
+    for number, block in enumerate(body.content):
         if block.type == "tool_result":
-            yield ChatMessage("tool", _text(block.content), answers=block.tool_use_id)
-    if rest := [block for block in body.content if block.type != "tool_result"]:
-        yield ChatMessage(body.role, _text(rest))
+            yield ChatMessage("tool", _text(block.content, f"{at}[{number}].content"), answers=block.tool_use_id)
+    if any(block.type != "tool_result" for block in body.content):
+        yield ChatMessage(body.role, _text(body.content, at, ("tool_result",)))
 
 
-def _text(content: str | list[Block] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    other = [block.type for block in content if block.type != "text"]
-    if other:
-        raise content_refused(other[0])
-    return "\n".join(block.text for block in content if not block.text.startswith(BILLING))  # as vLLM joins them
+def _call(block: Block, place: str) -> FunctionCall:
+    if not block.name:
+        raise refused(f"{place}.name", "a tool_use needs the name of the tool")
+    if block.input is msgspec.UNSET:
+        raise refused(f"{place}.input", "a tool_use needs the tool's input")
+    return FunctionCall(block.name, msgspec.json.encode(block.input).decode(), block.id)
+
+
+def _text(content: str | Sequence[Block] | None, place: str, other: Sequence[str] = ()) -> str:
+    return "\n".join(text for text in texts_of(content, place, other=other) if not text.startswith(BILLING))
 
 
 def _schema(tool: AnthropicTool) -> dict[str, Any]:

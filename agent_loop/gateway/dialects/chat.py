@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Answer
+from rl_async.agent_loop.gateway.dialects.fields import content_refused
 from rl_async.agent_loop.gateway.dialects.formats import JsonFormat
 from rl_async.errors import RequestRefused
 
@@ -17,6 +19,15 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body r
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`")
 Body = TypeVar("Body", bound=msgspec.Struct)
+# Of stop strings, which are looked for whenever tokens are sampled. OpenAI takes four.
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1000
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content; only text is supported."""
+
+    type: str
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -85,6 +96,45 @@ def unreadable(error: Exception) -> RequestRefused:
     return RequestRefused(str(error), code="invalid_request", param=".".join(names) or None)
 
 
+def refused(place: str, reason: str) -> RequestRefused:
+    """Return the refusal of a field's value; ``param`` is its ``place``."""
+    return RequestRefused(f"{place}: {reason}", code="invalid_request", param=place)
+
+
+def texts_of(
+    content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",), other: Sequence[str] = ()
+) -> list[str]:
+    """Return the texts of a content at ``place``: of parts of ``kinds``, while ``other`` ones are read elsewhere.
+
+    Raises RequestRefused for any other part, and for one without a text.
+    """
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    texts = []
+    for number, part in enumerate(content):
+        if part.type in other:
+            continue
+        if part.type not in kinds:
+            raise content_refused(part.type, f"{place}[{number}]")
+        if part.text is msgspec.UNSET:
+            raise refused(f"{place}[{number}].text", "this part has no text")
+        texts.append(part.text)
+    return texts
+
+
+def text_of(content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the texts of a content in lines of their own, as vLLM joins them. Raises RequestRefused as `texts_of`."""
+    return "\n".join(texts_of(content, place, kinds))
+
+
+def stops_of(given: str | Sequence[str] | None, field: str) -> list[str]:
+    """Return the stop strings in a ``field``. Raises RequestRefused for more and longer ones than are looked for."""
+    stops = [given] if isinstance(given, str) else given or ()
+    if len(stops) > MOST_STOPS or any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
+        raise refused(field, f"at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters each")
+    return [stop for stop in stops if stop]
+
+
 class Completion(NamedTuple):
     """An answer to a request. ``number`` counts the episode's answers; ``finish_reason`` is stop or length.
 
@@ -130,23 +180,23 @@ def answered(messages: Sequence[ChatMessage]) -> dict[int, tuple[int, FunctionCa
     A call comes with its place among those of its message.
     """
     found: dict[int, tuple[int, FunctionCall]] = {}
-    calls: list[tuple[int, FunctionCall]] = []
+    calls: Sequence[FunctionCall] = ()
     results: list[int] = []
 
     def settle() -> None:
-        unnamed = []
-        for place in results:
-            named = [number for number, call in calls if call.id and call.id == messages[place].answers]
-            if named:
-                found[place] = calls.pop([number for number, _ in calls].index(named[0]))
-            else:
-                unnamed.append(place)
-        found.update(zip(unnamed, calls))
+        by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        for number, call in enumerate(calls):
+            by_id[call.id].append(number)
+        named = {place: by_id[name].popleft() for place in results if (name := messages[place].answers) and by_id[name]}
+        taken = set(named.values())
+        left = (number for number in range(len(calls)) if number not in taken)
+        rest = zip((place for place in results if place not in named), left)
+        found.update((place, (number, calls[number])) for place, number in [*named.items(), *rest])
 
     for place, message in enumerate(messages):
         if message.role == ASSISTANT:
             settle()
-            calls, results = list(enumerate(message.calls)), []
+            calls, results = message.calls, []
         elif message.role == "tool":
             results.append(place)
     settle()

@@ -17,7 +17,7 @@ from rl_async.agent_loop.chat_formats.format import (
     without_beginnings,
 )
 from rl_async.agent_loop.gateway.dialects import openai
-from rl_async.agent_loop.gateway.dialects.chat import ChatRequest, Completion, read_fields
+from rl_async.agent_loop.gateway.dialects.chat import ChatRequest, Completion, read_fields, stops_of
 from rl_async.agent_loop.gateway.dialects.fields import COMPLETIONS, unobeyed
 from rl_async.agent_loop.gateway.dialects.streams import COMMENT, Event
 from rl_async.errors import RequestRefused
@@ -43,11 +43,10 @@ class CompletionBody(msgspec.Struct):
 def read_request(body: bytes) -> tuple[ChatRequest, str | list[int]]:
     """Decode a request: one without messages, and its prompt. Raises RequestRefused naming a field."""
     fields, wanted = read_fields(body, CompletionBody)
-    stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop or []
     request = ChatRequest(
         messages=[],
         tools=[],
-        stops=[stop for stop in stops if stop],
+        stops=stops_of(wanted.stop, "stop"),
         max_tokens=wanted.max_tokens or MAX_TOKENS,
         temperature=wanted.temperature,
         top_p=wanted.top_p,

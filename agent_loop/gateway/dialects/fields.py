@@ -13,6 +13,7 @@ from rl_async.errors import RequestRefused
 log = logging.getLogger("rl_async.gateway")
 
 COUNTED = 1000  # pairs of client and field; clients choose both names
+MOST_FIELDS = 256  # of a request; clients choose their names, and each is looked up
 SHOWN = 80  # characters of a name or value in logs and refusals
 
 
@@ -123,8 +124,10 @@ ANTHROPIC: dict[str, Field] = {
 def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[str, Field]) -> dict[str, Any]:
     """Return the fields that ask for something that a run does not do. ``read`` are those that have an effect.
 
-    Raises RequestRefused for a field without which the answer would mean something else.
+    Raises RequestRefused for a field without which the answer would mean something else, and for too many fields.
     """
+    if len(fields) > MOST_FIELDS:
+        raise RequestRefused(f"there are more than {MOST_FIELDS} fields", code="invalid_request")
     found = {}
     for name, value in fields.items():
         if value is None or (name in read and name not in table):
@@ -155,7 +158,7 @@ def tool_refused(kind: str) -> RequestRefused:
     return not_supported(f"a tool of type {kind[:SHOWN]}", _SERVER_TOOL, "tools")
 
 
-def content_refused(kind: str, param: str = "messages") -> RequestRefused:
+def content_refused(kind: str, param: str) -> RequestRefused:
     """Return the refusal of a part of a message that is no text."""
     return not_supported(f"content of type {kind[:SHOWN]}", _TEXT_ONLY, param)
 

@@ -7,16 +7,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rl_async.agent_loop.gateway.dialects.chat import (
+    ASSISTANT,
     UNREADABLE,
     ChatMessage,
     ChatRequest,
     Completion,
     FunctionCall,
+    Part,
     forceable,
     named,
     read_fields,
+    refused,
+    stops_of,
+    text_of,
 )
-from rl_async.agent_loop.gateway.dialects.fields import OPENAI, content_refused, not_supported, tool_refused, unobeyed
+from rl_async.agent_loop.gateway.dialects.fields import OPENAI, not_supported, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.errors import RequestRefused
 
@@ -26,13 +31,6 @@ SAID_OTHERWISE = {
     "function_call": "send it as one of tool_calls, and its result in a message of role tool",
     "audio": "the policy reads text only; send the transcript as content",
 }
-
-
-class Part(msgspec.Struct):
-    """A part of a message's content; only text is supported."""
-
-    type: str
-    text: str = ""
 
 
 class Function(msgspec.Struct):
@@ -88,7 +86,6 @@ def read_request(body: bytes) -> ChatRequest:
     """Decode a chat completion request. Raises RequestRefused naming a field that is not supported."""
     fields, chat = read_fields(body, ChatBody)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
-    stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
     tools = [] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []]
     asked = unobeyed(fields, ChatBody.__struct_fields__, OPENAI)
     if (forces := forceable(_forced(chat.tool_choice), tools)) is not None:
@@ -96,7 +93,7 @@ def read_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         messages=[_message(message, place) for place, message in enumerate(chat.messages)],
         tools=tools,
-        stops=[stop for stop in stops if stop],
+        stops=stops_of(chat.stop, "stop"),
         max_tokens=min(limits, default=None),
         temperature=chat.temperature,
         top_p=chat.top_p,
@@ -134,31 +131,25 @@ def _message(body: OpenAIMessage, place: int) -> ChatMessage:
     for name, way_out in SAID_OTHERWISE.items():
         if getattr(body, name) is not None:
             raise not_supported(f"{name} in a message", way_out, f"messages[{place}].{name}")
-    role = "system" if body.role == "developer" else body.role
-    made = [_call(call) for call in body.tool_calls or []]
-    return ChatMessage(role, _text(body.content) or body.refusal or "", tuple(made), answers=body.tool_call_id or "")
+    role, at = "system" if body.role == "developer" else body.role, f"messages[{place}]"
+    if role != ASSISTANT and not body.content and body.content != "":
+        raise refused(f"{at}.content", f"a message of role {body.role} needs a content")
+    if role != ASSISTANT and body.tool_calls:
+        raise refused(f"{at}.tool_calls", f"a message of role {body.role} calls nothing")
+    made = tuple(_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(body.tool_calls or []))
+    text = text_of(body.content, f"{at}.content") or body.refusal or ""
+    return ChatMessage(role, text, made, answers=body.tool_call_id or "")
 
 
-def _call(body: ToolCallBody) -> FunctionCall:
+def _call(body: ToolCallBody, place: str) -> FunctionCall:
     name, arguments = body.function.name, body.function.arguments or "{}"
+    if not name:
+        raise refused(f"{place}.function.name", "the name is empty")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (*UNREADABLE, RecursionError) as error:
-        raise RequestRefused(
-            f"the arguments of a call of {name[:80]} must be a JSON object: {error}",
-            code="invalid_request",
-            param="messages",
-        ) from error
+        raise refused(f"{place}.function.arguments", f"they must be a JSON object: {error}") from error
     return FunctionCall(name, arguments, body.id or "")
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    other = [part.type for part in content if part.type != "text"]
-    if other:
-        raise content_refused(other[0])
-    return "\n".join(part.text for part in content)  # as vLLM joins them
 
 
 def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:

@@ -18,14 +18,16 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     ChatMessage,
     ChatRequest,
     FunctionCall,
+    Part,
     forceable,
     named,
     read_fields,
+    refused,
+    text_of,
 )
 from rl_async.agent_loop.gateway.dialects.fields import (
     RESPONSES,
     RESPONSES_TEXT,
-    content_refused,
     not_supported,
     tool_refused,
     unobeyed,
@@ -37,13 +39,6 @@ from rl_async.errors import RequestRefused
 SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
 ENCRYPTED = "reasoning.encrypted_content"
 TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-class Part(msgspec.Struct):
-    """A part of a text."""
-
-    type: str
-    text: str = ""
 
 
 class Item(msgspec.Struct):
@@ -236,7 +231,8 @@ def messages(items: Iterable[Item], kept: KeptResponses) -> list[ChatMessage]:
     """
     said: list[ChatMessage] = []
     answer: _Answer | None = None  # the assistant's, to which items are still added
-    for item in items:
+    for number, item in enumerate(items):
+        at = f"input[{number}]"
         if item.type == "item_reference":
             item = msgspec.convert(kept.item(item.id or ""), Item)
         if item.type in ("reasoning", "function_call") or (item.type, item.role) == ("message", ASSISTANT):
@@ -244,12 +240,12 @@ def messages(items: Iterable[Item], kept: KeptResponses) -> list[ChatMessage]:
                 said.append(answer.message)
                 answer = None
             answer = answer or _Answer()
-            answer.add(item)
+            answer.add(item, at)
             continue
         if answer is not None:
             said.append(answer.message)
             answer = None
-        said.append(_message(item))
+        said.append(_message(item, at))
     return said if answer is None else [*said, answer.message]
 
 
@@ -267,13 +263,13 @@ class _Answer:
             return True
         return not self._calls and self._text is None
 
-    def add(self, item: Item) -> None:
+    def add(self, item: Item, place: str) -> None:
         if item.type == "reasoning":
-            self._reasoning += _reasoning(item)
+            self._reasoning += _reasoning(item, place)
         elif item.type == "function_call":
-            self._calls.append(_call(item))
+            self._calls.append(_call(item, place))
         else:
-            self._text = _text(item.content)
+            self._text = text_of(item.content, f"{place}.content", TEXT)
 
     @property
     def message(self) -> ChatMessage:
@@ -285,52 +281,39 @@ def encrypt(reasoning: str) -> str:
     return base64.b64encode(reasoning.encode(errors="replace")).decode()
 
 
-def _reasoning(item: Item) -> str:
+def _reasoning(item: Item, place: str) -> str:
     if item.content:
-        return _text(item.content)
+        return text_of(item.content, f"{place}.content", TEXT)
     try:
         return base64.b64decode(item.encrypted_content or "", validate=True).decode()
     except (binascii.Error, ValueError) as error:
-        raise RequestRefused(
-            "encrypted_content is not of this gateway", code="invalid_request", param="input"
-        ) from error
+        raise refused(f"{place}.encrypted_content", "it is not of this gateway") from error
 
 
-def _message(item: Item) -> ChatMessage:
+def _message(item: Item, place: str) -> ChatMessage:
     if item.type == "function_call_output":
-        return ChatMessage("tool", _text(item.output), answers=item.call_id or "")
+        if item.output is None:
+            raise refused(f"{place}.output", "a function_call_output needs an output")
+        return ChatMessage("tool", text_of(item.output, f"{place}.output", TEXT), answers=item.call_id or "")
     if item.type != "message":
-        raise not_supported(f"an input item of type {item.type[:80]}", "leave it out", "input")
+        raise not_supported(f"an input item of type {item.type[:80]}", "leave it out", f"{place}.type")
     roles: dict[str, Literal["system", "user"]] = {"developer": "system", "system": "system", "user": "user"}
     if item.role not in roles:
-        raise RequestRefused(
-            f"a message of role {item.role[:80]!r} is none of {', '.join([*roles, ASSISTANT])}",
-            code="invalid_request",
-            param="input",
-        )
-    return ChatMessage(roles[item.role], _text(item.content))
+        raise refused(f"{place}.role", f"{item.role[:80]!r} is none of {', '.join([*roles, ASSISTANT])}")
+    if not item.content and item.content != "":
+        raise refused(f"{place}.content", f"a message of role {item.role} needs a content")
+    return ChatMessage(roles[item.role], text_of(item.content, f"{place}.content", TEXT))
 
 
-def _call(item: Item) -> FunctionCall:
+def _call(item: Item, place: str) -> FunctionCall:
     arguments = item.arguments or "{}"
+    if not item.name:
+        raise refused(f"{place}.name", "a function_call needs the name of the function")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except (*UNREADABLE, RecursionError) as error:
-        raise RequestRefused(
-            f"the arguments of a call of {(item.name or '')[:80]} must be a JSON object: {error}",
-            code="invalid_request",
-            param="input",
-        ) from error
-    return FunctionCall(FunctionName(item.name or "", item.namespace or "").printed, arguments, item.call_id or "")
-
-
-def _text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    other = [part.type for part in content if part.type not in TEXT]
-    if other:
-        raise content_refused(other[0], "input")
-    return "\n".join(part.text for part in content)
+        raise refused(f"{place}.arguments", f"they must be a JSON object: {error}") from error
+    return FunctionCall(FunctionName(item.name, item.namespace or "").printed, arguments, item.call_id or "")
 
 
 def _tools(tools: Sequence[Tool]) -> tuple[dict[str, FunctionName], list[dict[str, Any]]]:

@@ -165,10 +165,13 @@ def test_functions_in_a_namespace(take: Any, start: Any, renderer: ChatRenderer)
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "computer_call_output", "call_id": "x"}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]", "call_id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "computer_call_output", "call_id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "arguments": "{}", "call_id": "x"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]", "call_id": "x"}]}, "input[0].arguments"),
         ({"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "tools"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),

@@ -147,16 +147,44 @@ def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
         ({"tools": {}}, "tools"),
         ({"stop": 7}, "stop"),
         ({"stop": ["a", 7]}, "stop[1]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [HELLO, {"role": "user", "content": []}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["a" * 1001]}, "stop"),
+        ({f"x{number}": 1 for number in range(300)}, None),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
-def test_a_field_of_another_type_is_named(fields: dict[str, Any], param: str) -> None:
+def test_a_field_that_is_not_understood_is_named(fields: dict[str, Any], param: str | None) -> None:
     for read, rename in ((openai.read_request, "stop"), (anthropic.read_request, "stop_sequences")):
         given = {name.replace("stop", rename): value for name, value in fields.items()}
         body = {"messages": [HELLO], "max_tokens": 9, **given}
         with pytest.raises(RequestRefused) as refused:
             read(msgspec.json.encode(body))
-        assert (refused.value.code, refused.value.param) == ("invalid_request", param.replace("stop", rename))
+        assert (refused.value.code, refused.value.param) == ("invalid_request", param and param.replace("stop", rename))
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "messages[0].tool_calls[0].function.name"),
+        ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "tool_call_id": "c", "content": None}, "messages[0].content"),
+        (
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": {}}]},
+            "messages[0].content[0].name",
+        ),
+        ({"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}, "messages[0].content[0].input"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_a_call_or_result_without_its_parts_is_refused(message: dict[str, Any], param: str) -> None:
+    read = messages if "tool_use" in str(message) else chat
+    with pytest.raises(RequestRefused) as refused:
+        read(messages=[message, HELLO])
+    assert (refused.value.code, refused.value.param) == ("invalid_request", param)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "robot", "content": ""}]}'])
@@ -199,7 +227,8 @@ def test_arguments_that_are_no_json_object_are_refused(arguments: str) -> None:
     calls = [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": arguments}}]
     with pytest.raises(RequestRefused) as refused:
         chat(messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": calls}, HELLO])
-    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_request", "messages")
+    place = "messages[1].tool_calls[0].function.arguments"
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_request", place)
 
 
 def test_without_tools_nothing_of_them_is_in_the_prompt() -> None:
