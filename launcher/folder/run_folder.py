@@ -146,7 +146,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
     done, to_do = (given.trainer.minibatches * given.trainer.epochs for given in (before, config))
     if schedules and done != to_do and checkpoints(folder):
         raise UserError(
-            f"trainer.minibatches, trainer.epochs: the learning rate's schedule ({', '.join(sorted(schedules))}) counts "
+            f"trainer.minibatches, trainer.epochs: the rate's schedule ({', '.join(sorted(schedules))}) counts "
             f"optimizer steps, {done} for each step of {folder}; keep their product, or use trainer.schedule=constant"
         )
     if not _has_more(folder, config):
