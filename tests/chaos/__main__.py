@@ -1,9 +1,10 @@
-"""Kills and freezes engines at every phase of a sync and of a request, in real runs: see ``scripts/chaos_engines -h``.
+"""Kills, freezes and slows engines at every phase of a sync and of a request, in real runs: see
+``scripts/chaos_engines -h``.
 
 A round is one fault in one engine. Runs go on until every round's fault has struck; each must end well, with no group
-lost or trained twice (``rl-async audit``) and no sync longer than its deadline. The runs are on-policy, so that the
-trainer's log-probabilities must be those of the engines on every token, also where one engine went on with what another
-had begun.
+lost or trained twice (``rl-async audit``) and no sync longer than twice its deadline. The runs are on-policy, so that
+the trainer's log-probabilities must be those of the engines on every token, also where one engine went on with what
+another had begun.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from unittest.mock import patch
 from rl_async.launcher.cli.__main__ import main as rl_async
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.spec import ProcessSpec
-from tests.chaos.faults import FOLDER, SIGNALS
+from tests.chaos.faults import FOLDER, KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKETS = 4  # at least, per sync
@@ -48,7 +49,7 @@ PHASES = {  # name: (path, the how-manieth in a sync, requests of it per sync, w
     "request, half answered": ("/inference/v1/generate", 5, 0, "during"),
     "request, answered": ("/inference/v1/generate", 7, 0, "after"),
 }
-SYNC_S = 40  # deadline of a whole sync
+SYNC_S = 40  # deadline of an update of all engines; those that another kept waiting have it once more
 RUN_S = 900
 AGREE = 1e-4  # largest difference of a log-probability, float32
 KEPT = re.compile(r"request \S+: .* after ([1-9]\d*) tokens")  # a worker's line on a request that lost its engine
@@ -68,7 +69,12 @@ SMALL = [
         "warm_start.check_every=1",
         "warm_start.gate=0",
     ),
-    *("launcher.stop_timeout_s=5", "launcher.max_restarts=1000", "debug.min_train_s=0.3"),
+    *(
+        "launcher.stop_timeout_s=5",
+        "launcher.max_restarts=1000",
+        "debug.min_train_s=0.3",
+        "rollout.request_timeout_s=20",
+    ),
     *("weight_sync.bucket_bytes=100000", "queue.max_attempts=1000", "queue.max_staleness=0"),
     f"weight_sync.sync_timeout_s={SYNC_S}",
 ]
@@ -76,14 +82,14 @@ SYNC_TIMEOUT_S = {"embedded": 6, "vllm": 15}  # of each request of a sync
 
 
 def faults(rounds: int) -> Iterator[dict[str, Any]]:
-    """Every phase with every signal, shuffled, in the first, the second or the third sync of an engine."""
-    kinds = list(itertools.product(SIGNALS, PHASES))
+    """Every phase with every kind, shuffled, in the first, the second or the third sync of an engine."""
+    kinds = list(itertools.product(KINDS, PHASES))
     random.Random(0).shuffle(kinds)
     for number in range(rounds):
-        signal, name = kinds[number % len(kinds)]
+        kind, name = kinds[number % len(kinds)]
         path, nth, per_sync, when = PHASES[name]
         later = 0 if name in ONCE else number % 3
-        yield {"phase": name, "signal": signal, "path": path, "nth": nth + later * per_sync, "when": when}
+        yield {"phase": name, "kind": kind, "path": path, "nth": nth + later * per_sync, "when": when}
 
 
 def chaotic(spec: ProcessSpec, folder: Path) -> ProcessSpec:
@@ -142,8 +148,8 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> Finished:
         sys.exit(f"{name}: {checked.stdout}{checked.stderr}\nsee {home}")
     steps = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     longest = max(step["sync/total_s"] - step["sync/without_engines_s"] for step in steps)
-    if longest > SYNC_S:
-        sys.exit(f"{name}: a sync took {longest:.1f} s, longer than its deadline of {SYNC_S} s; see {home}")
+    if longest > 2 * SYNC_S:
+        sys.exit(f"{name}: a sync took {longest:.1f} s, longer than twice its deadline of {SYNC_S} s; see {home}")
     apart = max(step["correction/logprob_diff_max"] for step in steps)
     if apart > AGREE:
         sys.exit(f"{name}: log-probabilities of trainer and engines differ by up to {apart:.2g}; see {home}")
@@ -183,16 +189,16 @@ def main() -> int:
     struck: Counter[tuple[str, str]] = Counter()
     for file in (home / "faults").glob("*.fired"):
         fault = json.loads(file.read_text())
-        struck[fault["phase"], fault["signal"]] += 1
-    print(f"\n{'struck at':24}" + "".join(f"{signal:>8}" for signal in SIGNALS))
+        struck[fault["phase"], fault["kind"]] += 1
+    print(f"\n{'struck at':24}" + "".join(f"{kind:>8}" for kind in KINDS))
     for phase in PHASES:
-        print(f"{phase:24}" + "".join(f"{struck[phase, signal]:8}" for signal in SIGNALS))
+        print(f"{phase:24}" + "".join(f"{struck[phase, kind]:8}" for kind in KINDS))
     kept = [count for run in runs for count in run.kept]
     print(
         f"\n{struck.total()} faults in {len(runs)} runs, {sum(run.steps for run in runs)} steps; every run ended well, "
         f"no group was lost or trained twice\n"
-        f"longest sync {max(run.longest_sync_s for run in runs):.1f} s of {SYNC_S}, longest wait for an engine when "
-        f"none was left {max(run.longest_wait_s for run in runs):.1f} s; log-probabilities of trainer and "
+        f"longest sync {max(run.longest_sync_s for run in runs):.1f} s of {2 * SYNC_S}, longest wait for an engine "
+        f"when none was left {max(run.longest_wait_s for run in runs):.1f} s; log-probabilities of trainer and "
         f"engines within {max(run.largest_difference for run in runs):.1e}\n"
         f"{len(kept)} answers were continued elsewhere with the {sum(kept)} tokens that they had; run folders: {home}"
     )

@@ -4,6 +4,7 @@ An ASGI middleware for the embedded engine and for vLLM (``--middleware``). Each
 folder that RL_ASYNC_FAULTS names; standard library only, since it also runs in vLLM's environment.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from typing import Any
 
 FOLDER = "RL_ASYNC_FAULTS"
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+# Of the one request nothing more is answered; or from now on each is answered shortly before its deadline.
+KINDS = (*SIGNALS, "swallow", "tarry")
+TARRY_S = 4.8
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,8 +31,11 @@ class Faulty:
         self.app = app
         self.fault = _take(Path(os.environ[FOLDER]))
         self.seen = 0
+        self.tarries = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if self.tarries and scope["type"] == "http" and scope["path"] != "/health":
+            await asyncio.sleep(TARRY_S)
         fault = self.fault
         if fault is None or scope["type"] != "http" or scope["path"] != fault["path"]:
             return await self.app(scope, receive, send)
@@ -36,27 +43,32 @@ class Faulty:
         if self.seen != fault["nth"]:
             return await self.app(scope, receive, send)
         if fault["when"] == "before":
-            self._strike()
+            await self._strike(receive)
 
         async def faulty_send(message: Message) -> None:
             if message["type"] == "http.response.body":
                 last = not message.get("more_body")
                 if last and fault["when"] == "after":
-                    self._strike()
+                    await self._strike(receive)
                 await send(message)
                 if not last and fault["when"] == "during":
-                    self._strike()
+                    await self._strike(receive)
             else:
                 await send(message)
 
         await self.app(scope, receive, faulty_send)
 
-    def _strike(self) -> None:
-        """The whole engine: whatever it started is in its process group."""
+    async def _strike(self, receive: Receive) -> None:
+        """Signals are for the whole engine: whatever it started is in its process group."""
         fault, self.fault = self.fault, None
-        assert fault is not None
-        Path(fault["file"]).rename(Path(fault["file"]).with_suffix(".fired"))
-        os.killpg(os.getpgrp(), SIGNALS[fault["signal"]])
+        if fault is None:  # a later part of the same answer
+            return
+        os.rename(fault["file"], f"{fault['file'].removesuffix('.taken')}.fired")
+        if (kind := fault["kind"]) in SIGNALS:
+            os.killpg(os.getpgrp(), SIGNALS[kind])
+        self.tarries = kind == "tarry"
+        while kind == "swallow" and (await receive())["type"] != "http.disconnect":
+            pass
 
 
 def _take(folder: Path) -> Message | None:

@@ -1,11 +1,12 @@
 """Strikes whole runs at random moments, on every role, the launcher and Redis included: see ``scripts/chaos_run -h``.
 
-A run has two engines, two agent workers or a gateway with an agent program, two trainer ranks, two payload shards and a
-queue that journals to a Redis server; half of the runs have a network namespace for each process. Processes are killed
-and frozen, their wall clocks jump, packets to and from them are lost, and the disks of the run folder and of Redis are
-full. Faults strike until a run has trained all its steps; a launcher that was killed is started again with
-``--resume``. Then the run's history must hold (``history.py``), and ``rl-async audit`` must agree. More runs follow
-until all rounds have struck.
+A run has two engines, two agent workers or a gateway with an agent program, two trainer ranks, two payload shards and
+a queue that journals to a Redis server; half of the runs have a network namespace for each process. Processes are
+killed and frozen, for moments, for as long as others wait for them, and for most of each second; their wall clocks
+jump, their flushes take seconds, packets to and from them are lost or late, the disks of the run folder and of Redis
+are full, and a judge's answers come byte by byte. Faults strike until a run has trained all its steps; a launcher
+that was killed is started again with ``--resume``. Then the run's history must hold (``history.py``), and ``rl-async
+audit`` must agree. More runs follow until all rounds have struck.
 """
 
 import argparse
@@ -26,15 +27,15 @@ from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.isolation import NEEDED, install, is_isolated, run_isolated, why_not_isolated
 from tests.chaos.host.whole_run import EXPECTED, KINDS, ROOT, Fault, Kind, WholeRun
 
-PROGRESS_S = 300.0  # within which a step must be trained, whatever happens
+PROGRESS_S = 300.0  # within which a step must be trained, whatever happens, unless told otherwise
 BETWEEN_S = 2.0  # at most, from one fault to the next
 RUNS_IN_VAIN = 3  # at most, in a row, that end before a fault strikes
 STORM = 12  # faults at most between two steps, so that most strike a run that works
-NO_NAMESPACES = ("kill", "freeze", "clock")  # kinds of faults that need none
+NO_NAMESPACES = ("kill", "freeze", "clock", "stall", "stutter", "fsync", "drip")  # kinds of faults that need none
 RUN_KINDS = (Kind(True, True), Kind(False, True), Kind(True, False), Kind(False, False))  # in turn
 
 
-def one_run(run: WholeRun, faults: list[Fault], rng: random.Random) -> list[Fault]:
+def one_run(run: WholeRun, faults: list[Fault], rng: random.Random, progress_s: float) -> list[Fault]:
     """Run to the end, striking one fault after the other; return those that struck. Ends the program on a problem."""
     struck: list[Fault] = []
     before, since, next_fault, in_a_row = 0, (began := time.monotonic()), 0.0, 0
@@ -50,8 +51,8 @@ def one_run(run: WholeRun, faults: list[Fault], rng: random.Random) -> list[Faul
         time.sleep(0.05)
         if (steps := run.steps()) > before:
             before, since, in_a_row = steps, time.monotonic(), 0
-        if time.monotonic() - since > PROGRESS_S:
-            sys.exit(f"{run.name}: no step was trained within {PROGRESS_S:.0f} s, after {struck[-3:]}")
+        if time.monotonic() - since > progress_s:
+            sys.exit(f"{run.name}: no step was trained within {progress_s:.0f} s, after {struck[-3:]}")
         if len(struck) == len(faults) or in_a_row == STORM or time.monotonic() < next_fault or not run.saved():
             continue
         fault = faults[len(struck)]
@@ -89,19 +90,21 @@ def all_faults(rounds: int, kinds: list[str], rng: random.Random) -> list[Fault]
     return faults[:rounds]
 
 
-def all_runs(rounds: int, steps: int, rng: random.Random, *, isolated: bool) -> int:
+def all_runs(
+    rounds: int, kinds: list[str], steps: int, rng: random.Random, *, progress_s: float, isolated: bool
+) -> int:
     """Runs one after the other until all rounds have struck; return the exit code."""
     began, home = time.monotonic(), Path(tempfile.mkdtemp(prefix="chaos-run-"))
     clocks, expected = Clocks(home / "clocks"), EXPECTED._replace(steps=steps)
     run_kinds = cycle(kind if isolated else Kind(kind.gateway, False, False) for kind in RUN_KINDS)
-    left = all_faults(rounds, list(KINDS) if isolated else list(NO_NAMESPACES), rng)
+    left = all_faults(rounds, kinds, rng)
     struck, runs, in_vain = Counter[Fault](), 0, 0
     most = -(-rounds // 2)  # so that there are at least two kinds of runs
     while left:
         kind = next(kind for kind in run_kinds if any(map(kind.allows, left)))
         run = WholeRun(home, f"run-{runs}", kind, expected, clocks)
         try:
-            done = one_run(run, [fault for fault in left if kind.allows(fault)][:most], rng)
+            done = one_run(run, [fault for fault in left if kind.allows(fault)][:most], rng, progress_s)
         except BaseException:
             run.stop()
             print(f"what it left: {run.keep()}", file=sys.stderr)
@@ -126,7 +129,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos_run", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="faults in all (default: 20)")
     parser.add_argument("--steps", type=int, default=EXPECTED.steps, metavar="N", help="trainer steps of each run")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="only these")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--progress", type=float, default=PROGRESS_S, metavar="S", help="time for a step (default: %(default)g)"
+    )
     arguments = parser.parse_args()
     if missing := install(NEEDED):
         sys.exit(missing)
@@ -135,7 +142,9 @@ def main() -> int:
         if not reason:
             run_isolated("tests.chaos.run", sys.argv[1:])
         print(f"without namespaces, so no lost packets and no full disk: {reason}", flush=True)
-    return all_runs(arguments.rounds, arguments.steps, random.Random(arguments.seed), isolated=isolated)
+    kinds = [kind for kind in arguments.kinds if isolated or kind in NO_NAMESPACES]
+    rng, progress_s = random.Random(arguments.seed), arguments.progress
+    return all_runs(arguments.rounds, kinds, arguments.steps, rng, progress_s=progress_s, isolated=isolated)
 
 
 def report(struck: Counter[Fault]) -> None:

@@ -10,19 +10,14 @@ from tests.chaos.run import NO_NAMESPACES, RUN_KINDS, all_faults
 
 
 def test_every_kind_strikes_every_role_equally_often() -> None:
-    struck = Counter(all_faults(5 * 16, list(KINDS), random.Random(0)))
-    assert {kind: {struck[Fault(role, kind)] for role in roles} for kind, roles in KINDS.items()} == {
-        "kill": {2},
-        "freeze": {2},
-        "clock": {2},
-        "loss": {2},
-        "full": {8},
-    }
+    struck = Counter(all_faults(len(KINDS) * 16, list(KINDS), random.Random(0)))
+    for kind, roles in KINDS.items():
+        assert {struck[Fault(role, kind)] for role in roles} == {16 // len(roles)}
 
 
 @pytest.mark.parametrize("kinds", [list(KINDS), list(NO_NAMESPACES)])
 def test_a_few_faults_have_all_kinds_and_roles(kinds: list[str]) -> None:
-    faults = all_faults(24, kinds, random.Random(0))
+    faults = all_faults(6 * len(kinds), kinds, random.Random(0))
     assert {fault.kind for fault in faults} == set(kinds)
     assert {fault.role for fault in faults} >= set(NAMES)
 

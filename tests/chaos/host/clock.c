@@ -2,7 +2,9 @@
    time. As when a clock is set, CLOCK_REALTIME moves and CLOCK_MONOTONIC does not.
 
    Deadlines on the wall clock are shifted back, since the kernel does not know of the shift. A wait that has begun keeps
-   its length; the kernel would end it earlier or later. */
+   its length; the kernel would end it earlier or later.
+
+   The second number in the file is how many nanoseconds fsync and fdatasync take longer. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -24,6 +26,8 @@ static const volatile int64_t *shift;
 static int (*real_gettime)(clockid_t, struct timespec *);
 static int (*real_cond)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
 static int (*real_sem)(sem_t *, const struct timespec *);
+static int (*real_fsync)(int);
+static int (*real_fdatasync)(int);
 
 static void *next(const char *name) {
     static const char *versions[] = {"GLIBC_2.3.2", "GLIBC_2.17", "GLIBC_2.2.5"};
@@ -40,8 +44,10 @@ __attribute__((constructor)) static void begin(void) {
     real_gettime = next("clock_gettime");
     real_cond = next("pthread_cond_timedwait");
     real_sem = next("sem_timedwait");
+    real_fsync = next("fsync");
+    real_fdatasync = next("fdatasync");
     if (file < 0) return;
-    void *map = mmap(NULL, sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
+    void *map = mmap(NULL, 2 * sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
     close(file);
     if (map != MAP_FAILED) shift = map;
 }
@@ -89,4 +95,20 @@ int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, co
 int sem_timedwait(sem_t *semaphore, const struct timespec *deadline) {
     struct timespec moved;
     return real_sem(semaphore, true_time(deadline, &moved));
+}
+
+static void take_time(void) {
+    int64_t nanoseconds = shift ? shift[1] : 0;
+    struct timespec left = {nanoseconds / SECOND, nanoseconds % SECOND};
+    while (nanosleep(&left, &left) != 0) continue;
+}
+
+int fsync(int file) {
+    take_time();
+    return real_fsync(file);
+}
+
+int fdatasync(int file) {
+    take_time();
+    return real_fdatasync(file);
 }

@@ -1,4 +1,5 @@
-"""One run with its launcher, its Redis server, its disks, clocks, namespaces and agent program, and what strikes it."""
+"""One run with its launcher, its Redis server, its judge, its disks, clocks, namespaces and agent program, and what
+strikes it."""
 
 import errno
 import json
@@ -16,6 +17,7 @@ from rl_async.process.kernel import read_stat
 from tests.chaos.history import Expected
 from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.disk import SmallDisk
+from tests.chaos.host.judge import DrippingJudge
 from tests.chaos.host.launcher import Place
 from tests.chaos.host.network import Network
 
@@ -26,19 +28,35 @@ BRIEF_S, LONG_S, LONG_SHARE = 2.0, (8.5, 13.0), 0.15  # of a freeze, of lost pac
 FULL_S, FULL_LONG_S = 1.5, (3.0, 8.0)
 SILENT_S = 1.0  # at most, until Redis is started again
 LOSSES = (30, 100)  # percent
+SPELLS_S = (2.0, 12.0)  # of stuttering, of slow flushes, of a dripping judge
+SHARE = 0.9  # of each period in which a process stands still or packets are lost
+PERIODS_S = (0.1, 1.0)
+FLUSH_S = (1.0, 5.0, 12.0)
 LAST_WORDS = 2000  # bytes
 NO_ROOM = os.strerror(errno.ENOSPC).encode()
 RUN_MB, REDIS_MB = 256, 64
 REDIS_PORT = 6400
 ROLES = ("queue", "shard", "engine", "worker", "gateway", "trainer", "launcher", "redis")
-RUN_FOLDER, REDIS_FOLDER = "run folder", "redis folder"
+RUN_FOLDER, REDIS_FOLDER, JUDGE = "run folder", "redis folder", "judge"
 KINDS = {  # of faults, and whom each strikes
     "kill": ROLES,
     "freeze": ROLES,
     "clock": ROLES,
     "loss": ROLES,
     "full": (RUN_FOLDER, REDIS_FOLDER),
+    "stall": ROLES,  # it stands still for about as long as others wait for it
+    "stutter": ROLES,  # it stands still most of the time
+    "delay": ROLES,  # its packets are lost most of the time, and arrive when they are sent again
+    "fsync": ("queue", "trainer", "launcher", "redis"),
+    "drip": (JUDGE,),
 }
+STALLS_S = {  # what others wait for each of them, halved and doubled: see SMALL; Redis: socket_timeout of the journal
+    **dict.fromkeys(("queue", "shard", "worker", "gateway", "launcher"), (8.0,)),
+    "engine": (3.0, 6.0),
+    "trainer": (6.0, 30.0),
+    "redis": (5.0,),
+}
+FACTORS = (0.5, 1.0, 2.0)
 NAMES = {  # processes by role
     "queue": ("queue",),
     "shard": ("shard-0", "shard-1"),
@@ -79,7 +97,7 @@ class Kind(NamedTuple):
     def allows(self, fault: Fault) -> bool:
         """Whether the fault can strike such a run."""
         absent = "worker" if self.gateway else "gateway"
-        possible = {"loss": self.network, "full": self.disks}.get(fault.kind, True)
+        possible = {"loss": self.network, "delay": self.network, "full": self.disks}.get(fault.kind, True)
         return fault.role != absent and possible
 
 
@@ -105,6 +123,7 @@ class WholeRun:
             self._disks[REDIS_FOLDER] = SmallDisk(self._redis_home, REDIS_MB)
         self._here = [name for role, names in NAMES.items() if kind.allows(Fault(role, "kill")) for name in names]
         self._network = Network([name for name in self._here if name != "launcher"]) if kind.network else None
+        self._judge = DrippingJudge(self._network.addresses["launcher"] if self._network else "127.0.0.1")
         self._log_starts: dict[Path, int] = {}
         self._redis: subprocess.Popen[bytes] | None = None
         self._program: subprocess.Popen[bytes] | None = None
@@ -147,6 +166,8 @@ class WholeRun:
             f"trainer.steps={self.expected.steps}",
             f"queue.redis_url=redis://{redis}:{REDIS_PORT}/0",
             f"queue.host={queue}",
+            "reward.functions=[{name: exact_answer}, {name: judge, weight: 0.5}]",
+            f"reward.judge={{url: '{self._judge.url}', model: m, timeout_s: 4, attempts: 2, cache: none}}",
         ]
         if self.kind.gateway:
             words.append(f"agent.gateway={{host: {self._place('gateway').host or '127.0.0.1'}}}")
@@ -216,29 +237,52 @@ class WholeRun:
         if fault.kind == "full":
             self._disks[fault.role].stay_full(duration(FULL_S, FULL_LONG_S, rng))
             return True
+        if fault.kind == "drip":
+            self._judge.drip(rng.uniform(*SPELLS_S))
+            return True
         name = rng.choice(NAMES[fault.role])
         if fault.kind == "clock":
             self._clocks.jump(name, rng)
             return True
-        if fault.kind == "loss":
-            assert self._network is not None
-            self._network.lose(name, rng.choice(LOSSES), duration(BRIEF_S, LONG_S, rng))
+        if fault.kind == "fsync":
+            self._clocks.slow_disk(name, rng.choice(FLUSH_S), rng.uniform(*SPELLS_S))
             return True
-        return self._signal(name, fault.kind, rng)
+        if fault.kind in ("loss", "delay"):
+            assert self._network is not None
+            if fault.kind == "loss":
+                self._network.lose(name, rng.choice(LOSSES), duration(BRIEF_S, LONG_S, rng))
+            for pause_s in self._pauses(fault, rng) if fault.kind == "delay" else ():
+                self._network.lose(name, 100, pause_s)
+                time.sleep(pause_s * (1 - SHARE) / SHARE)
+            return True
+        return self._signal(name, fault, rng)
 
-    def _signal(self, name: str, kind: str, rng: random.Random) -> bool:
+    def _pauses(self, fault: Fault, rng: random.Random) -> list[float]:
+        """Return how long something stands still each time that it does."""
+        if fault.kind == "freeze":
+            return [duration(BRIEF_S, LONG_S, rng)]
+        if fault.kind == "stall":
+            return [rng.choice(FACTORS) * rng.choice(STALLS_S[fault.role])]
+        period_s = PERIODS_S[-1] if fault.kind == "delay" else rng.choice(PERIODS_S)
+        return [SHARE * period_s] * round(rng.uniform(*SPELLS_S) / period_s)
+
+    def _signal(self, name: str, fault: Fault, rng: random.Random) -> bool:
         assert self._redis is not None
+        kind = fault.kind
         own = {"launcher": self._launcher.pid, "redis": self._redis.pid}
         pid = own.get(name) or self._running(name)
         if pid is None:
             return False
         try:
-            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            if kind == "freeze":
-                time.sleep(duration(BRIEF_S, LONG_S, rng))
+            if kind == "kill":
+                os.kill(pid, signal.SIGKILL)
+            for pause_s in self._pauses(fault, rng) if kind != "kill" else ():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(pause_s)
                 os.kill(pid, signal.SIGCONT)
+                time.sleep(pause_s * (1 - SHARE) / SHARE)
         except ProcessLookupError:  # it ended before, or its supervisor replaced it while it was frozen
-            return kind == "freeze"
+            return kind != "kill"
         if kind == "kill" and name == "redis":
             self._redis.wait()
             time.sleep(rng.random() * SILENT_S)
@@ -265,7 +309,8 @@ class WholeRun:
         return kept
 
     def close(self) -> None:
-        """Give up disks and namespaces."""
+        """Give up judge, disks and namespaces."""
+        self._judge.close()
         for disk in self._disks.values():
             disk.unmount()
         if self._network:
