@@ -14,14 +14,17 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl_async import tracing
+from rl_async.configs.derived.engines import engine_traits
 from rl_async.configs.derived.transport import resolve_transport, sends_shards
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.errors import UserError
 from rl_async.files import drop_torn_lines
 from rl_async.process.heartbeat import beat
 from rl_async.process.http_auth import run_token
 from rl_async.process.memory_budget import read_budget
+from rl_async.process.private_folder import RENDEZVOUS, require_private
 from rl_async.process.timeline import enter
 from rl_async.rollout_server.connect import connect
 from rl_async.telemetry.exposition import exposed
@@ -206,6 +209,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
                 host,
                 _noting_updates(run.folder),
                 shares_devices(config.mode),
+                _meeting(config, host),
                 as_rank_0,
             ) as coordinator,
         ):
@@ -258,6 +262,21 @@ def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source:
     return EnginePublisher(phase, source)
 
 
+def _meeting(config: RunConfig, host: str) -> Path | None:
+    """Return the folder that only this user can enter, where trainer ranks met, if engines can meet them there, too;
+    None if they are on other machines, or of a kind that asks for an address."""
+    file = os.environ.get(RENDEZVOUS)
+    here = host == "127.0.0.1" and all(traits.meets_in_files for traits in engine_traits(config).values())
+    if not file or not here:
+        return None
+    try:
+        require_private(Path(file).parent)
+    except UserError as error:  # the user set the variable to a file elsewhere
+        log.warning("engines meet the trainer at a port: %s", error)
+        return None
+    return Path(file).parent
+
+
 @contextmanager
 def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSource]:
     """Where publications take the weights from, on this rank; ``store`` is that of all ranks."""
@@ -269,7 +288,8 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
         gathering = Gathering(wire, run.rank, sync.bucket_bytes, timeout_s, place)
         yield GatheredWeights(gathering, config.trainer.lora if sync.adapters else None)
         return
-    outlet, token = Outlet(run.rank, sync, host, timeout_s, place), run_token(run.folder, "ranks")
+    outlet = Outlet(run.rank, sync, host, timeout_s, place, _meeting(config, host))
+    token = run_token(run.folder, "ranks")
     if run.rank != 0:
         with meeting.followed(outlet, run.rank, host, token, store, timeout_s):
             yield ShardedByRank(outlet, None)

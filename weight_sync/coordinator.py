@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
@@ -29,8 +30,8 @@ class WeightCoordinator:
     """Publishes weights from rank 0 of the trainer, and keeps late engines caught up in the background.
 
     ``open_directory`` and ``connect`` are called on the coordinator's own event loop, because sockets belong to the
-    loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note`` and ``shares`` are as for ``Fleet``.
-    The constructor blocks until the directory is open and raises what opening it raised.
+    loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note``, ``shares`` and ``stores`` are as
+    for ``Fleet``. The constructor blocks until the directory is open and raises what opening it raised.
 
     A publication may take longer than a collective may. So ``meet`` is called with True every MEET_S while a call that
     all ranks make alike lasts, and with False at its end: the other ranks (``phases.IdleCoordinator``) meet this one.
@@ -45,6 +46,7 @@ class WeightCoordinator:
         host: str = "127.0.0.1",
         note: NoteStage = lambda engine, version, stage: None,
         shares: Callable[[EngineRecord], bool] = lambda record: True,
+        stores: Path | None = None,
         meet: Callable[[bool], object] = lambda more: None,
     ) -> None:
         self._meet = meet
@@ -55,7 +57,7 @@ class WeightCoordinator:
 
         async def start() -> tuple[Fleet, asyncio.Task[None]]:
             directory = await self._exits.enter_async_context(open_directory())
-            fleet = Fleet(directory, connect, sync, engine_wait_s, host, note, shares)
+            fleet = Fleet(directory, connect, sync, engine_wait_s, host, note, shares, stores)
             return fleet, asyncio.create_task(fleet.keep_caught_up(), name="catch-up")
 
         try:

@@ -45,7 +45,8 @@ class Fleet:
     ``sync`` names its transport (not auto) and, for disk, the folder, in which each group of engines gets a folder of
     its own. ``sync.timeout_s`` is the deadline of each request to an engine; transfers get half of it, so an engine
     that only waits for a dead peer still answers in time. ``engine_wait_s`` is how long a publication waits for a first
-    engine, ``host`` the address of this process as engines reach it. ``note`` is told each stage that an update of an
+    engine, ``host`` the address of this process as engines reach it, ``stores`` the folder in whose files they meet it
+    instead if they are on its machine. ``note`` is told each stage that an update of an
     engine enters, with its id and the version; empty: the update is over. ``shares`` says which engines are on the
     trainer's devices.
     """
@@ -59,9 +60,10 @@ class Fleet:
         host: str = "127.0.0.1",
         note: NoteStage = lambda engine, version, stage: None,
         shares: Callable[[EngineRecord], bool] = lambda record: True,
+        stores: Path | None = None,
     ) -> None:
         assert sync.transport != "auto", "the caller resolves the transport"
-        self._sync, self._timeout_s, self._host = sync, sync.timeout_s, host
+        self._sync, self._timeout_s, self._host, self._stores = sync, sync.timeout_s, host, stores
         self._transport: Transport = TRANSPORTS[sync.transport]
         self._hold: Hold = "stage" if sync.staged else "keep" if sync.delta else "no"
         if sync.transport == "disk":
@@ -400,7 +402,9 @@ class Fleet:
             return await opened_in_thread(lambda: shards.shipment(len(members), places), "weights")
         workers, name = tuple(member.workers for member in members), f"weights-{next(self._generations)}"
         folder, nbytes = Path(self._sync.folder), self._sync.bucket_bytes
-        return self._transport.sender(SenderSetup(workers, name, self._timeout_s / 2, self._host, folder, nbytes))
+        timeout_s = self._timeout_s / 2
+        setup = SenderSetup(workers, name, timeout_s, self._host, folder, nbytes, self._stores)
+        return self._transport.sender(setup)
 
     async def _through(self, group: Sender | RankShipment, members: Sequence[FleetMember], new: bool) -> WaveOutcome:
         """Run one transfer; send deltas or adapters without their base if all members hold the base."""

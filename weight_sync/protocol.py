@@ -25,12 +25,13 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an engine joins a transfer. Coordinator -> engine.
 
     ``ipc`` needs only the backend, ``disk`` only the folder. For the others the sender is rank 0 of a group of
-    ``world_size`` and serves the group's store at ``master_address:master_port``.
+    ``world_size``, whose store is the file ``store``, or else at ``master_address:master_port``.
     """
 
     backend: TransportName
     master_address: str = ""
     master_port: Port = 0
+    store: str = ""  # path of a file that only the user of both sides can open, on one machine
     rank_offset: Count = 0  # rank of this engine's first worker; the others have the following ones
     world_size: Count = 0
     timeout_s: Seconds = 0.0  # of the rendezvous and of each transfer

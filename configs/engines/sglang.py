@@ -36,6 +36,7 @@ SGLANG = EngineTraits(
     # The process group meets on this machine; the host name may resolve to an interface that is down or filtered.
     variables={"GLOO_SOCKET_IFNAME": "lo"},
     transports=("gloo", "nccl"),
+    meets_in_files=False,
     holds_weights=False,
     takes_slices=False,
     reports_sleep=False,

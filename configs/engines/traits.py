@@ -39,6 +39,7 @@ class EngineTraits:
 
     # What it can do.
     transports: tuple[str, ...] = ("nearest", "gloo", "nccl", "ipc", "disk")  # of weights
+    meets_in_files: bool = True  # joins a group whose store is a file; else one at an address
     holds_weights: bool = True  # can keep a host copy of weights: weight_sync.delta, .staged and .adapters need one
     takes_slices: bool = True  # and those from several trainer ranks at once; else it takes whole tensors from one
     reports_sleep: bool = True  # --mode colocated needs it: the deadlines of requests move on while an engine sleeps

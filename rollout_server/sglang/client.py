@@ -119,6 +119,8 @@ class SglangEngine:
         behind."""
         if init.backend not in BACKENDS:
             raise EngineRejected(f"SGLang receives weights by {' or '.join(BACKENDS)}, not by {init.backend}")
+        if init.store:
+            raise EngineRejected("SGLang joins groups at an address only; name it in rollout.engine, or take it away")
         for name in {self._group, init.group_name} - {""}:
             await self._leave(name)
         self._group = ""

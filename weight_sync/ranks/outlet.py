@@ -64,7 +64,8 @@ class _Group:
 
 
 class Outlet:
-    """``sync`` names its transport (not auto); ``host`` is this rank's address as engines reach it.
+    """``sync`` names its transport (not auto); ``host`` is this rank's address as engines reach it, ``stores`` the
+    folder in whose files they meet it instead if they are on its machine.
 
     The trainer's main thread calls ``offer`` and ``keep``; everything else is called for the coordinator on rank 0,
     from any thread. ``timeout_s`` is how long rank 0 may be ahead of this rank. The copy is made on ``device``, round
@@ -74,11 +75,17 @@ class Outlet:
     """
 
     def __init__(
-        self, rank: int, sync: WeightSyncConfig, host: str, timeout_s: float, device: str | torch.device = "cpu"
+        self,
+        rank: int,
+        sync: WeightSyncConfig,
+        host: str,
+        timeout_s: float,
+        device: str | torch.device = "cpu",
+        stores: Path | None = None,
     ) -> None:
         assert sync.transport != "auto", "the caller resolves the transport"
         self._rank, self._sync, self._host, self._timeout_s = rank, sync, host, timeout_s
-        self._device = torch.device(device)
+        self._device, self._stores = torch.device(device), stores
         self._layout: Layout | None = None
         self._rounds: Rounds | None = None
         self._held: LocalShards | None = None  # of the offered version, until all of it is kept
@@ -182,7 +189,9 @@ class Outlet:
         with ExitStack() as opened:
             for worker, rounds in enumerate(cuts):
                 name, largest = f"{key}-{self._rank}-{worker}", max(map(self._nbytes, rounds))
-                senders.append(make(SenderSetup((1,) * members, name, timeout_s, self._host, folder, largest)))
+                workers = (1,) * members
+                setup = SenderSetup(workers, name, timeout_s, self._host, folder, largest, self._stores)
+                senders.append(make(setup))
                 opened.callback(senders[-1].close)
             opened.pop_all()
         with self._changed:

@@ -8,12 +8,14 @@ that dies during a large one is noticed only at the deadline. After any failure 
 waits for its broadcasts.
 """
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,20 +24,41 @@ from torch import Tensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.rendezvous import group_store, joined_store, listening_store, own_address
+from rl_async.weight_sync.transports.rendezvous import (
+    group_store,
+    joined_store,
+    listening_store,
+    own_address,
+    transfer_store,
+)
 
 
 class GlooSender:
-    """Rank 0 of a new group with the ``workers`` of each engine, who meet at a free port of ``host``."""
+    """Rank 0 of a new group with the ``workers`` of each engine, who meet in a file of ``folder``, which only the user
+    can enter, or without one at a free port of ``host``."""
 
-    def __init__(self, workers: Sequence[int], group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        workers: Sequence[int],
+        group_name: str,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+        folder: Path | None = None,
+    ) -> None:
         self._workers, self._world_size = workers, 1 + sum(workers)
         self._name, self._timeout_s, self._host = group_name, timeout_s, host
+        self._file = folder and folder / f"weights-{secrets.token_hex(8)}"
+        self._port = 0
+        self._store: dist.Store | None
         try:
-            self._store: dist.TCPStore | None = listening_store(host, 0, timeout_s)
+            if self._file:
+                self._file.touch(0o600, exist_ok=False)
+                self._store = transfer_store(self._file, timeout_s)
+            else:
+                self._store = listening_store(host, 0, timeout_s)
+                self._port = self._store.port
         except (OSError, RuntimeError) as error:
-            raise WeightSyncError(f"gloo: cannot open a store on {host}: {error}") from error
-        self._port: int = self._store.port
+            raise WeightSyncError(f"gloo: cannot open a store at {self._file or host}: {error}") from error
         self._group: dist.ProcessGroupGloo | None = None
         self._in_flight: deque[_Broadcast] = deque()
 
@@ -45,6 +68,7 @@ class GlooSender:
             backend="gloo",
             master_address=self._host,
             master_port=self._port,
+            store=str(self._file or ""),
             rank_offset=1 + sum(self._workers[:member]),
             world_size=self._world_size,
             timeout_s=self._timeout_s,
@@ -55,7 +79,7 @@ class GlooSender:
         """Form the group; blocks until every engine has joined."""
         self._group = _make_group(self.store(), 0, self._world_size, self._name, self._timeout_s, address=self._host)
 
-    def store(self) -> dist.TCPStore:
+    def store(self) -> dist.Store:
         """Return the store where the group meets. Raises WeightSyncError after ``close``."""
         if self._store is None:
             raise WeightSyncError(f"gloo group {self._name} is closed")
@@ -82,6 +106,8 @@ class GlooSender:
         """Drop the group. Peers that wait in it fail: at once if no broadcast is in flight, else at its deadline."""
         self._group = self._store = None
         _release(self._in_flight)
+        if self._file:
+            self._file.unlink(missing_ok=True)
 
 
 class GlooReceiver:
@@ -98,7 +124,7 @@ class GlooReceiver:
             info.world_size,
             info.group_name,
             info.timeout_s,
-            address=own_address(info.master_address, info.master_port),
+            address=info.master_address if info.store else own_address(info.master_address, info.master_port),
         )
 
     def receive(self, info: UpdateInfo) -> Tensor:
@@ -135,8 +161,10 @@ class GlooReceiver:
         self._buffers.rotate()
 
 
-def store_of(info: InitInfo) -> dist.TCPStore:
-    """Connect to the sender's store. Raises WeightSyncError if it does not answer in time."""
+def store_of(info: InitInfo) -> dist.Store:
+    """Connect to the sender's store. Raises WeightSyncError if it does not answer in time, or is not there."""
+    if info.store:
+        return transfer_store(Path(info.store), info.timeout_s)
     try:
         return joined_store(info.master_address, info.master_port, info.timeout_s)
     except RuntimeError as error:
@@ -146,7 +174,7 @@ def store_of(info: InitInfo) -> dist.TCPStore:
 
 
 def _make_group(
-    store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float, *, address: str
+    store: dist.Store, rank: int, world_size: int, name: str, timeout_s: float, *, address: str
 ) -> dist.ProcessGroupGloo:
     """Join the group ``name``, which is independent of torch's default group of trainer ranks."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -73,6 +73,7 @@ class SenderSetup(NamedTuple):
     host: str  # address of this process as engines reach it
     folder: Path  # disk: parent of the sender's own folder
     bucket_bytes: int  # size of the largest bucket, if that is known
+    stores: Path | None = None  # where files are made by which engines on this machine meet the sender
 
 
 class Transport(NamedTuple):
@@ -83,12 +84,13 @@ class Transport(NamedTuple):
 
 
 TRANSPORTS: dict[TransportName, Transport] = {
-    "gloo": Transport(lambda s: GlooSender(s.workers, s.group_name, s.timeout_s, s.host), GlooReceiver),
+    "gloo": Transport(lambda s: GlooSender(s.workers, s.group_name, s.timeout_s, s.host, s.stores), GlooReceiver),
     "nearest": Transport(
-        lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host), NearestReceiver
+        lambda s: NearestSender(s.workers, s.group_name, s.timeout_s, s.bucket_bytes, s.host, s.stores),
+        NearestReceiver,
     ),
     "ipc": Transport(lambda _: SharedMemorySender(), SharedMemoryReceiver),
-    "nccl": Transport(lambda s: NcclSender(s.workers, s.group_name, s.timeout_s, s.host), NcclReceiver),
+    "nccl": Transport(lambda s: NcclSender(s.workers, s.group_name, s.timeout_s, s.host, s.stores), NcclReceiver),
     "disk": Transport(lambda s: DiskSender(s.folder / s.group_name), DiskReceiver),
 }
 

@@ -8,6 +8,7 @@ fails the peers that wait in it.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,9 +28,16 @@ from rl_async.weight_sync.transports.rendezvous import group_store
 class NcclSender:
     """Rank 0 of a new group with the ``workers`` of each engine, who meet at the same kind of store as gloo's."""
 
-    def __init__(self, workers: Sequence[int], group_name: str, timeout_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        workers: Sequence[int],
+        group_name: str,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+        folder: Path | None = None,
+    ) -> None:
         device_groups()
-        self._rendezvous = GlooSender(workers, group_name, timeout_s, host)
+        self._rendezvous = GlooSender(workers, group_name, timeout_s, host, folder)
         self._world_size, self._name, self._timeout_s = 1 + sum(workers), group_name, timeout_s
         self._group: Any = None  # of a type that depends on the build of torch
 
@@ -113,7 +121,7 @@ def _device() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _make_group(store: dist.TCPStore, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
+def _make_group(store: dist.Store, rank: int, world_size: int, name: str, timeout_s: float) -> Any:
     groups = device_groups()
     options = groups.Options()
     options._timeout = timedelta(seconds=timeout_s)

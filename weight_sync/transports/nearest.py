@@ -6,6 +6,7 @@ prove nothing: containers on one machine may have a /dev/shm of their own each, 
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 from torch import Tensor
@@ -24,9 +25,15 @@ class NearestSender:
     """Sends to the ``workers`` of each engine, who meet as gloo's do. Two buckets of ``bucket_bytes`` must fit."""
 
     def __init__(
-        self, workers: Sequence[int], group_name: str, timeout_s: float, bucket_bytes: int, host: str = "127.0.0.1"
+        self,
+        workers: Sequence[int],
+        group_name: str,
+        timeout_s: float,
+        bucket_bytes: int,
+        host: str = "127.0.0.1",
+        folder: Path | None = None,
     ) -> None:
-        self._gloo, self._memory = GlooSender(workers, group_name, timeout_s, host), SharedMemorySender()
+        self._gloo, self._memory = GlooSender(workers, group_name, timeout_s, host, folder), SharedMemorySender()
         self._chosen: GlooSender | SharedMemorySender = self._gloo
         self._name, self._timeout_s = group_name, timeout_s
         self._members = [_key(rank) for rank in range(1, 1 + sum(workers))]

@@ -14,7 +14,8 @@ import psutil
 from torch import distributed as dist
 
 from rl_async.accelerators import accelerator_here
-from rl_async.errors import WeightSyncError
+from rl_async.errors import UserError, WeightSyncError
+from rl_async.process.private_folder import require_private
 from rl_async.threads import in_daemon_thread
 
 GRACE_S = 1.0  # torch's own error, if there is one, says more
@@ -34,6 +35,26 @@ def file_store(path: Path, rank: int, members: int, timeout_s: float) -> dist.Fi
         store.wait([f"arrived/{member}" for member in range(members)])
     except RuntimeError as error:
         raise dist.DistStoreError(f"not all of {members} members met at {path}: {error}") from error
+    return store
+
+
+def transfer_store(path: Path, timeout_s: float) -> dist.FileStore:
+    """Open the store of a weight transfer, a file that is there and that only this user can reach.
+
+    Raises WeightSyncError if it is not. Who waits for a key looks every 10 ms.
+    """
+    try:
+        require_private(path.parent)
+        if not path.is_file():
+            raise FileNotFoundError
+    except (UserError, OSError) as error:
+        why = "it does not exist" if isinstance(error, OSError) else str(error)
+        raise WeightSyncError(
+            f"the trainer's store {path} cannot be used here: {why}; an engine that sees other files than the trainer, "
+            "as one in a container does, needs weight_sync.transport=disk"
+        ) from error
+    store = dist.FileStore(str(path))
+    store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 

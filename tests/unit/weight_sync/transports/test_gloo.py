@@ -1,10 +1,12 @@
 """Buckets over gloo between two threads, the next one under way while one is in hand."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from rl_async.weight_sync.buckets.buckets import Bucket, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from tests.support.buckets import make_buckets
+from tests.support.listeners import listeners
 
 TIMEOUT_S = 30.0
 SIZES = (5, 3 << 20, 7, 4 << 20, 2 << 20)  # in elements of 4 bytes; the larger ones fit into no socket's buffer
@@ -137,6 +140,40 @@ def test_a_bucket_that_nobody_sends_is_given_up_at_the_deadline() -> None:
         receiver.receive(packed()[0].info)
     sender.close()
     receiver.close()
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def test_a_group_on_one_machine_meets_in_a_file_of_the_user(private: Path) -> None:
+    before = set(listeners([os.getpid()]))
+    sender = GlooSender((1,), "near", TIMEOUT_S, folder=private)
+    info = sender.init_info(0)
+    assert (info.master_port, Path(info.store).parent) == (0, private)
+    assert set(listeners([os.getpid()])) == before
+    with beside(sender.connect):
+        receiver = GlooReceiver(info)
+    buckets = packed()
+    with beside(lambda: send_all(sender, buckets)):
+        for bucket in buckets:
+            verify(receiver.receive(bucket.info), bucket.info)
+    receiver.close()
+    sender.close()
+    assert not list(private.iterdir())
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport"):
+        GlooReceiver(info)
+
+
+def test_a_file_that_others_may_have_put_there_is_no_store(private: Path) -> None:
+    sender = GlooSender((1,), "open", TIMEOUT_S, folder=private)
+    private.chmod(0o755)
+    with pytest.raises(WeightSyncError, match="0700"):
+        GlooReceiver(sender.init_info(0))
+    sender.close()
 
 
 def test_a_store_that_takes_the_connection_and_is_silent_is_given_up() -> None:
