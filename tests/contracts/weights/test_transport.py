@@ -127,14 +127,18 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], se
     return lambda: {path.name for path in SEGMENTS.glob(f"{prefix_for(tmp_path)}*")}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "near"), [*((name, False) for name in TRANSPORTS), ("nearest", True), ("gloo", True)]
+)
 def test_two_engines_get_two_versions(
-    transport: TransportName, start: Start, tmp_path: Path, segments: Callable[[], set[str]]
+    transport: TransportName, near: bool, start: Start, tmp_path: Path, segments: Callable[[], set[str]]
 ) -> None:
+    """``near``: they meet in a file."""
     directory, records = Directory(), start(a="", b="")
     directory.add(*records)
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
-    with WeightCoordinator(directory.open, connect, sync) as coordinator:
+    meeting = tmp_path if near else None
+    with WeightCoordinator(directory.open, connect, sync, meeting=meeting) as coordinator:
         for step in (0, 1):
             report = coordinator.publish(Version(0, step), buckets(step * 10.0))
             assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
@@ -173,7 +177,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     directory.add(*good, records[-1])
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
-    with WeightCoordinator(directory.open, connect, sync) as coordinator:
+    with WeightCoordinator(directory.open, connect, sync, meeting=tmp_path) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
         assert report.engines == ["a", "b"]
