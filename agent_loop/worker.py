@@ -16,9 +16,8 @@ from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
 from rl_async.agent_loop.repetitions import Repetitions, beginning
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError, EpisodeTimeout, RlAsyncError
+from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory, by_role
-from rl_async.tasks import Overdue, within
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -165,7 +164,7 @@ class AgentWorker:
         trace = group.trace(sample)
         try:
             with spans.of_agent(trace, group, group.task.agent or self._agent.loop):
-                rows = await self._episode(group, sample)
+                rows = await self._runner.run(group, sample)
             for *others, last in by_role(rows):
                 with spans.of_reward(trace, last):
                     await self._rewards.score(group.task, last, *others)
@@ -200,14 +199,6 @@ class AgentWorker:
             log.warning("%s: %s", name, error)
         elif times:
             log.log(logging.WARNING if known else logging.ERROR, "%s: %r (%s, %d times)", name, error, kind, times)
-
-    async def _episode(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Play the episode. Raises EpisodeTimeout at its deadline: a user's loop or environment may never return."""
-        try:
-            return await within(self._agent.episode_timeout_s, self._runner.run(group, sample))
-        except Overdue:
-            limit = f"{self._agent.episode_timeout_s:g} s (agent.episode_timeout_s)"
-            raise EpisodeTimeout(f"episode {group.group_id}.{sample} did not finish within {limit}") from None
 
     def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> None:
         task = group.create_task(work, name=name)

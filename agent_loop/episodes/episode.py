@@ -104,6 +104,11 @@ class Episode:
         """The text of the last turn."""
         return self.turns[-1].text
 
+    @property
+    def answered(self) -> bool:
+        """Whether the policy has sampled a turn."""
+        return any(row.tokens.sampled for row in self._rows)
+
     def tool_calls(self) -> list[ParsedCall]:
         """Parse the tool calls that the model wrote in the last turn."""
         return self._read().calls

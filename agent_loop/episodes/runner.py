@@ -21,11 +21,12 @@ from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, r
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError
-from rl_async.messages import LeasedGroup, Task, Trajectory
+from rl_async.errors import ConfigError, EpisodeTimeout
+from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory
 from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
+from rl_async.tasks import Overdue, within
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -69,22 +70,40 @@ class EpisodeRunner:
         """Run one episode, from the prompt to its rows, of which the last one ends with the last answer; of an episode
         of several roles, the rows of one after the other.
 
-        They are not scored, but have what the environment says of the episode. Raises EngineError, EnvironmentFailed,
-        whatever a user's loop raises, ConfigError if it returns no reason, and ConfigError or DataError if the task
-        names what does not exist or code that the config does not list.
+        They are not scored, but have what the environment says of the episode. Raises EpisodeTimeout at its deadline,
+        since a user's loop or environment may never return, EngineError, EnvironmentFailed, whatever a user's loop
+        raises, ConfigError if it returns no reason, and ConfigError or DataError if the task names what does not exist
+        or code that the config does not list.
         """
+        begun, agent = list[Episode](), self._config.agent
+        try:
+            played = await within(agent.episode_timeout_s, self._played(group, sample, begun))
+        except Overdue:
+            played = self._cut_short(begun) if agent.on_timeout == "truncate" and group.partition == "train" else []
+            if not played:
+                limit = f"{agent.episode_timeout_s:g} s (agent.episode_timeout_s)"
+                raise EpisodeTimeout(f"episode {group.group_id}.{sample} did not finish within {limit}") from None
+        rows = [row for conversation in played for row in self._rows(*conversation)]
+        for segment, row in enumerate(rows):
+            row.segment = segment
+        return rows
+
+    async def _played(self, group: LeasedGroup, sample: int, begun: list[Episode]) -> list["_Played"]:
+        """Play the conversations of an episode; each is in ``begun`` from its beginning on."""
         task = group.task
         require_listed(self._config, task)
         async with contextlib.AsyncExitStack() as stack:
             of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
             tools = task_tools(self._config, task, of_servers)
             world = await stack.enter_async_context(self._environments.open(task)) if self._environments else None
-            place = _Place(group, sample, tools, of_servers)
-            played = await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
-        rows = [row for conversation in played for row in self._rows(*conversation)]
-        for segment, row in enumerate(rows):
-            row.segment = segment
-        return rows
+            place = _Place(group, sample, tools, of_servers, begun)
+            return await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
+
+    def _cut_short(self, begun: Sequence[Episode]) -> list["_Played"]:
+        """Return the conversations of an episode that ran out of time, without those in which the policy has not
+        answered yet. Its environment, which may be what hangs, has given nothing for it."""
+        score = Score(0.0, reason="the episode ran out of time") if self._environments else None
+        return [_Played(episode, TIMEOUT, score) for episode in begun if episode.answered]
 
     async def _play(self, place: "_Place", world: OpenEnvironment | None) -> list["_Played"]:
         """Play an episode without roles. Raises ConfigError if there are opponents for some."""
@@ -138,6 +157,7 @@ class EpisodeRunner:
                 prompt=prompt,
                 role=role,
             )
+            place.begun.append(episode)
             name, loop = self._loop_of(place.group.task)
             reason: object = await loop(episode)
             if not isinstance(reason, str):  # a user's loop may forget it
@@ -208,6 +228,7 @@ class _Place(NamedTuple):
     sample: int
     tools: Sequence[CallableTool]
     of_servers: Mapping[str, CallableTool]  # those among the tools
+    begun: list[Episode]  # conversations that have begun
 
 
 class _Played(NamedTuple):

@@ -17,6 +17,7 @@ WORKERS_KEYS = (
         "environment_hosts",
         "max_turns",
         "max_parallel_calls",
+        "on_timeout",
         "tool_timeout_s",
         "tool_response_tokens",
     ),

@@ -99,7 +99,8 @@ class ShapingConfig(Config, frozen=True):
     ] = 64
     overlong_factor: Annotated[float, Meta(gt=0, description="The whole penalty, taken from the reward.")] = 1.0
     overlong_filter: Annotated[
-        bool, doc("Trajectories that were cut off for their length count in their group and do not train themselves.")
+        bool,
+        doc("Trajectories that were cut off (length, timeout) count in their group and do not train themselves."),
     ] = False
     reward_scale: Annotated[
         Literal["none", "batch_std"], doc("batch_std: divide by the standard deviation of the batch's scored outcomes.")

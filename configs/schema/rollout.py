@@ -133,8 +133,15 @@ class AgentConfig(Config, frozen=True):
     ] = 4
     episode_timeout_s: Annotated[
         Seconds,
-        doc("Deadline of one episode, after which its sample fails. When colocated it must outlast a training step."),
+        doc("Deadline of one episode (agent.on_timeout). When colocated it must outlast a training step."),
     ] = 1800.0
+    on_timeout: Annotated[
+        Literal["retry", "truncate"],
+        doc(
+            "A training episode that misses its deadline: its sample fails and is played again; or it ends there, and "
+            "is trained as far as it came (docs/reference/algorithms.md)."
+        ),
+    ] = "retry"
     tool_timeout_s: Annotated[Seconds, doc("Deadline of one tool call.")] = 10.0
     tool_response_tokens: Annotated[
         Positive, doc("Tokens of a tool result; a longer one is cut and says so at its end.")

@@ -82,6 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
 # Why a call is malformed: it never ends, is no JSON, names no function, has no object as arguments, or another shape.
 CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_structure"]
+TIMEOUT = "timeout"  # the finish reason of an episode that ran out of time
 CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
 
 
@@ -262,7 +263,7 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     reward_reasons: dict[str, str] = {}  # of parts; of an agent program's whole reward, as ``reward``
     scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
     baseline: bool = False  # a greedy episode that the others are compared with; never trained
-    finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error
+    finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error | timeout
     error: str = ""  # why the episode or its scoring failed; empty: it did not
     turns: list[Turn] = []
     timings: dict[str, float] = {}  # seconds: generate, tools, environment, reward, total

@@ -167,6 +167,10 @@ class EngineList(Reply):
     published: Version
 
 
+# Before a cause, the name of the counter of attempts at training samples that failed by it.
+FAILED = "failed/"
+
+
 class StatusReport(Reply):
     """Groups by state, slots, leases, counters, and the age of what is waited for longest."""
 
@@ -181,7 +185,7 @@ class StatusReport(Reply):
     max_staleness: int  # for which groups are admitted now; the configured one unless the trainer tightened it
     admitted: int
     payload_bytes: int
-    counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...
+    counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...; FAILED and a cause
     oldest_lease_s: float
     workers: int
     finished: bool

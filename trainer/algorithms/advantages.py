@@ -51,7 +51,7 @@ class AdvantageInputs:
     logprobs: Tensor | None = None  # float64 [N, T], log pi_old
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
     importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects; None: bypassed
-    cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens or turns
+    cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens, turns or time
     rows: Rows | None = None  # where packed rows stand
 
     @property

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import ShapingConfig
-from rl_async.messages import TrajectoryHeader
+from rl_async.messages import TIMEOUT, TrajectoryHeader
 
 EPSILON = 1e-8
 RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
-CUT_OFF = "length"  # the finish reason of a trajectory that reached a limit on tokens
-LIMITS = (CUT_OFF, "max_turns")  # finish reasons of trajectories that a limit cut
+CUT_OFF = ("length", TIMEOUT)  # finish reasons of trajectories that reached a limit on tokens or time
+LIMITS = (*CUT_OFF, "max_turns")  # finish reasons of trajectories that a limit cut
 BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
 
 
@@ -70,11 +70,11 @@ def divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> floa
 
 def trains(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
     """Which rows train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
-    return torch.tensor([not (options.overlong_filter and h.finish_reason == CUT_OFF) for h in headers])
+    return torch.tensor([not (options.overlong_filter and h.finish_reason in CUT_OFF) for h in headers])
 
 
 def cut(headers: Sequence[TrajectoryHeader]) -> Tensor:
-    """Which rows ended because of a limit on tokens or turns, bool [N]: the episode could have gone on."""
+    """Which rows ended because of a limit on tokens, turns or time, bool [N]: the episode could have gone on."""
     return torch.tensor([h.finish_reason in LIMITS for h in headers])
 
 

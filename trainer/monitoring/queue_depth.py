@@ -3,7 +3,7 @@
 import logging
 from typing import Protocol
 
-from rl_async.messages import StatusReport
+from rl_async.messages import FAILED, StatusReport
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -20,10 +20,18 @@ class QueueDepth:
     def __init__(self, queue: StatusVerb) -> None:
         self._queue = queue
         self._warned = False
+        self._counted = queue.status().counters
 
     def depth(self) -> dict[str, float]:
-        """Return the number of groups by state and the queue's counters, as metrics ``queue/...``."""
+        """Return the number of groups by state and the queue's counters, as metrics ``queue/...``, and how many
+        attempts at training samples have failed since the call before, by cause, as ``rollout/failed_attempts``."""
         status = self._queue.status()
+        failed = {
+            f"rollout/failed_attempts/{name.removeprefix(FAILED)}": max(0, count - self._counted.get(name, 0))
+            for name, count in status.counters.items()
+            if name.startswith(FAILED)
+        }
+        self._counted = status.counters
         states = {
             "queue/ready_groups": status.ready,
             "queue/leased_groups": status.leased,
@@ -37,5 +45,6 @@ class QueueDepth:
                 "queue is full (%d payload bytes), so workers are waiting; raise queue.max_bytes",
                 status.payload_bytes,
             )
-        counters = {f"queue/{name}": count for name, count in status.counters.items()}
-        return {key: float(value) for key, value in (states | counters).items()}
+        counters = {f"queue/{name}": n for name, n in status.counters.items() if not name.startswith(FAILED)}
+        failed["rollout/failed_attempts"] = sum(failed.values())
+        return {key: float(value) for key, value in (states | counters | failed).items()}

@@ -7,6 +7,7 @@ import torch
 
 from rl_async.messages import (
     CALL_PROBLEMS,
+    TIMEOUT,
     Trajectory,
     TrajectoryHeader,
     episode_rewards,
@@ -36,6 +37,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     rewards = np.array(list(episode_rewards(headers).values()))
     runs = [(step - r.version.step, r.end - r.start) for h in headers for r in fresh_runs(h, step, max_staleness)]
     tokens = sum(count for _, count in runs)
+    late = len({h.episode_id for h in headers if h.finish_reason == TIMEOUT})
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -48,6 +50,7 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
         "batch/trajectories": float(len(headers)),
         "batch/episodes": float(len(episodes)),
         "batch/bytes": nbytes,
+        **({"rollout/timeout_fraction": late / len(episodes)} if late else {}),
         **({"reward/greedy_mean": float(np.mean(baselines))} if baselines else {}),
         **{f"reward/mean/{role}": reward for role, reward in mean_role_rewards(headers).items()},
     }

@@ -1,5 +1,6 @@
 """The workers' side of the store: admission, leases, and what comes back."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from rl_async import messages as m
@@ -25,6 +26,9 @@ from rl_async.transfer_queue.state.tasks import Tasks
 
 _WHOLE = (State.READY, State.RESERVED)
 Headers = Sequence[m.TrajectoryHeader]  # of the rows of one sample
+LAST = " times; last: "  # in a dead letter, before the error of its last attempt
+CLASS = re.compile(r"([A-Za-z_]\w{0,63}): ")  # of an error, as workers report it
+MOST_CAUSES = 32
 NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 
 
@@ -301,7 +305,7 @@ class Delivery:
             # A group of a batch succeeded before; the batch keeps its members, and the trainer has a deadline.
             exhausted = sample.failures + 1 >= limit and self._book.due(group) is None
             if exhausted and group.partition == TRAIN:
-                text = f"sample {index} failed {sample.failures + 1} times; last: {error}"
+                text = f"sample {index} failed {sample.failures + 1}{LAST}{error}"
                 self._change(t.DeadLettered(group=group.group_id, error=text))
                 return
             failed = t.SampleFailed(
@@ -372,6 +376,8 @@ class Delivery:
         """Apply `SampleFailed`: the sample waits again, or is given up."""
         group = self._book.groups[event.group]
         sample = self._leave(group, event.sample)
+        if group.partition == TRAIN:
+            self._count_failure(event.error)
         sample.failures += 1
         sample.dead = event.dead
         if event.dead:
@@ -407,8 +413,18 @@ class Delivery:
         """Apply `DeadLettered`: forget the group and keep its task as a dead letter."""
         group = self._book.groups[event.group]
         self._book.give_up(group)
+        self._count_failure(event.error.partition(LAST)[2])
         self._book.bury(m.DeadLetter(group_id=event.group, task=group.task, error=event.error))
         self._book.counters["dead_letters"] += 1
+
+    def _count_failure(self, error: str) -> None:
+        """Count a failed attempt at a training sample by its cause: the error's class, or what became of the worker."""
+        known = CLASS.match(error)
+        cause = known[1] if known else "lost_worker" if error.startswith("worker ") else "other"
+        counters = self._book.counters
+        causes = [name for name in counters if name.startswith(m.FAILED)]
+        name = m.FAILED + (cause if m.FAILED + cause in causes or len(causes) < MOST_CAUSES else "other")
+        counters[name] += 1
 
 
 def _name(group_id: int, index: int) -> str:

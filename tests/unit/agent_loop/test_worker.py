@@ -342,6 +342,34 @@ async def test_a_users_loop_that_hangs_fails_its_sample(
     assert re.match(named, failure[2])
 
 
+@pytest.mark.parametrize(("begins", "partition"), [(True, "train"), (False, "train"), (True, "eval")])
+async def test_a_training_episode_out_of_time_is_kept_as_far_as_it_came(
+    renderer: ChatRenderer, tmp_path: Path, begins: bool, partition: str
+) -> None:
+    turn = "await episode.generate()" if begins else "pass"
+    code = f"import asyncio\nasync def hangs(episode):\n    {turn}\n    await asyncio.Event().wait()\n"
+    (tmp_path / "hangs.py").write_text(code)
+    queue = FakeQueue([replace(leased(samples=1), partition=partition)])
+    await run(queue, renderer, Engine(renderer), loop=f"{tmp_path}/hangs.py:hangs", on_timeout="truncate")
+    if begins and partition == "train":
+        (row,) = queue.rows
+        assert (row.finish_reason, row.segment, int(row.loss_mask.sum())) == ("timeout", 0, 2)
+        assert not queue.failures
+    else:
+        assert queue.failures[0][2].startswith("EpisodeTimeout: ") and not queue.rows
+
+
+async def test_an_environment_that_hangs_gives_nothing_for_an_episode_that_is_kept(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    hangs = "async def step(self, answer):\n        import asyncio\n        await asyncio.Event().wait()"
+    (tmp_path / "env.py").write_text(f"class Hangs:\n    def __init__(self, task): pass\n    {hangs}\n")
+    queue = FakeQueue([leased(samples=1)])
+    await run(queue, renderer, Engine(renderer), environment=f"{tmp_path}/env.py:Hangs", on_timeout="truncate")
+    (row,) = queue.rows
+    assert (row.finish_reason, row.reward_parts["environment"]) == ("timeout", 0.0)
+
+
 async def test_a_lost_queue_ends_the_worker(renderer: ChatRenderer) -> None:
     class Gone(FakeQueue):
         async def put(self, *rows: Trajectory) -> Done | Refused:

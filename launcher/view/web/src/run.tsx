@@ -25,6 +25,17 @@ const CARDS: [string, string[]][] = [
   ["groups ready", ["queue/ready_groups"]],
   ["response tokens", ["rollout/response_tokens_mean"]],
   ["failed tool calls", ["rollout/tool_errors_mean"]],
+  [
+    "failed attempts at episodes",
+    [
+      "rollout/failed_attempts",
+      "rollout/failed_attempts/EpisodeTimeout",
+      "rollout/failed_attempts/EngineLost",
+      "rollout/failed_attempts/EnvironmentFailed",
+      "rollout/failed_attempts/lost_worker",
+    ],
+  ],
+  ["share of episodes out of time", ["rollout/timeout_fraction"]],
 ];
 const MOST = 24; // cards of a search
 

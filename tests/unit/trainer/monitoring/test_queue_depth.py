@@ -43,3 +43,17 @@ def test_a_queue_short_of_bytes_is_told_once(caplog: pytest.LogCaptureFixture) -
             assert depth.depth()["queue/short_of_bytes"] == count
     (message,) = caplog.messages
     assert "600 payload bytes" in message and "queue.max_bytes" in message
+
+
+def test_failed_attempts_are_those_since_the_step_before() -> None:
+    queue = Queue()
+    queue.counters = {"failed/EpisodeTimeout": 3, "dead_letters": 1}
+    depth = QueueDepth(queue)
+    assert depth.depth()["rollout/failed_attempts"] == 0.0
+    queue.counters = {"failed/EpisodeTimeout": 5, "failed/lost_worker": 1}
+    found = {name: value for name, value in depth.depth().items() if "failed" in name}
+    assert found == {
+        "rollout/failed_attempts": 3.0,
+        "rollout/failed_attempts/EpisodeTimeout": 2.0,
+        "rollout/failed_attempts/lost_worker": 1.0,
+    }

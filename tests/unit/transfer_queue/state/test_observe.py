@@ -1,8 +1,9 @@
 """What a person sees of the queue: who holds what, for how long, what failed, how fast it goes."""
 
-from rl_async.messages import Done, GroupList, LeaseRecord, NotReady, Peeked, Refused
+from rl_async.messages import FAILED, Done, GroupList, LeaseRecord, NotReady, Peeked, Refused
 from rl_async.transfer_queue.state import observe
 from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT, ERROR_SHOWN
+from rl_async.transfer_queue.state.delivery import MOST_CAUSES
 from rl_async.transfer_queue.state.observe import Rates
 from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored
 
@@ -105,6 +106,18 @@ def test_status_and_a_missing_batch_tell_why_groups_were_given_up(make_rig):
         assert rig.store.tasks.requeue(letter) == Done()
     answer = rig.store.batches.reserve(0, 0.0)
     assert isinstance(answer, NotReady) and "2 groups were given up" in answer.why and "last with" not in answer.why
+
+
+def test_failed_attempts_are_counted_by_cause(make_rig):
+    rig = make_rig(max_attempts=2)
+    rig.publish(0)
+    for error in ("EpisodeTimeout: too late", "worker w was lost", "why: not", *(f"E{n}: x" for n in range(40))):
+        (group,) = rig.lease(max_groups=1)
+        rig.store.delivery.fail("w", group.group_id, 0, group.attempt, error, rig.now)
+    counters = rig.store.status(0.0).counters
+    failed = {name.removeprefix(FAILED): n for name, n in counters.items() if name.startswith(FAILED)}
+    assert (failed["EpisodeTimeout"], failed["lost_worker"], failed["why"], failed["E0"]) == (1, 1, 1, 1)
+    assert sum(failed.values()) == 43 and len(failed) == MOST_CAUSES + 1 and failed["other"] == 43 - MOST_CAUSES
 
 
 def test_only_the_newest_dead_letters_are_kept(make_rig):
