@@ -20,6 +20,7 @@ def test_an_inspection_names_the_oldest_lease_and_the_age_of_every_state(make_ri
     assert report.ages_s == {"leased": 8.0}
     rig.store.expire(rig.now)  # a tick
     rig.put_all([first], "early")
+    assert rig.store.inspect(8.25, {}).ages_s == {"leased": 3.25, "ready": 0.25}
     rig.now = 10.0
     report = rig.store.inspect(rig.now, {})
     assert report.oldest_lease == LeaseRecord(group_id=second.group_id, worker="late", age_s=5.0)
@@ -133,6 +134,8 @@ def test_only_the_newest_dead_letters_are_kept(make_rig):
 
 def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
     rig = make_rig()
+    rig.now = 2.0
+    rig.store.expire(rig.now)  # a tick
     rig.publish(0)
     groups = rig.lease(max_groups=4)
     rig.put_all(groups[:1])
@@ -144,7 +147,7 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
         (1, "leased", 1, 2, ["w"]),
         (2, "leased", 0, 2, ["w"]),
     ]
-    assert first.more and first.groups[0].nbytes == 20 and first.groups[0].age_s == 7.0
+    assert first.more and first.groups[0].nbytes == 20 and first.groups[0].age_s == 5.0
     rest = observe.group_list(rig.store.book, 2, 3, "", 7.0)
     assert isinstance(rest, GroupList)
     assert [g.group_id for g in rest.groups] == [3] and not rest.more
