@@ -82,6 +82,14 @@ def test_a_step_that_waits_for_a_straggler_is_short_by_the_age_of_the_tokens_tha
     assert not rig.store.batches.is_short(2)
 
 
+def test_of_several_unfinished_groups_one_is_named(make_rig):
+    rig = make_rig()
+    rig.publish(0)
+    rig.lease()
+    answer = rig.store.batches.reserve(0, 7.0)
+    assert isinstance(answer, NotReady) and "group 0 with 0 of 2 samples, leased by w for 7 s" in answer.why
+
+
 def test_wait_does_not_pass_a_straggler_that_would_become_too_old(make_rig):
     rig = make_rig(max_staleness=1)
     rig.publish(0)
