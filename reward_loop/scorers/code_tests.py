@@ -452,14 +452,14 @@ def _methods(
 
 
 def _refuse_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, place: str) -> None:
-    """Raise DataError for a test function with parameters that no ``parametrize`` gives: fixtures, and patches; and for
+    """Raise DataError for a test function with parameters that no ``parametrize`` or ``patch`` gives: fixtures; and for
     one that yields, and so does nothing when it is called.
     """
     if _yields(function.body):
         raise DataError(f"{place} yields, so that calling it runs none of it")
     taken = function.args
-    named = [argument.arg for argument in (*taken.posonlyargs, *taken.args)]
-    required = {name for name in named[: len(named) - len(taken.defaults)] if name != "self"}
+    named = [argument.arg for argument in (*taken.posonlyargs, *taken.args) if argument.arg != "self"]
+    required = set(named[sum(map(_gives_mock, function.decorator_list)) : len(named) - len(taken.defaults)])
     required |= {a.arg for a, default in zip(taken.kwonlyargs, taken.kw_defaults) if default is None}
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize") and decorator.args:
@@ -471,6 +471,14 @@ def _refuse_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, place: 
             required -= {n.strip() for n in (given.split(",") if isinstance(given, str) else given)}
     if required:
         raise DataError(f"{place} needs {', '.join(sorted(required))}: fixtures are not supported in tests")
+
+
+def _gives_mock(decorator: ast.expr) -> bool:
+    """Whether a decorator is unittest's ``patch`` or ``patch.object`` without a new object, which passes a mock."""
+    if not isinstance(decorator, ast.Call):
+        return False
+    targets = {"patch": 1, "object": 2}.get(ast.unparse(decorator.func).rpartition(".")[2], 0)
+    return len(decorator.args) == targets > 0 and not any(word.arg == "new" for word in decorator.keywords)
 
 
 def _yields(body: Sequence[ast.AST]) -> bool:

@@ -276,6 +276,12 @@ async def test_a_program_that_is_wrong_passes_no_test(settings: SandboxConfig, p
             1.0,
         ),
         (
+            "import random\ndef roll():\n    return random.randint(1, 6)",
+            "import random\nfrom unittest.mock import patch\n@patch.object(random, 'seed')\n@patch('random.randint')\n"
+            "def test_roll(dice, seed):\n    dice.return_value = 7\n    assert roll() == 7",
+            1.0,
+        ),
+        (
             "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b)",
             {"inputs": ["1 2"], "outputs": ["3"], "assert_case": ["assert a == 1"]},
             1.0,

@@ -273,6 +273,7 @@ def test_humanevals_check_is_called_with_the_entry_point(truth: Any) -> None:
         ("def check(candidate):\n    assert candidate(1) == 1", "entry_point"),
         ("def test_f(tmp_path):\n    assert f(tmp_path)", "tmp_path"),
         ("import pytest\n@pytest.fixture\ndef x():\n    return 1\ndef test_f(x):\n    assert f(x)", r"pytest\.fixture"),
+        ("from unittest.mock import patch\n@patch('os.x', new=1)\ndef test_f(m):\n    assert f(m)", "needs m"),
         ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", r"pytest\.mark\.skip"),
         ("from pytest import monkeypatch\nassert f(1)", r"pytest\.monkeypatch"),
         ("import unittest as u\nfrom unittest import skip\nassert f(1)", r"unittest\.skip"),
