@@ -12,7 +12,12 @@ from rl_async.configs.importing.translation import Values, flatten
 from rl_async.configs.load.loader import MOST_BYTES, parse
 from rl_async.errors import ConfigError
 
-_ASSIGNMENT = re.compile(r"[+~]{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_REMOVAL = re.compile(r"~([A-Za-z_][\w.-]*)(=.*)?", re.DOTALL)
+_CONFIG_NAME = re.compile(r"--config-name[= ]([\w.-]+)")
+_SHELL = re.compile(r"[|&;<>]|\d*>.*|\|\||&&")  # ends a command, or redirects its output
+_ARGUMENTS = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\]\})")  # none or several words
+_NEGATIVE = re.compile(r"-[\d.]")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _UNSET = re.compile(r"\$[A-Za-z_]")
 _UNKNOWN = re.compile(r".*\$[({].*|\$\w+", re.DOTALL)  # computed by the shell, or nothing but a variable
@@ -45,16 +50,26 @@ def read_settings(path: Path) -> Values:
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
         return flatten(values)
-    return overrides(script_words(path), str(path))
+    words = script_words(path)
+    found = overridden({}, [word for word in words if "." in word.partition("=")[0]], str(path), others=True)
+    name = _CONFIG_NAME.search(" ".join(words))
+    return found | {"--config-name": name[1]} if name else found
 
 
-def overrides(words: list[str], origin: str, dotted: bool = True) -> Values:
-    """Keys of the ``a.b=c`` among ``words``, or of ``a=c``; Hydra's + and ++ before a key are accepted."""
-    found: Values = {}
+def overridden(values: Values, words: list[str], origin: str, *, others: bool = False) -> Values:
+    """Change values by Hydra's ``a.b=c``, ``+a.b=c``, ``++a.b=c`` and ``~a.b``; a removed key stays as ``~a.b``.
+
+    Raises ConfigError for a word that is none of them, unless there may be ``others``.
+    """
+    found = dict(values)
     for word in words:
-        match = _ASSIGNMENT.fullmatch(word)
-        if match and ("." in match[1] or not dotted):
+        if match := _ASSIGNMENT.fullmatch(word):
             found |= flatten({match[1]: parse(match[2], f"{origin}: {match[1]}")})
+        elif match := _REMOVAL.fullmatch(word):
+            found = {key: value for key, value in found.items() if not f"{key}.".startswith(f"{match[1]}.")}
+            found[f"~{match[1]}"] = "removed"
+        elif not others:
+            raise ConfigError(f"{origin}: {word!r} sets nothing; write it as a.b=c")
     return found
 
 
@@ -83,7 +98,7 @@ def script_words(path: Path) -> list[str]:
         for part in parts:
             word = _VARIABLE.sub(value, part)
             assigned = _ASSIGNMENT.fullmatch(word)
-            if assigned and "." not in assigned[1] and not word.startswith(("+", "~")):
+            if assigned and "." not in assigned[1] and not word.startswith("+"):
                 variables[assigned[1]] = assigned[2]
             words.append(word)
     return words
@@ -95,11 +110,13 @@ def flags(path: Path) -> Values:
     name = None
     for word in script_words(path):
         word = word.strip("()")
-        if re.match(r"--[a-zA-Z]", word):
+        if _SHELL.fullmatch(word) or _ARGUMENTS.fullmatch(word):
+            name = None
+        elif re.match(r"--[a-zA-Z]", word):
             name, equals, text = word[2:].partition("=")
             found[name] = parse(text, str(path)) if equals else True
             name = None if equals else name
-        elif name is not None and word and not word.startswith(("$", "-")):
+        elif name is not None and word and (not word.startswith("-") or _NEGATIVE.match(word)):
             seen = found[name]
             if isinstance(seen, list):
                 seen.append(word)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl_async.configs.importing.files import overrides, read_settings
+from rl_async.configs.importing.files import overridden, read_settings
 from rl_async.configs.importing.translation import Key, Translation
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
@@ -52,7 +52,7 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the TOML in ``file`` and the ``a.b=c`` in ``more``."""
-    t = Translation(read_settings(file) | overrides(more, "an argument"))
+    t = Translation(overridden(read_settings(file), more, "an argument"))
     t.translate(KEYS)
     rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
     t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl_async.configs.foreign_names import ESTIMATORS
-from rl_async.configs.importing.files import flags, overrides
+from rl_async.configs.importing.files import flags, overridden, resolve_references
 from rl_async.configs.importing.translation import Key, Translation
 
 KEYS = (
@@ -66,7 +66,8 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the flags in the script ``file``; ``more`` is further ``flag=value``."""
-    t = Translation(flags(file) | overrides(more, "an argument", dotted=False))
+    given, unresolved = resolve_references(overridden(flags(file), more, "an argument"))
+    t = Translation(given, notes=unresolved)
     t.translate(KEYS)
     t.put("trainer.backend", "megatron", "train-backend")
     t.take("train-backend")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl_async.configs.importing.files import calls, flags, overrides, read_settings
+from rl_async.configs.importing.files import calls, flags, overridden, read_settings, resolve_references
 from rl_async.configs.importing.translation import Key, Translation, Values, our_default
 
 KEYS = (
@@ -60,7 +60,7 @@ NO_COUNTERPART = {
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the fields in ``file`` and the ``name=value`` in ``more``."""
     given, unresolved = _read(file)
-    t = Translation(given | overrides(more, "an argument", dotted=False), notes=unresolved)
+    t = Translation(overridden(given, more, "an argument"), notes=unresolved)
     t.translate(KEYS)
     _length(t)
     _loss(t)
@@ -90,7 +90,7 @@ def _read(file: Path) -> tuple[Values, list[str]]:
     if file.suffix == ".py":
         return calls(file, CLASSES)
     if file.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
-        return {name.replace("-", "_"): value for name, value in flags(file).items()}, []
+        return resolve_references({name.replace("-", "_"): value for name, value in flags(file).items()})
     return read_settings(file), []
 
 

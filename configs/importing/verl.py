@@ -5,7 +5,7 @@ from typing import Any
 
 from rl_async.configs.foreign_names import ADVANTAGES, ESTIMATORS, LOSSES
 from rl_async.configs.importing import verl_correction
-from rl_async.configs.importing.files import overrides, read_settings, resolve_references
+from rl_async.configs.importing.files import overridden, read_settings, resolve_references
 from rl_async.configs.importing.translation import Key, Translation
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -115,9 +115,16 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the settings in ``file`` and the ``a.b=c`` in ``more``."""
-    given, unresolved = resolve_references(read_settings(file) | overrides(more, "an argument"))
+    given, unresolved = resolve_references(overridden(read_settings(file), more, "an argument"))
     t = Translation({key: value for key, value in given.items() if not key.endswith("_target_")})
     t.notes += unresolved
+    base = str(t.take("--config-name", "ppo_trainer")).removesuffix(".yaml")
+    if base != "ppo_trainer":
+        t.notes.append(f"--config-name={base}: the values of that file are not read; give those that matter as a.b=c")
+    if "megatron" in base:
+        t.given.setdefault(f"{ACTOR}.strategy", "megatron")
+    if t.given.get(f"{ACTOR}.strategy") == "megatron":  # which recomputes by settings of its own
+        t.given.setdefault(f"{MODEL}.enable_gradient_checkpointing", False)
     t.translate(KEYS)
     if t.take(f"{ROLLOUT}.name") not in (None, "???"):
         t.translate(ENGINE_KEYS)

@@ -130,6 +130,22 @@ def test_flags_of_slimes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "temperature", "said"),
+    [
+        ("--rollout-temperature 0.5 2>&1 | tee log", 0.5, ""),
+        ("--rollout-temperature 0.5 || exit", 0.5, ""),
+        ("--rollout-temperature $HEAT", 1.0, "rollout-temperature"),
+        ("--rollout-temperature 0.5 --colocate ${MORE[@]}", 0.5, ""),
+        ("--rollout-temperature 0.5 --entropy-coef -0.1", 0.5, "-0.1"),
+    ],
+)
+def test_the_shells_own_words_are_no_values(tmp_path: Path, flags: str, temperature: float, said: str) -> None:
+    (tmp_path / "run.sh").write_text(f"{SLIME} {flags}\n")
+    text = SOURCES["slime"](tmp_path / "run.sh", [])
+    assert said in text and yaml.safe_load(text)["rollout"].get("temperature", 1.0) == temperature
+
+
+@pytest.mark.parametrize(
     ("source", "name", "text", "given"),
     [
         ("verl", "run.sh", f"main_ppo {VERL_ROLLOUT}.name=vllm", f"{VERL_ROLLOUT}.tensor_model_parallel_size=2"),

@@ -147,7 +147,13 @@ def test_a_kl_keeps_its_place_and_verls_adaptive_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["data.train_batch_size=many", "algorithm.rollout_correction.rollout_is=row", "actor_rollout_ref.rollout.n=[1"],
+    [
+        "data.train_batch_size=many",
+        "algorithm.rollout_correction.rollout_is=row",
+        "actor_rollout_ref.rollout.n=[1",
+        "actor_rollout_ref.rollout.n",
+        "--config-name",
+    ],
 )
 def test_a_value_that_verl_would_not_take_is_named(tmp_path: Path, argument: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -159,6 +165,16 @@ def test_what_the_shell_computes_is_left_out_and_named(tmp_path: Path) -> None:
     config, comments = translated(tmp_path, "data.train_batch_size=$BATCH", "data.max_prompt_length=$((2*3))")
     assert config.data.train_batch_groups == 1024 and "data.train_batch_size = $BATCH" in comments
     assert config.data.max_prompt_tokens == 512 and "data.max_prompt_length = $((2*3))" in comments
+
+
+def test_a_removed_key_and_another_file_of_defaults_are_named(tmp_path: Path) -> None:
+    config, comments = translated(tmp_path, "~data.train_batch_size", "+data.max_prompt_length=9")
+    assert (config.data.train_batch_groups, config.data.max_prompt_tokens) == (1024, 9)
+    assert "~data.train_batch_size = removed" in comments
+    script = tmp_path / "megatron.sh"
+    script.write_text(SCRIPT.replace("main_ppo", "main_ppo --config-name='ppo_megatron_trainer.yaml'"))
+    text = verl.write(script, [])
+    assert "ppo_megatron_trainer" in text and yaml.safe_load(text)["trainer"]["backend"] == "megatron"
 
 
 def test_references_of_a_whole_config_are_followed(tmp_path: Path) -> None:
