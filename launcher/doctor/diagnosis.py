@@ -4,6 +4,7 @@ Causes come before effects. A process that cannot run explains what waits for it
 ended; a rank outside a collective explains the ranks inside. Only when nothing is found is the run called slow or fine.
 """
 
+import statistics
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,6 +21,8 @@ SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
 LINE = 400  # characters of a log line
 AGAIN = 2  # ends of a process, after which it will probably end again
 SETTLED_S = 60.0  # a restarted process that has run for longer may go on
+# An engine answers slowly from here on, if others answer SLOW_FACTOR times as fast.
+SLOW_ANSWER_S = 0.2
 QUIET_S = 30.0  # slow at least beyond this
 IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -51,8 +54,8 @@ def diagnose(seen: Observation) -> Diagnosis:
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
-    also = tuple(filter(None, (failed, _held_up(seen))))
-    late = _recovering(seen) or _starting(seen) or _late(seen)
+    also = tuple(filter(None, (failed, _held_up(seen), *_slow_engines(seen))))
+    late = _recovering(seen) or _starting(seen) or _late(seen) or _slower(seen)
     if late:
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
     return Diagnosis(health="fine", findings=(_fine(seen), *also), waits=waits)
@@ -389,6 +392,35 @@ def _late(seen: Observation) -> str:
         f"nothing is stuck, but the run is slow: trainer rank {slowest.rank} is {slowest.phase} of step "
         f"{slowest.step} for {slowest.for_s:.0f} s{than}{batch}{deadline}"
     )
+
+
+def _slower(seen: Observation) -> str:
+    """Say how much slower the run's steps have become; empty if they have not."""
+    return seen.slowdown and f"nothing is stuck, but the run is slow: {seen.slowdown}"
+
+
+def _slow_engines(seen: Observation) -> list[str]:
+    """Name engines that answer much later than others, or serve older weights than these."""
+    found = []
+    newest = str(seen.queue.report.status.published) if seen.queue else ""
+    for engine in seen.engines:
+        others = [other for other in seen.engines if other is not engine and other.answers]
+        if not (engine.answers and others):
+            continue
+        usual = statistics.median(other.answer_s for other in others)
+        behind = engine.version != newest and any(other.version == newest for other in others)
+        rate = "" if engine.tokens_per_s is None else f", {engine.tokens_per_s:.0f} tokens/s"
+        if engine.answer_s > max(SLOW_ANSWER_S, SLOW_FACTOR * usual):
+            found.append(
+                f"{engine.engine_id} is slow: it answers after {engine.answer_s:.2f} s, "
+                f"others after {usual:.2f} s{rate}"
+            )
+        elif behind:
+            found.append(
+                f"{engine.engine_id} serves version {engine.version}, while {newest} is published: it is being brought "
+                f"up to date, or is too slow for it{rate}"
+            )
+    return found
 
 
 def _held_up(seen: Observation) -> str:

@@ -52,6 +52,9 @@ class ObservedEngine(msgspec.Struct, frozen=True, kw_only=True):
     version: str = "none yet"
     paused: bool | None = None  # None: unknown
     requests: int | None = None
+    # How long its answer to one request took, and tokens that it sampled per second, if it counts them.
+    answer_s: float = 0.0
+    tokens_per_s: float | None = None
 
 
 class ObservedQueue(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +90,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     evaluated: bool = False  # it was to evaluate only (`rl-async eval`), and did
     evaluated_in_part: bool = False  # it was to, and ended before all episodes were complete
     usual_step_s: float | None = None  # median of the last steps
+    slowdown: str = ""  # how much slower these are than earlier ones, if they are much slower
     disk_free: int = 1 << 40  # bytes, of the run's folder
     shm_free: int = 1 << 40  # bytes, of /dev/shm
     trouble: tuple[str, ...] = ()  # what could not be observed, and why

@@ -27,9 +27,10 @@ from rl_async.launcher.doctor.observation import (
     ObservedQueue,
     ObservedRank,
 )
-from rl_async.launcher.folder.tail import MetricsTail, Record
+from rl_async.launcher.folder.tail import LineTail, MetricsTail, Record
 from rl_async.launcher.supervise.process import said_last
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
+from rl_async.launcher.watch.view_model import History
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats
@@ -45,6 +46,8 @@ from rl_async.transfer_queue.client.sync_client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
+# For so long an engine's tokens are counted.
+SPEED_S = 0.5
 MOST_STACK_BYTES = 1 << 20  # of a process's file; beyond it begins anew
 POLL_S = 0.05
 TAIL_BYTES = 8192
@@ -72,7 +75,7 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         processes=observe_processes(run, records, stacks=stacks),
         ranks=_ranks(run, {record.pid for record in records}),
         queue=queue,
-        engines=asyncio.run(_observe_engines(engines, run_token(run, "engines") if engines else "")),
+        engines=observe_engines(run, engines),
         deadlines=Deadlines(
             batch=config.trainer.batch_timeout_s,
             collective=config.trainer.collective_timeout_s,
@@ -85,6 +88,7 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         evaluated=is_evaluated(run, roles),
         evaluated_in_part=is_evaluated_in_part(run, roles),
         usual_step_s=_usual_step_s(metrics),
+        slowdown=_slowdown(run),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
@@ -268,6 +272,11 @@ def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
     return tuple(oldest.values())
 
 
+def observe_engines(run: Path, records: Sequence[EngineRecord]) -> tuple[ObservedEngine, ...]:
+    """Query these engines of the run, all at once."""
+    return asyncio.run(_observe_engines(records, run_token(run, "engines"))) if records else ()
+
+
 async def _observe_engines(records: Sequence[EngineRecord], token: str) -> tuple[ObservedEngine, ...]:
     return tuple(await together(*(_observe_engine(record, token) for record in records)))
 
@@ -286,7 +295,17 @@ async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:
             paused = None
             if ENGINES[record.kind].reports_pause:
                 paused = http.decode(await http.call("GET", "/is_paused"), _Paused).is_paused
-            return msgspec.structs.replace(answering, paused=paused, requests=(await client.load()).requests)
+            began = time.monotonic()
+            load = await client.load()
+            took = time.monotonic() - began
+            answering = msgspec.structs.replace(answering, paused=paused, requests=load.requests, answer_s=took)
+        if load.tokens is None:
+            return answering
+        async with asyncio.timeout(SPEED_S + ANSWER_S):
+            await asyncio.sleep(SPEED_S)
+            later = (await client.load()).tokens
+        rate = 0.0 if later is None else (later.sampled - load.tokens.sampled) / (time.monotonic() - began - took)
+        return msgspec.structs.replace(answering, tokens_per_s=rate)
     except TimeoutError:
         return silent
     except EngineError:
@@ -305,6 +324,13 @@ class _Paused(msgspec.Struct):
 
 def _metrics(run: Path) -> list[Record]:
     return MetricsTail(run / "metrics.jsonl").read()
+
+
+def _slowdown(run: Path) -> str:
+    history = History()
+    for line in LineTail(run / "metrics.jsonl").each():
+        history.add(line)
+    return history.slowdown
 
 
 def _usual_step_s(metrics: Sequence[Record]) -> float | None:

@@ -91,7 +91,8 @@ def engine_lines(seen: Observation) -> list[str]:
     for engine in seen.engines:
         state = "does not answer" if not engine.answers else "paused" if engine.paused else "answers"
         requests = "" if engine.requests is None else f", {engine.requests} requests"
-        lines.append(f"{engine.engine_id}: {state}, version {engine.version}{requests} ({engine.url})")
+        speed = "" if engine.tokens_per_s is None else f", {engine.tokens_per_s:.0f} tokens/s"
+        lines.append(f"{engine.engine_id}: {state}, version {engine.version}{requests}{speed} ({engine.url})")
     return lines
 
 

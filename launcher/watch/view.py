@@ -146,6 +146,8 @@ class View:
             self._print(step_line(record, self._config.trainer.steps))
             if share := record.get(UNSCORED):
                 self._remind("unscored", unscored_text(share))
+        if slower := self._history.slowdown:
+            self._remind("slower", f"{slower}; `rl-async doctor {self._folder}` looks for the cause")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -224,6 +226,8 @@ class View:
             f"(bound {self._config.queue.max_staleness})",
         )
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
+        if slower := self._history.slowdown:
+            table.add_row("slower", slower)
         if share := record.get(UNSCORED):
             table.add_row("not scored", unscored_text(share))
         if no_tool_works(record):

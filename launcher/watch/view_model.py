@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import math
+import statistics
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,6 +22,13 @@ from rl_async.transfer_queue.state import book as state_book
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"
 GIVEN_UP = "queue/dead_letters"
+# The newest steps, which are compared with all earlier ones; a run is slower from this factor and these seconds on.
+NEWEST = 10
+SLOWER, SLOWER_S = 3.0, 1.0
+# Of the earlier steps so many are kept, evenly spaced.
+EARLIER = 100
+PHASES = {"waiting": "waiting for a batch", "training": "training", "syncing": "publishing weights to engines"}
+TIMED = ("step_s", *PHASES, "tokens_per_s")
 
 
 class RecordedConversation(msgspec.Struct):
@@ -40,6 +48,57 @@ class Kept(msgspec.Struct):
     staleness: float = msgspec.field(name="staleness/max", default=math.nan)
     held_out: float = msgspec.field(name="eval/reward", default=math.nan)
     unscored: float = msgspec.field(name=UNSCORED, default=math.nan)
+    step_s: float = msgspec.field(name="time/step_s", default=math.nan)
+    waiting: float = msgspec.field(name="time/wait_batch_s", default=math.nan)
+    training: float = msgspec.field(name="time/train_s", default=math.nan)
+    syncing: float = msgspec.field(name="time/sync_s", default=math.nan)
+    tokens_per_s: float = msgspec.field(name="tokens/per_s", default=math.nan)
+
+
+class Speeds:
+    """How long the newest steps took, and a bounded number of earlier ones, to be compared with them."""
+
+    def __init__(self) -> None:
+        self._newest, self._earlier = ({name: array("f") for name in TIMED} for _ in range(2))
+        self._every, self._passed = 1, 0
+
+    def add(self, step: Kept) -> None:
+        """Add the next step."""
+        for name, column in self._newest.items():
+            column.append(getattr(step, name))
+            if len(column) > NEWEST:
+                passed = column.pop(0)
+                if self._passed % self._every == 0:
+                    self._earlier[name].append(passed)
+        self._passed += len(self._newest["step_s"]) == NEWEST
+        if len(self._earlier["step_s"]) > EARLIER:
+            self._earlier = {name: column[::2] for name, column in self._earlier.items()}
+            self._every *= 2
+
+    @property
+    def slowdown(self) -> str:
+        """Describe a slowdown; empty for none.
+
+        Longer answers alone are none: the tokens per second must have fallen as well.
+        """
+        if len(self._earlier["step_s"]) < NEWEST:
+            return ""
+        before = {name: _median(column) for name, column in self._earlier.items()}
+        now = {name: _median(column) for name, column in self._newest.items()}
+        slower = now["step_s"] >= max(SLOWER * before["step_s"], before["step_s"] + SLOWER_S)
+        if not (slower and SLOWER * now["tokens_per_s"] <= before["tokens_per_s"]):
+            return ""
+        phase = max(PHASES, key=lambda name: now[name] - before[name])
+        return (
+            f"steps take {now['step_s']:.1f} s, where earlier ones took {before['step_s']:.1f} s, most of it for "
+            f"{PHASES[phase]} ({now[phase]:.1f} s, before {before[phase]:.1f} s)"
+        )
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median of the values that are numbers; 0 if none is."""
+    found = [value for value in values if not math.isnan(value)]
+    return statistics.median(found) if found else 0.0
 
 
 class History:
@@ -51,6 +110,7 @@ class History:
     def __init__(self) -> None:
         self._steps = array("q")
         self._columns = {name: array("d") for name in ("reward", "staleness", "held_out", "unscored")}
+        self._speeds = Speeds()
         self._last = b""
 
     def add(self, line: bytes) -> None:
@@ -64,6 +124,7 @@ class History:
         self._steps.append(kept.step)
         for name, column in self._columns.items():
             column.append(getattr(kept, name))
+        self._speeds.add(kept)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -92,6 +153,11 @@ class History:
     def unscored(self) -> list[float]:
         """The share of each step's episodes that could not be scored, oldest first."""
         return self._values("unscored")
+
+    @property
+    def slowdown(self) -> str:
+        """Say how much slower the newest steps are than the run's earlier ones, and in which phase; empty if not."""
+        return self._speeds.slowdown
 
     def _values(self, name: str) -> list[float]:
         return [value for value in self._columns[name] if not math.isnan(value)]

@@ -19,7 +19,7 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
     verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
     verify.set_defaults(command=_verify)
-    show = commands.add_parser("list", help="the engines of a running run, and which version they serve")
+    show = commands.add_parser("list", help="the engines of a running run, which version they serve and how fast")
     add_run(show)
     show.set_defaults(command=_list)
     add = commands.add_parser("add", help="give an engine that you started to a running run")
@@ -53,8 +53,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.engine.membership import list_engines, table
+    from rl_async.launcher.doctor.observe import observe_engines
 
-    print(table(list_engines(arguments.run)))
+    engines = list_engines(arguments.run)
+    print(table(engines, observe_engines(arguments.run, engines.engines)))
     return 0
 
 

@@ -7,7 +7,7 @@ restarted engine does, and requests only after that. If it fails it is cut off a
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.launcher.doctor.observation import ObservedEngine
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
@@ -30,12 +31,14 @@ LOOPBACK = (HOST, "localhost")
 ADDED = "added-"
 
 
-def table(engines: EngineList) -> str:
-    """Format the engines as a table, one line each."""
-    lines = [f"{'engine':24}{'kind':10}{'version':12}url"]
-    for engine in engines.engines:
+def table(engines: EngineList, seen: Sequence[ObservedEngine]) -> str:
+    """Format the engines as a table, one line each, with how fast they were ``seen`` to be."""
+    lines = [f"{'engine':24}{'kind':10}{'version':12}{'answers in':>12}{'tokens/s':>10}  url"]
+    for engine, found in zip(engines.engines, seen, strict=True):
         version = "none yet" if engine.version is None else str(engine.version)
-        lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{engine.url}")
+        answers = f"{found.answer_s:.2f} s" if found.answers else "never"
+        speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:.0f}"
+        lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{answers:>12}{speed:>10}  {engine.url}")
     return "\n".join([*lines, f"published: version {engines.published}"])
 
 

@@ -246,6 +246,22 @@ def test_stacks_are_wanted_of_what_is_silent_or_late_alone() -> None:
         assert not needs_stacks(fine)
 
 
+def test_a_run_that_has_become_slow_names_its_slow_engine() -> None:
+    def engine(number: int, answer_s: float = 0.01, version: str = "0.3") -> ObservedEngine:
+        return ObservedEngine(
+            engine_id=f"engine-{number}", url="u", answers=True, answer_s=answer_s, version=version, tokens_per_s=5.0
+        )
+
+    slowdown = "steps take 4.5 s, where earlier ones took 0.5 s"
+    verdict = diagnose(run(slowdown=slowdown, engines=(engine(0), engine(1, answer_s=0.4))))
+    assert verdict.health == "slow" and slowdown in verdict.text
+    assert len(verdict.findings) == 2 and named(verdict.findings[1], "engine-1", "0.40 s", "5 tokens/s")
+    verdict = diagnose(run(engines=(engine(0), engine(1, version="0.1"))))
+    assert verdict.health == "fine" and named(verdict.findings[1], "engine-1", "0.1", "0.3")
+    for fine in ((engine(0), engine(1)), (engine(0), engine(1, answer_s=0.1)), (engine(1, answer_s=0.4),)):
+        assert len(diagnose(run(engines=fine)).findings) == 1
+
+
 def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
     assert diagnose(waiting(60.0, inspection(), usual_step_s=45.0)).health == "fine"
 

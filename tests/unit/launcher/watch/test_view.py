@@ -126,6 +126,30 @@ def test_the_last_whole_line_is_found_from_the_end(tmp_path: Path) -> None:
     assert last_line(file) == b"last"
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"time/step_s": 4.5, "time/sync_s": 4.4, "tokens/per_s": 110.0}, "publishing weights"),
+        ({"time/step_s": 4.5, "time/wait_batch_s": 4.3, "tokens/per_s": 110.0}, "waiting for a batch"),
+        # The answers are longer.
+        ({"time/step_s": 4.5, "time/train_s": 4.3, "tokens/per_s": 900.0}, ""),
+        # A step of so little is not slow.
+        ({"time/step_s": 1.4, "time/sync_s": 1.3, "tokens/per_s": 110.0}, ""),
+    ],
+)
+def test_a_run_that_is_slower_than_its_own_earlier_steps_is_told_with_the_phase(
+    changes: dict[str, float], words: str
+) -> None:
+    usual = {"time/step_s": 0.5, "time/wait_batch_s": 0.2, "time/train_s": 0.2, "time/sync_s": 0.1}
+    history, steps = History(), 1000
+    for step in range(steps):
+        history.add(line(step, 0.5, **usual, **{"tokens/per_s": 1000.0}))
+    assert history.slowdown == ""
+    for step in range(steps, steps + 10):
+        history.add(line(step, 0.5, **(usual | changes)))
+    assert words in history.slowdown and bool(words) == bool(history.slowdown)
+
+
 def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
     history = History()
     for step, reward in [(0, 0.1), (1, 0.2), (2, 0.9), (1, 0.3)]:
