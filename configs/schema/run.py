@@ -72,7 +72,11 @@ class TrackingConfig(Config, frozen=True):
 class LauncherConfig(Config, frozen=True):
     run_dir: Annotated[str, doc("Folder that holds all runs.")] = "runs"
     max_restarts: Annotated[
-        Count, doc("Restarts per process before the run fails; forgiven after six hours of health.")
+        Count,
+        doc(
+            "Restarts per process; forgiven after six hours of health. Beyond them the run goes on with the other "
+            "engines or workers; without others, and for any other process, it fails."
+        ),
     ] = 3
     threads: Annotated[
         Positive | None,

@@ -54,7 +54,7 @@ def diagnose(seen: Observation) -> Diagnosis:
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
-    also = tuple(filter(None, (failed, _held_up(seen), *_slow_engines(seen))))
+    also = tuple(filter(None, (failed, _held_up(seen), *_slow_engines(seen), *_without(seen))))
     late = _recovering(seen) or _starting(seen) or _late(seen) or _slower(seen)
     if late:
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
@@ -134,7 +134,7 @@ AFTER_KILL = {
 
 def _gone(seen: Observation) -> list[str]:
     """Find processes that failed and are not being restarted; those that a signal killed come first."""
-    gone = [process for process in seen.processes if process.ended and _badly(process)]
+    gone = [process for process in seen.processes if process.ended and _badly(process) and not _spared(seen, process)]
     gone.sort(key=lambda process: (process.record.exit or 0) >= 0)
     return [f"{_named(seen, process)} {_end(process)}: {_effect(seen, process)}{_said(process)}" for process in gone]
 
@@ -144,8 +144,8 @@ def _restarted(seen: Observation) -> list[str]:
     return [
         f"{_named(seen, process)} keeps ending: it has ended {_ends(process)} times, and "
         + ("starts again" if process.ended else f"was started again {process.age_s:.0f} s ago")
-        + f": {_effect(seen, process)}{_said(process)}; its log: {seen.run}/logs/{process.record.name}.log; the run "
-        f"ends after {seen.max_restarts} restarts (launcher.max_restarts)"
+        + f": {_effect(seen, process)}{_said(process)}; its log: {seen.run}/logs/{process.record.name}.log; it is "
+        f"given up after {seen.max_restarts} restarts (launcher.max_restarts)"
         for process in seen.processes
         if _keeps_ending(process)
     ]
@@ -162,6 +162,23 @@ def _keeps_ending(process: ObservedProcess) -> bool:
         process.record.state == "running" and not process.ended and process.age_s < SETTLED_S
     )
     return unsettled and _ends(process) >= AGAIN
+
+
+def _spared(seen: Observation, process: ObservedProcess) -> bool:
+    """Whether the launcher has given the process up, and the run goes on with others of its role."""
+    role = process.record.role
+    others = [other for other in seen.of_role(role) if other.record.state != "failed"]
+    return role in ("engine", "worker") and process.record.state == "failed" and bool(others)
+
+
+def _without(seen: Observation) -> list[str]:
+    """Name the processes without which the run goes on."""
+    return [
+        f"the run goes on without {_named(seen, process)}, which {_end(process)}{_said(process)}; its log: "
+        f"{seen.run}/logs/{process.record.name}.log"
+        for process in seen.processes
+        if _spared(seen, process)
+    ]
 
 
 def _badly(process: ObservedProcess) -> bool:
@@ -450,7 +467,7 @@ def _over(seen: Observation) -> Diagnosis:
     done = f"{seen.steps_done} of {seen.steps} steps were trained"
     if seen.evaluated_in_part:
         why, done = "the evaluation ended early", "trajectories/ has the episodes that were complete"
-    failed = [process for process in seen.processes if process.record.state == "failed"]
+    failed = [p for p in seen.processes if p.record.state == "failed" and not _spared(seen, p)]
     findings = [f"the run failed with {process.title}: {process.log_line or 'it wrote nothing'}" for process in failed]
     findings = [*_disk(seen), *findings] or [f"the run is not running; {why}"]
     first = f"{findings[0]} ({done})"

@@ -11,11 +11,11 @@ queue ──> payload shards
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rl_async.errors import EXIT_STOPPED, EXIT_USER, EngineLost, QueueLost
 from rl_async.launcher.folder.tail import LineTail
@@ -125,9 +125,9 @@ class Supervisor:
                         self._ask_queue(),
                         self._watch_registry(),
                         *(self._keep_shard(spec) for spec in self._plan.shards),
-                        *(self._keep_engine(spec, on_engine) for spec in self._plan.engines),
+                        *(self._spare(spec, self._keep_engine(spec, on_engine)) for spec in self._plan.engines),
                         self._keep_reward_model(self._plan.reward_model),
-                        *(self._keep_worker(spec) for spec in self._plan.workers),
+                        *(self._spare(spec, self._keep_worker(spec)) for spec in self._plan.workers),
                     ],
                 )
         except (RoleFailed, QueueLost) as error:
@@ -182,6 +182,20 @@ class Supervisor:
         while True:
             child = await self._children.start(spec, restarts=restarts)
             restarts = await self._children.before_restart(spec, child, await child.wait(), restarts)
+
+    async def _spare(self, spec: ProcessSpec, kept: Coroutine[Any, Any, None]) -> None:
+        """Keep an engine or a worker; when it has used up its restarts, the run goes on with the others of its role.
+
+        Raises what ``kept`` does when none is left, and for another fault than too many ends.
+        """
+        try:
+            await kept
+        except RoleFailed as error:
+            alike = [*self._plan.engines, *self._plan.workers]
+            left = [s.name for s in alike if s.role == spec.role and self._children.states[s.name].state != "failed"]
+            if self._children.states[spec.name].state != "failed" or not left:
+                raise
+            log.error("%s; the run goes on without it, with %s", str(error).partition("\n")[0], ", ".join(left))
 
     async def _keep_worker(self, spec: ProcessSpec) -> None:
         """Produces one running agent worker. Waits for its end; returns when the queue reports that the run is over.

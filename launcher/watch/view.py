@@ -141,6 +141,8 @@ class View:
         for state in self._states():
             if state.restarts > (known[state.name].restarts if state.name in known else 0):
                 self._print(f"{state.name} was restarted ({state.restarts})")
+            if state.state == "failed" and known.get(state.name, state).state != "failed":
+                self._print(f"{state.name} failed and is not started again; its log: logs/{state.name}.log")
             known[state.name] = state
         for record in self._read():
             self._print(step_line(record, self._config.trainer.steps))

@@ -54,9 +54,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.engine.membership import list_engines, table
     from rl_async.launcher.doctor.observe import observe_engines
+    from rl_async.launcher.supervise.roster import read_roster
 
     engines = list_engines(arguments.run)
-    print(table(engines, observe_engines(arguments.run, engines.engines)))
+    print(table(engines, observe_engines(arguments.run, engines.engines), read_roster(arguments.run)))
     return 0
 
 

@@ -18,6 +18,7 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import EngineError, QueueLost, UserError
 from rl_async.launcher.doctor.observation import ObservedEngine
 from rl_async.launcher.plan.ports import HOST
+from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
@@ -31,14 +32,19 @@ LOOPBACK = (HOST, "localhost")
 ADDED = "added-"
 
 
-def table(engines: EngineList, seen: Sequence[ObservedEngine]) -> str:
-    """Format the engines as a table, one line each, with how fast they were ``seen`` to be."""
+def table(engines: EngineList, seen: Sequence[ObservedEngine], processes: Sequence[ProcessRecord]) -> str:
+    """Format the engines as a table, one line each, with how fast they were ``seen`` to be.
+
+    Below it are the engines among the run's ``processes`` that are not started again.
+    """
     lines = [f"{'engine':24}{'kind':10}{'version':12}{'answers in':>12}{'tokens/s':>10}  url"]
     for engine, found in zip(engines.engines, seen, strict=True):
         version = "none yet" if engine.version is None else str(engine.version)
         answers = f"{found.answer_s:.2f} s" if found.answers else "never"
         speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:.0f}"
         lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{answers:>12}{speed:>10}  {engine.url}")
+    failed = [process.name for process in processes if process.role == "engine" and process.state == "failed"]
+    lines += [f"{name:24}failed and is not started again: logs/{name}.log" for name in failed]
     return "\n".join([*lines, f"published: version {engines.published}"])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.plan.ports import PortWish, assign_ports
 from rl_async.launcher.supervise.children import Interrupted
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.roster import read_roster
@@ -190,6 +190,21 @@ async def test_a_role_that_fails_too_often_fails_the_run(rig: Any, make_plan: An
     assert str(rig.folder / "logs" / "worker-0.log") in log
     assert len(rig.pids("worker")) == 2
     assert rig.left() == []
+
+
+@pytest.mark.parametrize("role", ["engine", "worker"])
+async def test_a_run_goes_on_without_one_of_several_engines_or_workers(rig: Any, make_plan: Any, role: str) -> None:
+    async def meddle(supervisor: Supervisor) -> None:
+        await eventually(lambda: state(supervisor, f"{role}-1") == ("failed", 1))
+        await eventually(lambda: state(supervisor, "engine-0") == ("running", 0) and rig.pids("worker"))
+        rig.go()
+
+    plan = make_plan(rig.folder, max_restarts=1)
+    kept = getattr(plan, f"{role}s")
+    broken = replace(kept[0], name=f"{role}-1", argv=("sh", "-c", "exit 7"))
+    changes: dict[str, Any] = {f"{role}s": (*kept, broken), "ports": (*plan.ports, PortWish("engine-1"))}
+    supervisor = await supervise(rig, replace(plan, **changes), meddle)
+    assert {s.name: s.state for s in supervisor.states() if s.state != "ended"} == {f"{role}-1": "failed"}
 
 
 @pytest.mark.parametrize("role", ["queue", "engine", "worker", "trainer"])

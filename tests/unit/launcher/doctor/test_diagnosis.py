@@ -28,7 +28,9 @@ def process(name: str, **changes: Any) -> ObservedProcess:
     exit, kept = changes.pop("exit", None), changes.pop("kept", "running")
     role = name.partition("-")[0]
     restarts = changes.pop("restarts", 0)
-    at = ProcessRecord(name=name, role=role, pid=NAMES[name], started=5, state=kept, exit=exit, restarts=restarts)
+    at = ProcessRecord(
+        name=name, role=role, pid=NAMES.get(name, 77), started=5, state=kept, exit=exit, restarts=restarts
+    )
     return ObservedProcess(record=at, **({"state": "S"} | changes))
 
 
@@ -244,6 +246,14 @@ def test_stacks_are_wanted_of_what_is_silent_or_late_alone() -> None:
     restarted = run(process("engine-0", state="gone", kept="restarting", exit=-9), engines=(silent,))
     for fine in (run(), restarted, run(queue=None, launcher=None)):
         assert not needs_stacks(fine)
+
+
+@pytest.mark.parametrize("role", ["engine", "worker"])
+def test_a_process_without_which_the_run_goes_on_is_no_failure_unless_it_was_the_last(role: str) -> None:
+    given_up = {"state": "gone", "kept": "failed", "exit": 7, "restarts": 3, "log_line": "something broke"}
+    verdict = diagnose(run(process(f"{role}-1", **given_up)))
+    assert verdict.health == "fine" and named(verdict.findings[1], f"{role}-1", "exit code 7", "something broke")
+    assert diagnose(run(process(f"{role}-0", **given_up))).health == "stuck"
 
 
 def test_a_run_that_has_become_slow_names_its_slow_engine() -> None:
