@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from rl_async.agent_loop.data.toy_tasks import make_data
 from tests.e2e.command import HARDLY_WARM, succeed
 
 
@@ -21,6 +22,8 @@ def make(root: Path) -> Path:
             home = root / "calculator.unfinished"
             shutil.rmtree(home, ignore_errors=True)
             home.mkdir()
+            # A run makes thirty times as many, which takes it longer than a model that is hardly trained.
+            make_data("calculator", home / "artifacts" / "calculator", train=512, demos=512)
             succeed(home, "sft", "--config", "calculator", *HARDLY_WARM)
             home.rename(made.parent)
     return made

@@ -2,7 +2,6 @@
 short runs there."""
 
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from tests.e2e import command as command_line
 from tests.e2e.artifacts import make
 from tests.e2e.browser import CHROMIUM
-from tests.e2e.command import RL_ASYNC
 from tests.e2e.small_runs import SMALL, Run
 from tests.support.forked import Forked
 
@@ -88,25 +86,17 @@ def home(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(home: Path) -> Iterator[Callable[..., Run]]:
-    """Start ``rl-async launch`` in the background, with forked roles or ``installed``; what is left of it is killed."""
+    """Start ``rl-async launch`` in the background, with forked roles; what is left of it is killed.
+
+    The installed command is run by tests/e2e/faults/test_surroundings.py, the tutorials and scripts/try_wheel, and each
+    role as a process of its own by tests/contracts.
+    """
     launched: list[Run] = []
 
-    def launch(
-        name: str,
-        *more: str,
-        mode: str = "disaggregated",
-        config: str = "calculator",
-        installed: bool = False,
-    ) -> Run:
+    def launch(name: str, *more: str, mode: str = "disaggregated", config: str = "calculator") -> Run:
         command = ["launch", "--mode", mode, "--config", config, "--name", name, *SMALL, *more]
-        if installed:
-            process: Run = subprocess.Popen(
-                [RL_ASYNC, *command], cwd=home, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        else:
-            process = command_line.start(home, *command)
-        launched.append(process)
-        return process
+        launched.append(command_line.start(home, *command))
+        return launched[-1]
 
     yield launch
     for process in launched:

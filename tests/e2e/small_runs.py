@@ -1,7 +1,6 @@
 """Short runs of the demonstration: how they are started and killed, and what must hold of each that has ended."""
 
 import json
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ SMALL = [
 # practically never sampled, and the longest sums are over a row or over the MLP, of at most four times the width.
 TINY = WarmStartConfig(demos_path="")
 APART = pass_rounding(16.0, TINY.layers, terms=4 * TINY.hidden_size)
-Run = Forked | subprocess.Popen[str]
+Run = Forked
 
 
 def finish(process: Run, code: int = 0, timeout_s: float = 200) -> str:

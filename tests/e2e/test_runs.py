@@ -30,7 +30,7 @@ def assert_compared(rows: list[dict[str, float]]) -> None:
 
 
 def test_disaggregated(home: Path, start: Callable[..., Run]) -> None:
-    finish(start("disaggregated", installed=True))
+    finish(start("disaggregated"))
     rows = assert_complete(home, "disaggregated", bound=1)
     assert len(rows) == STEPS
     for key in REQUIRED:
