@@ -8,10 +8,10 @@ another had begun.
 """
 
 import argparse
+import asyncio
 import dataclasses
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
@@ -27,6 +27,8 @@ from rl_async.launcher.cli.__main__ import main as rl_async
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.spec import ProcessSpec
 from tests.chaos.faults import FOLDER, KINDS
+from tests.support import forked_launcher
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKETS = 4  # at least, per sync
@@ -104,14 +106,14 @@ def chaotic(spec: ProcessSpec, folder: Path) -> ProcessSpec:
 
 
 def launch(folder: Path, arguments: list[str]) -> int:
-    """``rl-async launch`` with chaotic engines."""
+    """``rl-async launch`` with chaotic engines; its roles are forked."""
     planned = machine.plan
 
     def plan(*args: Any, **named: Any) -> Any:
         made = planned(*args, **named)
         return dataclasses.replace(made, engines=tuple(chaotic(spec, folder) for spec in made.engines))
 
-    with patch.object(machine, "plan", plan):
+    with patch.object(machine, "plan", plan), patch.object(asyncio, "create_subprocess_exec", forked_launcher.start):
         return rl_async(["launch", *arguments])
 
 
@@ -136,12 +138,13 @@ def one_run(home: Path, name: str, arguments: argparse.Namespace) -> Finished:
     ]
     if arguments.python:
         words.append(f"rollout.python={arguments.python}")
-    command = [sys.executable, "-m", "tests.chaos", "--as-launcher", str(home / "faults"), *words]
-    done = subprocess.run(
-        command, cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=RUN_S
-    )
-    if done.returncode != 0:
-        sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nsee {home}")
+    launcher = Forked("tests.chaos", "--as-launcher", str(home / "faults"), *words, cwd=home, parent=True)
+    try:
+        output, errors = launcher.communicate(RUN_S)
+    finally:
+        launcher.kill()
+    if launcher.returncode != 0:
+        sys.exit(f"{name} ended with {launcher.returncode}:\n{output[-3000:]}\n{errors[-3000:]}\nsee {home}")
     audit = [sys.executable, "-m", "rl_async.launcher.cli", "audit", f"runs/{name}"]
     checked = subprocess.run(audit, cwd=home, capture_output=True, text=True, timeout=RUN_S)
     if checked.returncode != 0 or "ok: every admitted group" not in checked.stdout:  # "ok so far" exits with 0 as well

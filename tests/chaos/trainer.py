@@ -7,10 +7,8 @@ order, and all weights must be those of a run that nobody disturbed, bit for bit
 
 import argparse
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,27 +22,20 @@ from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.recording import write_trajectories
 from tests.conftest import make_model, make_rows
-from tests.support.ports import free_port
+from tests.support.forked import Forked, start_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 STEPS_PER_ROUND = 6
 STRIKE_S = 1.5  # at most, from the first step of a trainer to the kill
 EARLY = 0.25  # share of kills while a trainer starts
-EARLY_S = 8.0
+EARLY_S = 3.0
 END_S = 300.0
 
 
-def start(run: Path, *more: str) -> list["subprocess.Popen[bytes]"]:
+def start(run: Path, *more: str) -> list[Forked]:
     """Both ranks."""
-    port = str(free_port())
-    group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rl_async.trainer", "--run", str(run), "--replay", str(run.parent), *more]
-    ranks = []
-    for rank in range(RANKS):
-        with (run / f"rank-{rank}.log").open("ab") as log:
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | group | {"RANK": str(rank)}, stderr=log))
-    return ranks
+    arguments = ["--run", str(run), "--replay", str(run.parent), *more]
+    return start_ranks("rl_async.trainer", *arguments, ranks=RANKS, logs=run)
 
 
 def lines(path: Path) -> int:
@@ -52,7 +43,7 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def strike(run: Path, ranks: list["subprocess.Popen[bytes]"], rng: random.Random) -> bool:
+def strike(run: Path, ranks: list[Forked], rng: random.Random) -> bool:
     """Kill one rank at its moment, and end the others as the launcher does; False: the run was over before."""
     before, deadline = lines(run / "metrics.jsonl"), time.monotonic() + END_S
     early = rng.random() < EARLY
@@ -74,7 +65,7 @@ def strike(run: Path, ranks: list["subprocess.Popen[bytes]"], rng: random.Random
     return struck
 
 
-def finish(run: Path, ranks: list["subprocess.Popen[bytes]"]) -> None:
+def finish(run: Path, ranks: list[Forked]) -> None:
     """Wait for a good end, for as long as steps are trained."""
     trained_before, since = 0, time.monotonic()
     try:
@@ -87,7 +78,7 @@ def finish(run: Path, ranks: list["subprocess.Popen[bytes]"]) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    codes = [rank.wait() for rank in ranks]
+    codes = [rank.wait(END_S) for rank in ranks]
     if any(codes):
         sys.exit(f"the ranks ended with {codes}; see {run}")
 

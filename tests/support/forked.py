@@ -102,12 +102,24 @@ class Forked:
         return out, errors
 
 
-def start_ranks(module: str, *arguments: str, ranks: int, environment: Mapping[str, str] | None = None) -> list[Forked]:
-    """Fork ``module`` once per rank of one process group, each with one thread; they meet as a launcher's do."""
+def start_ranks(
+    module: str,
+    *arguments: str,
+    ranks: int,
+    environment: Mapping[str, str] | None = None,
+    logs: Path | None = None,
+) -> list[Forked]:
+    """Fork ``module`` once per rank of one process group, each with one thread; they meet as a launcher's do.
+
+    ``logs``: the folder for ``rank-0.log`` and so on, which what the ranks say is appended to.
+    """
     port, file = str(free_port()), tempfile.mkdtemp(prefix="ranks-", dir=_folder()) + "/meet"
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared = group | {RENDEZVOUS: file} | dict(environment or {})
-    return [Forked(module, *arguments, environment=shared | {"RANK": str(rank)}) for rank in range(ranks)]
+    files = [logs / f"rank-{rank}.log" if logs else None for rank in range(ranks)]
+    return [
+        Forked(module, *arguments, environment=shared | {"RANK": str(rank)}, log=log) for rank, log in enumerate(files)
+    ]
 
 
 def run_ranks(module: str, *arguments: str, ranks: int, timeout_s: float = 280.0) -> list[str]:

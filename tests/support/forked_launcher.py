@@ -48,6 +48,9 @@ def _become_role(
     become(module, arguments, env, cwd, (log, log), session=True)
 
 
+create_subprocess_exec = asyncio.create_subprocess_exec
+
+
 async def start(*argv: str, stdout: Any, env: Mapping[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
     """Stand in for ``asyncio.create_subprocess_exec`` as ``Child.start`` calls it."""
     if argv[:3] != (sys.executable, "-P", "-m"):
@@ -56,6 +59,5 @@ async def start(*argv: str, stdout: Any, env: Mapping[str, str], pass_fds: Seque
 
 
 if __name__ == "__main__":
-    create_subprocess_exec = asyncio.create_subprocess_exec
     asyncio.create_subprocess_exec = start  # type: ignore[assignment]
     sys.exit(main())
