@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from rl_async.errors import RequestRefused, UserError
+from rl_async.launcher.folder.token_texts import TokenTexts, tokenizer_of
 from rl_async.launcher.view import evaluation, search
 from rl_async.launcher.view.index import TrajectoryIndex
 from rl_async.launcher.view.recorded import rows_in
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
 from rl_async.launcher.view.server import STATIC
-from rl_async.launcher.view.trajectory import TokenTexts, story, tokenizer_of
+from rl_async.launcher.view.trajectory import story
 
 STEPS = 50  # of which a group is in the file
 COMPARED = 20  # tasks whose answers of two versions are

@@ -32,6 +32,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from rl_async.errors import RequestRefused, UserError
 from rl_async.launcher.doctor.diagnosis import diagnose, needs_stacks
 from rl_async.launcher.doctor.observe import observe
+from rl_async.launcher.folder.token_texts import tokenizer_of
 from rl_async.launcher.timeline.updates import newest_updates
 from rl_async.launcher.timeline.window import window
 from rl_async.launcher.view import evaluation, search
@@ -40,7 +41,7 @@ from rl_async.launcher.view.index import Indexer
 from rl_async.launcher.view.numbers import integer, number
 from rl_async.launcher.view.recorded import row_at, rows_in
 from rl_async.launcher.view.runs import ViewedRun, ViewedRuns
-from rl_async.launcher.view.trajectory import story, tokenizer_of
+from rl_async.launcher.view.trajectory import story
 from rl_async.process.http_server import application
 
 STATIC = Path(__file__).parent / "static"

@@ -1,18 +1,15 @@
 """One trajectory as the page shows it: its conversation, and the whole story of each token."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from rl_async.launcher.folder.token_texts import Decode
 from rl_async.launcher.view.recorded import RecordedRow
 
 WINDOW = 8  # tokens that may share a character before their text is given as far as it goes
 PARTIAL = "\ufffd"  # stands for bytes that are no whole character
-TOKENIZER = "tokenizer.json"
-Decode = Callable[[Sequence[int]], str]
 
 
 def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str, Any]:
@@ -74,37 +71,3 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
         texts.append(now[len(before) :] if now.startswith(before) else decode(ids[shown:end]))
         begin, shown = shown, end
     return texts
-
-
-class TokenTexts(NamedTuple):
-    """How to turn token ids into text; without ``decode``, ``problem`` says why that cannot be done."""
-
-    decode: Decode | None
-    problem: str = ""
-
-
-def tokenizer_of(run: Path, model: str) -> TokenTexts:
-    """Return the tokenizer of a run: of a checkpoint, else in the folder ``model`` of its config.
-
-    A relative ``model`` is looked for here, and in the folders that hold the run.
-    """
-    folders = sorted(run.glob("checkpoints/*/model"), reverse=True)
-    if model:
-        folders += [folder / model for folder in (Path(), *run.absolute().parents)]
-    file = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
-    if file is None:
-        return TokenTexts(
-            None, f"token texts: there is no {TOKENIZER} in {run}/checkpoints/*/model or {model or 'a model'}"
-        )
-    try:
-        return TokenTexts(_decode_of(file, file.stat().st_mtime_ns))
-    except Exception as error:  # the library raises nothing more specific
-        return TokenTexts(None, f"token texts: {file} cannot be read: {error}")
-
-
-@lru_cache(maxsize=4)
-def _decode_of(file: Path, changed: int) -> Decode:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
+from rl_async.launcher.folder.token_texts import tokenizer_of
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Explanation, Trajectory
 from rl_async.reward_loop.api import REWARD
@@ -89,7 +90,10 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
     console.print(f"\n{place}, reward {row.reward:g}{scored}", highlight=False)
     for line in [*reward_parts(row), *turn_rewards(row)]:
         console.print(line, highlight=False, markup=False)
-    console.print(render(row, _decoder(run)), soft_wrap=True, highlight=False)
+    tokenizer = tokenizer_of(run, load_resolved(run / "config.yaml").model.path)
+    if tokenizer.decode is None:
+        raise UserError(tokenizer.problem)
+    console.print(render(row, tokenizer.decode), soft_wrap=True, highlight=False)
     console.print(LEGEND, highlight=False, soft_wrap=True)
 
 
@@ -238,13 +242,3 @@ def place_of(file: Path) -> tuple[int, int]:
     """Parse lineage and step from a name such as ``step-000012-lineage0-rank0.jsonl.gz``."""
     _, step, lineage, *_ = file.name.split("-")
     return int(lineage.removeprefix("lineage")), int(step)
-
-
-def _decoder(run: Path) -> Callable[[Sequence[int]], str]:
-    """Return a function from token ids to text: the tokenizer of the run's model, without importing transformers."""
-    from tokenizers import Tokenizer
-
-    path = load_resolved(run / "config.yaml").model.path
-    file = Path(path) / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(path)
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -152,6 +152,9 @@ def test_what_is_not_there_is_named_as_it_was_asked_for(run: Path) -> None:
         show(run, None, 99, None)
     with pytest.raises(UserError, match=str(run / "elsewhere")):
         show(run / "elsewhere", None, None, None)
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        show(run, None, None, None)
 
 
 def test_rows_of_one_sample_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
