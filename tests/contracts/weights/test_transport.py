@@ -137,8 +137,8 @@ def test_two_engines_get_two_versions(
     directory, records = Directory(), start(a="", b="")
     directory.add(*records)
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
-    meeting = tmp_path if near else None
-    with WeightCoordinator(directory.open, connect, sync, meeting=meeting) as coordinator:
+    stores = tmp_path if near else None
+    with WeightCoordinator(directory.open, connect, sync, stores=stores) as coordinator:
         for step in (0, 1):
             report = coordinator.publish(Version(0, step), buckets(step * 10.0))
             assert (report.engines, report.failures, report.nbytes) == (["a", "b"], [], 3 * 2048)
@@ -177,7 +177,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced_and_the_others_go_
     *good, replacement, _ = records = start(a="", b="", new="", dying="--fault kill --at 5")
     directory.add(*good, records[-1])
     sync = WeightSyncConfig(transport=transport, timeout_s=30, folder=str(tmp_path / "weights"))
-    with WeightCoordinator(directory.open, connect, sync, meeting=tmp_path) as coordinator:
+    with WeightCoordinator(directory.open, connect, sync, stores=tmp_path) as coordinator:
         assert coordinator.publish(Version(0, 0), buckets(0)).engines == ["a", "b", "dying"]
         report = coordinator.publish(Version(0, 1), buckets(10))
         assert report.engines == ["a", "b"]
