@@ -176,6 +176,8 @@ async def test_an_update_without_a_group_is_refused() -> None:
             await client.update(UPDATE)
         with pytest.raises(EngineRejected, match="ipc"):
             await client.init_transfer(InitInfo(backend="ipc"))
+        with pytest.raises(EngineRejected, match=r"rollout\.engine"):
+            await client.init_transfer(InitInfo(backend="gloo", store="/somewhere"))
 
 
 async def test_earlier_groups_are_left_before_a_new_one_is_joined() -> None:
