@@ -23,6 +23,7 @@ AGAIN = 2  # ends of a process, after which it will probably end again
 SETTLED_S = 60.0  # a restarted process that has run for longer may go on
 # An engine answers slowly from here on, if others answer SLOW_FACTOR times as fast.
 SLOW_ANSWER_S = 0.2
+SLOW_FLUSH_S = 1.0
 QUIET_S = 30.0  # slow at least beyond this
 IMPORTS_S = 20.0  # a process that is younger may still be starting
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -54,7 +55,7 @@ def diagnose(seen: Observation) -> Diagnosis:
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
-    also = tuple(filter(None, (failed, _held_up(seen), *_slow_engines(seen), *_without(seen))))
+    also = tuple(filter(None, (failed, _slow_disk(seen), _held_up(seen), *_slow_engines(seen), *_without(seen))))
     late = _recovering(seen) or _starting(seen) or _late(seen) or _slower(seen)
     if late:
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
@@ -222,6 +223,7 @@ def _silent_queue(seen: Observation) -> list[str]:
         return []
     return [
         f"{process.title} runs but does not answer: trainer, workers and launcher wait for it ({_doing(process)})"
+        f"{_said(process)}"
         for process in seen.of_role("queue")
         if not process.halted and not process.ended and process.age_s >= IMPORTS_S
     ]
@@ -438,6 +440,17 @@ def _slow_engines(seen: Observation) -> list[str]:
                 f"up to date, or is too slow for it{rate}"
             )
     return found
+
+
+def _slow_disk(seen: Observation) -> str:
+    """Say how long the queue's disk takes; empty if it is fast enough."""
+    flush_s = seen.queue.report.status.flush_s if seen.queue else 0.0
+    if flush_s < SLOW_FLUSH_S:
+        return ""
+    return (
+        f"the queue's disk (or its Redis) takes {flush_s:.1f} s to flush, and the queue's answers wait for it: give "
+        "queue.journal_folder on a faster disk, or see queue.sqlite_synchronous"
+    )
 
 
 def _held_up(seen: Observation) -> str:

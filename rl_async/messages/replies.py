@@ -193,6 +193,8 @@ class StatusReport(Reply):
     last_failure: str = ""  # the beginning of the newest dead letter's error
     scored: int = 0  # samples with and without a reward, since the queue was started
     unscored: int = 0
+    # Of the journal and the ledger, the slowest of about a minute.
+    flush_s: float = 0.0
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):

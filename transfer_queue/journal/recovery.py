@@ -1,6 +1,7 @@
 """Recovery from a journal: restores the store, and completes the ledger by what the journal says."""
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -9,6 +10,8 @@ from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import Transition
+
+SLOWEST_OF_S = 60.0
 
 
 def recover(
@@ -61,11 +64,21 @@ def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, ru
 class JournalRecorder:
     """Flushes journal and ledger together, and compacts the journal when it has outgrown the state."""
 
-    def __init__(self, store: Store, journal: Journal, ledger: Ledger) -> None:
-        self._store, self._journal, self._ledger = store, journal, ledger
+    def __init__(
+        self, store: Store, journal: Journal, ledger: Ledger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._journal, self._ledger, self._clock = store, journal, ledger, clock
+        self._slowest_at = -SLOWEST_OF_S
 
     def flush(self) -> None:
-        """Make durable what happened, then write it down for people."""
+        """Make durable what happened, then write it down for people. The status has the slowest flush of a while."""
+        began = self._clock()
+        self._flush()
+        now = self._clock()
+        if now - began >= self._store.flush_s or now - self._slowest_at >= SLOWEST_OF_S:
+            self._store.flush_s, self._slowest_at = now - began, now
+
+    def _flush(self) -> None:
         self._journal.flush()
         self._ledger.flush()
         if self._journal.outgrown:

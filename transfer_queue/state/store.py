@@ -66,6 +66,8 @@ class Store:
         emit: Callable[[t.Transition], None],
     ) -> None:
         self.settings, self._emit, self._source = settings, emit, source
+        # Seconds of the slowest flush lately, for the status.
+        self.flush_s = 0.0
         book = self.book = Book(settings, source.cursor())
         self.tasks = Tasks(book, self._change, source)
         self.delivery = Delivery(book, self._change, self.tasks)
@@ -220,6 +222,7 @@ class Store:
             last_failure=book.last_failure,
             scored=book.scored,
             unscored=book.unscored,
+            flush_s=self.flush_s,
         )
 
     def inspect(self, now: float, rates: dict[str, float]) -> Inspection:

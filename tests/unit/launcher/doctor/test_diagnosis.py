@@ -353,6 +353,14 @@ def test_an_only_engine_that_ends_again_and_again_is_named_with_its_last_words(e
     assert named(verdict.text, "nothing is generated", "4 restarts")
 
 
+@pytest.mark.parametrize(("flush_s", "findings"), [(5.0, 2), (0.2, 1)])
+def test_a_queue_whose_disk_is_slow_to_flush_is_told(flush_s: float, findings: int) -> None:
+    report = inspection()
+    slow = replace(report, status=replace(report.status, flush_s=flush_s))
+    verdict = diagnose(run(queue=ObservedQueue(report=slow)))
+    assert len(verdict.findings) == findings and all(named(text, "5.0 s") for text in verdict.findings[1:])
+
+
 def test_a_first_restart_is_slow_until_it_serves_and_old_restarts_are_fine() -> None:
     starting = diagnose(run(process("engine-0", kept="starting", restarts=1, age_s=3.0)))
     assert starting.health == "slow" and "engine-0 (pid 20)" in starting.text

@@ -11,6 +11,7 @@ from rl_async.errors import JournalError, ProtocolError
 from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.journal import payloads as payloads_module
+from rl_async.transfer_queue.journal.memory import MemoryJournal
 from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
 from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
@@ -305,6 +306,23 @@ def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_pa
     assert queue(tmp_path / "one") == 2
     with pytest.raises(JournalError, match=r"run-[0-9a-f]+.*ledger\.jsonl"):
         queue(tmp_path / "two")
+
+
+def test_the_status_tells_the_slowest_flush_of_the_last_minute(make_rig, tmp_path):
+    rig, now, seconds = make_rig(), [0.0], iter([0.5, 5.0, 0.5, 0.25])
+
+    class Slow(MemoryJournal):
+        def flush(self) -> None:
+            now[0] += next(seconds)
+
+    told = []
+    with closing(Ledger(tmp_path / "ledger.jsonl")) as ledger:
+        recorder = JournalRecorder(rig.store, Slow(), ledger, clock=lambda: now[0])
+        for pause in (0.0, 0.0, 10.0, 60.0):
+            now[0] += pause
+            recorder.flush()
+            told.append(rig.store.status(0.0).flush_s)
+    assert told == [0.5, 5.0, 5.0, 0.25]
 
 
 def test_a_lost_ledger_is_written_again_from_the_journal_that_is_within_the_run_or_named(make_rig, tmp_path):
