@@ -85,14 +85,14 @@ def to_score(answer: object) -> Score:
         if isinstance(text := answer.get("reason"), str):
             reason = text[:MOST_REASON].encode(errors="replace").decode()  # half a character could not be sent
         numbers = {
-            str(key).encode(errors="replace").decode(): _number(value)
+            str(key).encode(errors="replace").decode(): finite_number(value)
             for key, value in answer.items()
             if key != "score"
         }
         extra = {key: number for key, number in numbers.items() if number is not None}
     if problem := too_many(extra):
         raise ScorerFailed(f"gave {problem}")
-    value = _number(given)
+    value = finite_number(given)
     if value is None:
         raise ScorerFailed(f"gave {answer!r:.80}, which is neither a finite number nor a mapping with such a `score`")
     return Score(value, extra, reason)
@@ -107,7 +107,7 @@ def too_many(parts: Mapping[str, float]) -> str | None:
     return None
 
 
-def _number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """Return ``value`` as a finite float, or None; truth values and NumPy arrays of one element are numbers."""
     if getattr(value, "size", None) == 1 and callable(item := getattr(value, "item", None)):
         value = item()

@@ -4,20 +4,28 @@ import contextlib
 import fcntl
 import functools
 import glob
+import gzip
 import logging
 import os
 import re
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
+from rl_async.errors import UserError
+
 log = logging.getLogger("rl_async.files")
 
+# What reading JSON, perhaps compressed, raises where a bit was flipped or an end was lost.
+DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile)
 GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
 
 _BLOCK = 1 << 16  # bytes
@@ -93,6 +101,15 @@ def make_durable_folder(path: Path, mode: int = 0o777) -> None:
         folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
     for folder in made or [path]:
         force_to_disk(folder.parent)
+
+
+@contextmanager
+def undamaged(path: Path) -> Iterator[None]:
+    """Raise UserError, naming ``path``, if what the block reads of it is damaged."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def last_line(path: Path) -> bytes:

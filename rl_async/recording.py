@@ -5,7 +5,6 @@ The trainer writes them. Viewers read them, and so do runs that train them again
 
 import gzip
 import hashlib
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import ConfigError, ProtocolError
-from rl_async.files import make_durable_folder, written_whole
+from rl_async.files import DAMAGE, make_durable_folder, written_whole
 from rl_async.messages import Explanation, Task, Trajectory
 
 KEY = "rollout.replay"
@@ -186,7 +185,7 @@ class Recording:
     def _rows_of(self, path: Path) -> list[Trajectory]:
         try:
             return read_trajectories(path)
-        except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
+        except (OSError, *DAMAGE) as error:
             raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
 
 

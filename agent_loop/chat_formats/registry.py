@@ -18,7 +18,7 @@ from rl_async.agent_loop.chat_formats.syntax import NO_CALLS, CallSyntax
 from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import ConfigError
-from rl_async.files import GENERATION_CONFIG
+from rl_async.files import DAMAGE, GENERATION_CONFIG
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -126,6 +126,6 @@ def end_tokens(model: Path) -> list[int]:
         return []
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_Generation).eos_token_id
-    except msgspec.DecodeError as error:
+    except DAMAGE as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
     return [found] if isinstance(found, int) else list(found or [])

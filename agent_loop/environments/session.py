@@ -14,7 +14,8 @@ from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.errors import EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
-from rl_async.reward_loop.api import Score, ScorerFailed, to_score
+from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_score
+from rl_async.transfer_queue.data.chat_messages import ROLES
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -120,6 +121,10 @@ class UserSession:
         """Check what the environment answered; return it, and its observation as messages."""
         if not isinstance(step, Step):
             raise self._unusable(method, step, "a Step")
+        reward = None if step.reward is None else finite_number(step.reward)
+        if step.reward is not None and reward is None:
+            raise self._unusable(method, step.reward, "a reward that is a finite number")
+        step = step._replace(reward=reward, done=bool(step.done), reason=str(step.reason))
         messages = self._messages(method, step.observation)
         if any(message["role"] == "assistant" for message in messages):
             raise self._unusable(method, messages, "without messages of the assistant, which the model alone writes")
@@ -130,7 +135,7 @@ class UserSession:
             return []
         if isinstance(observation, str):
             return [{"role": "user", "content": without_escapes(observation)}]
-        if not isinstance(observation, Sequence) or not all(map(_is_message, observation)):
+        if not isinstance(observation, list | tuple) or not all(map(_is_message, observation)):
             raise self._unusable(method, observation, "a text or messages with role and content as text")
         return [message | {"content": without_escapes(message["content"])} for message in observation]
 
@@ -171,7 +176,7 @@ class Session(UserSession):
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
 
 
 def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Message]:

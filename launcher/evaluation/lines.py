@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import UserError
-from rl_async.files import written_whole
+from rl_async.files import DAMAGE, written_whole
 from rl_async.messages import Trajectory, Turn, role_rewards
 
 Prompt = Sequence[tuple[str, str]]  # role and text of each message before the policy's first turn
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> list[EpisodeLine]:
         for number, line in enumerate(file, 1):
             try:
                 found.append(msgspec.json.decode(line, type=EpisodeLine))
-            except msgspec.MsgspecError as error:
+            except DAMAGE as error:
                 raise UserError(f"{path}, line {number} is none of `rl-async eval --jsonl`: {error}") from error
     return found
 

@@ -17,7 +17,7 @@ from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.files import make_durable_folder, replace_file
+from rl_async.files import DAMAGE, make_durable_folder, replace_file
 from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.processor import read_machine
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
@@ -181,7 +181,7 @@ def _fetched(folder: Path) -> Fetched:
         return msgspec.json.decode((folder / SOURCES).read_bytes(), type=Fetched)
     except FileNotFoundError:
         return {}
-    except msgspec.MsgspecError as error:
+    except DAMAGE as error:
         raise UserError(
             f"{folder / SOURCES} is damaged ({error}); delete it, and give the paths of config.yaml"
         ) from error

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.files import undamaged
+
 Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
 
 
@@ -42,8 +44,9 @@ class MetricsTail:
     """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = LineTail(path)
+        self._path, self._lines = path, LineTail(path)
 
     def read(self) -> list[Record]:
-        """Return the new records, oldest first."""
-        return list(map(record_of, self._lines.read()))
+        """Return the new records, oldest first. Raises UserError if the file is damaged."""
+        with undamaged(self._path):
+            return list(map(record_of, self._lines.read()))

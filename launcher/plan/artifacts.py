@@ -12,6 +12,7 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
+from rl_async.files import DAMAGE
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.safetensors_files import INDEX, indexed_files, read_header
 
@@ -72,7 +73,7 @@ def needs_model(config: RunConfig) -> bool:
     if makes is not None and record.is_file():
         try:
             made = msgspec.json.decode(record.read_bytes(), type=Origin)
-        except msgspec.DecodeError as error:
+        except DAMAGE as error:
             raise UserError(f"model.path: {record} cannot be read ({error}); delete {path} to make it again") from error
         if other := made.differs(origin_of(makes)):
             raise UserError(f"model.path: {path} was made with other {other}; delete it, or choose another model.path")

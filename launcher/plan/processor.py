@@ -15,7 +15,7 @@ from rl_async.configs.derived.models import warm_start_of
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
-from rl_async.files import replace_file
+from rl_async.files import DAMAGE, replace_file
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.spec import THREADS
 from rl_async.process.own_python import own_module
@@ -241,7 +241,7 @@ def read_machine(folder: Path) -> MachineRecord | None:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=MachineRecord)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except DAMAGE as error:
         raise UserError(f"{folder / FILE} is damaged ({error}); delete it") from error
 
 

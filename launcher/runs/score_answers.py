@@ -14,6 +14,7 @@ from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.extraction import Extraction, trace
+from rl_async.files import DAMAGE
 from rl_async.launcher.sources.fetch import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
@@ -101,7 +102,7 @@ def _read(file: Path) -> Iterator[tuple[int, str]]:
     for number, line in filled:
         try:
             answer = msgspec.json.decode(line, type=Answer)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except DAMAGE as error:
             raise DataError(
                 f'--answers: {file}, line {number + 1}: {error}; write {{"answer": TEXT}}, and "row": N for another row'
             ) from error

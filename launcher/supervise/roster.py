@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import UserError
-from rl_async.files import replace_file
+from rl_async.files import DAMAGE, replace_file
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.process import Process, describe_exit
 from rl_async.process.timeline import enter
@@ -82,5 +82,5 @@ def read_roster(run: Path) -> list[ProcessRecord]:
     """Every process that the run started, its newest start each. Raises UserError if it never started any."""
     try:
         return msgspec.json.decode((run / FILE).read_bytes(), type=list[ProcessRecord])
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (OSError, *DAMAGE) as error:
         raise UserError(f"{run} is not the folder of a run that was started: {error}") from error

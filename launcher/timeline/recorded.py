@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rl_async.files import undamaged
 from rl_async.launcher.doctor.observe import launcher_of
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.timeline.lanes import Kind, Lane, Played, Span, activities, episode_lanes, process_lanes
@@ -104,7 +105,7 @@ def _played(
     file: Path, changed: tuple[int, int], partition: str, step: int, most: int | None
 ) -> tuple[Sequence[Placed], int]:
     """Read one file; ``changed`` is another once it was written again, as a resumed run does with an evaluation."""
-    with gzip.open(file, "rb") as opened:
+    with undamaged(file), gzip.open(file, "rb") as opened:
         rows = [activities(msgspec.json.decode(line, type=Played), partition, step) for line in opened]
     rows = sorted((row for row in rows if row), key=lambda row: row[-1][1].ended)
     total = sum(map(len, rows))

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rl_async.configs.load.loader import load_resolved
 from rl_async.errors import UserError
+from rl_async.files import undamaged
 from rl_async.launcher.folder.token_texts import tokenizer_of
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import Explanation, Trajectory
@@ -100,7 +101,7 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
 def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
     """Read a step's number and rows, of the newest lineage and all ranks; None: the newest step.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, and for a damaged file.
     """
     recorded = list(folder.glob("step-*.jsonl.gz"))
     if not recorded:
@@ -116,7 +117,7 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
     rows = []
     for file in files:
         if place_of(file) == (lineage, number):
-            with gzip.open(file, "rb") as lines:
+            with undamaged(file), gzip.open(file, "rb") as lines:
                 rows += [msgspec.json.decode(line, type=RecordedRow) for line in lines]
     return number, sorted(rows, key=lambda row: (row.group_id, row.sample, row.segment))
 

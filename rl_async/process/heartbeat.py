@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from rl_async.files import replace_file
+from rl_async.files import replace_file, undamaged
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, describe, state_of
 from rl_async.process.timeline import enter
 
@@ -47,8 +47,11 @@ def beat(run: Path, rank: int, step: int, phase: Phase) -> None:
 
 
 def read_beats(run: Path) -> list[Beat]:
-    """Read the last heartbeat of each rank, in order of rank."""
-    found = [msgspec.json.decode(file.read_bytes(), type=Beat) for file in (run / "ranks").glob("*.json")]
+    """Read the last heartbeat of each rank, in order of rank. Raises UserError for a damaged file."""
+    found = []
+    for file in (run / "ranks").glob("*.json"):
+        with undamaged(file):
+            found.append(msgspec.json.decode(file.read_bytes(), type=Beat))
     return sorted(found, key=lambda beat: beat.rank)
 
 

@@ -80,7 +80,7 @@ class _Read(NamedTuple):
         file.seek(self.offset)
         whole, newline, _ = file.read().rpartition(b"\n")
         for line in whole.splitlines():
-            with suppress(msgspec.DecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 self.entered.append(msgspec.json.decode(line, type=Entered))
         return _Read(self.offset + len(whole) + len(newline), self.entered)
 

@@ -32,7 +32,8 @@ class ReasoningGym:
         said = extract_answer(answer) or answer
         try:
             self._score = float(self._dataset.score_answer(said.strip(), self._entry))
-        except ValueError:  # some scorers raise on an answer that is not a number
+        # Some scorers raise on an answer of another form; an episode that is played again for it would bias training.
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
             self._score = 0.0
         return Step(done=True)
 

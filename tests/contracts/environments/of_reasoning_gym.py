@@ -23,6 +23,15 @@ async def test_a_question_is_scored_by_its_data_set(written: str) -> None:
     assert score is not None and wrong is not None and score.value == 1.0 > wrong.value
 
 
+@pytest.mark.parametrize(("name", "answer"), [("coin_flip", "1e999"), ("game_of_life", "{}"), ("boxnet", "42")])
+async def test_an_answer_that_its_data_set_cannot_read_earns_nothing(name: str, answer: str) -> None:
+    async with session(f"reasoning_gym:{name}", {}, extra={"seed": 3}) as asked:
+        await asked.reset()
+        assert (await asked.step(answer))[0].done
+        score = await asked.reward()
+    assert score is not None and score.value == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "options"), [("no_such", {}), ("chain_sum", {"no_such": 1}), ("chain_sum", {"min_terms": -1})]
 )

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from rl_async.errors import UserError
 from rl_async.process.heartbeat import Beat, beat, missing_ranks, read_beats
 from rl_async.process.stacks import main_thread
 
@@ -21,6 +24,14 @@ def test_the_last_beat_of_each_rank_is_read(tmp_path: Path) -> None:
         (0, 5, "waiting for a batch", os.getpid()),
         (1, 4, "training", os.getpid()),
     ]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff", b"[" * 5000])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "0.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"0\.json"):
+        read_beats(tmp_path)
 
 
 def test_who_cannot_run_is_missing_before_who_is_behind_and_else_all_others_are() -> None:

@@ -233,6 +233,30 @@ async def test_it_does_not_speak_for_the_model() -> None:
             await session.step("x")
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", 10**400, [1.0]])
+async def test_a_turns_reward_is_a_finite_number(reward: Any) -> None:
+    class Judge:
+        def step(self, answer: str) -> Step:
+            return Step("on", reward=reward)
+
+    async with Session("own", Judge(), 30.0) as session:
+        with pytest.raises(EnvironmentFailed, match=r"own: step\(\)"):
+            await session.step("x")
+
+
+@pytest.mark.parametrize(
+    "observation", [b"", b"x", bytearray(), {}, [{"role": "critic", "content": "x"}], [5]], ids=repr
+)
+async def test_what_is_no_text_and_no_message_is_refused(observation: Any) -> None:
+    class World:
+        def reset(self) -> Any:
+            return observation
+
+    async with Session("own", World(), 30.0) as session:
+        with pytest.raises(EnvironmentFailed, match=r"own: reset\(\)"):
+            await session.reset()
+
+
 def test_two_user_messages_become_one() -> None:
     user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "s"}
     more = {"role": "user", "content": "b"}

@@ -152,6 +152,13 @@ def test_what_is_not_there_is_named_as_it_was_asked_for(run: Path) -> None:
         show(run, None, 99, None)
     with pytest.raises(UserError, match=str(run / "elsewhere")):
         show(run / "elsewhere", None, None, None)
+    (recorded,) = (run / "trajectories").iterdir()
+    whole = recorded.read_bytes()
+    for damaged in (whole[:-4], b"nothing", whole[:60] + b"?" + whole[61:], gzip.compress(b'{"role": "\xff"}')):
+        recorded.write_bytes(damaged)
+        with pytest.raises(UserError, match=recorded.name):
+            show(run, None, None, None)
+    recorded.write_bytes(whole)
     (run / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         show(run, None, None, None)
