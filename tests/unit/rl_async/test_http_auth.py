@@ -69,7 +69,15 @@ def test_names_and_addresses_of_the_server_are_known(host: bytes) -> None:
     "host",
     [
         *(b"evil.example.org", b"10.0.0.6", b"", b"localhost.evil.org", b"engine-0.example.org.evil.org", b"[::2]"),
-        *(b"[::1].evil.org", b"[::1]evil.org:80", b"[::1]:80.evil.org", b"[::1", b"[[::1]]", b"::1"),
+        *(
+            b"localhost:99999",
+            b"[::1].evil.org",
+            b"[::1]evil.org:80",
+            b"[::1]:80.evil.org",
+            b"[::1",
+            b"[[::1]]",
+            b"::1",
+        ),
         *(
             b"localhost:80.evil.org",
             b"localhost:evil.org",
