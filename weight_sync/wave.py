@@ -290,8 +290,11 @@ async def connect(members: Sequence[FleetMember], group: Group, timeout_s: float
         info = group.init_info(members.index(member))
         await call(member, "init", member.control.init_transfer(info), timeout_s)
 
-    _, failures = await each(members, join)
-    return WaveOutcome(failures=failures, sender_error=await connecting)
+    try:
+        _, failures = await each(members, join)
+        return WaveOutcome(failures=failures, sender_error=await connecting)
+    finally:
+        connecting.cancel()
 
 
 async def transfer(
@@ -415,11 +418,12 @@ async def _one_bucket(
     members: Sequence[FleetMember], shipment: Shipment, number: int, info: UpdateInfo, timeout_s: float
 ) -> WaveOutcome:
     phase = f"update, bucket {number + 1}/{shipment.count}"
+    sending = asyncio.create_task(_sending(shipment, lambda: shipment.send(number)))
     try:
-        sending = asyncio.create_task(_sending(shipment, lambda: shipment.send(number)))
         _, failures = await each(members, lambda member: call(member, phase, member.control.update(info), timeout_s))
         return WaveOutcome(failures=failures, sender_error=await sending)
     finally:
+        sending.cancel()
         shipment.unstage()
 
 

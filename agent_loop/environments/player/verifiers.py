@@ -282,11 +282,12 @@ async def _until_told(player: Player, pool: ThreadPoolExecutor) -> None:
     """Play until the run is over, or standard input ends."""
     playing = asyncio.create_task(player.play(pool))
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     told = asyncio.create_task(reader.read())
-    await asyncio.wait([playing, told], return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if not playing.done():
+    try:
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        await asyncio.wait((playing, told), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
         playing.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await playing

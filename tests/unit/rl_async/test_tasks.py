@@ -1,5 +1,6 @@
 """Coroutines at once: their results, and what becomes of the others when one fails or the caller is cancelled."""
 
+import ast
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -81,12 +82,57 @@ async def test_work_that_cancels_itself_cancels_the_caller() -> None:
     assert work.ended == {"a": "cancelled"}
 
 
-def test_the_package_runs_nothing_at_once_that_may_outlive_its_caller() -> None:
+def package_sources() -> list[Path]:
     package = Path(tasks.__file__).parent
     sources = [file for file in package.glob("**/*.py") if file.name != "tasks.py"]
     sources += [file for part in package.iterdir() if part.is_symlink() for file in part.resolve().rglob("*.py")]
     assert len(sources) > 300
-    assert [str(file) for file in sources if "asyncio.gather(" in file.read_text()] == []
+    return sources
+
+
+def test_the_package_runs_nothing_at_once_that_may_outlive_its_caller() -> None:
+    assert [str(file) for file in package_sources() if "asyncio.gather(" in file.read_text()] == []
+
+
+def _unowned(tree: ast.AST) -> list[int]:
+    """The lines of tasks in local variables that may outlive their function: it stores them nowhere, and neither a
+    ``finally`` nor an ``except`` names them. A task without any name is ruff's RUF006."""
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        kept: set[str] = set()
+        for node in ast.walk(function):
+            inside: list[ast.AST] = []
+            if isinstance(node, ast.Try):
+                inside = [*node.finalbody, *node.handlers]
+            elif isinstance(node, ast.Return) and isinstance(node.value, ast.Name | ast.Tuple):
+                inside = [node.value]
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add", "append", "shield"):
+                inside = list(node.args)
+            elif isinstance(node, ast.Assign) and (
+                isinstance(node.value, ast.List) or not all(isinstance(target, ast.Name) for target in node.targets)
+            ):
+                inside = [node.value]
+            kept |= {name.id for part in inside for name in ast.walk(part) if isinstance(name, ast.Name)}
+        for node in ast.walk(function):
+            # Those of a TaskGroup end with it.
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(MAKES_TASKS):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                if len(names) == len(node.targets) and not names & kept:
+                    found.append(node.lineno)
+    return found
+
+
+MAKES_TASKS = ("asyncio.create_task(", "asyncio.ensure_future(")
+
+
+def test_no_task_in_the_package_outlives_its_function_without_an_owner() -> None:
+    found = [f"{file}:{line}" for file in package_sources() for line in _unowned(ast.parse(file.read_text()))]
+    assert found == []
+    begin = "async def f():\n    task = asyncio.create_task(g())\n"
+    lost, held = f"{begin}    await h()\n    await task\n", f"{begin}    try: await h()\n    finally: task.cancel()\n"
+    assert (_unowned(ast.parse(lost)), _unowned(ast.parse(held))) == ([2], [])
 
 
 async def test_work_that_takes_too_long_has_ended_when_that_is_raised() -> None:
