@@ -1,4 +1,4 @@
-"""Keeps the event loop free while a long text is tokenised: leases are renewed and health probes answered on it."""
+"""Keeps the event loop free while a long text is read: leases are renewed and health probes answered on it."""
 
 import asyncio
 from collections.abc import Callable

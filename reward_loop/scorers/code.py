@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rl_async.configs.schema.reward import CodeConfig
 from rl_async.errors import DataError
+from rl_async.offload import off_loop
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorers import code_driver
 from rl_async.reward_loop.scorers.code_checks import rewrite
@@ -54,7 +55,7 @@ class CodeScorer:
 
         An answer without a program gets 0. Tests that the first failure or a lack of time left out count as failed.
         """
-        tests = parse_tests(conversation)
+        tests = await off_loop(len(conversation.ground_truth), parse_tests, conversation)
         count = sum(test.checks for test in tests)
         program = last_program(conversation.solution_str)
         if program is None:
@@ -112,7 +113,7 @@ class CodeScorer:
             if isinstance(test, Pair) and test.after is None:
                 result = await workspace.run("python", program, stdin=test.stdin.encode(), seconds=seconds)
                 return [_ended_well(result) and same_text(result.stdout.decode(errors="replace"), test.stdout)]
-            told = _told(test)
+            told = await asyncio.to_thread(_told, test)
             given = {"program": program, "imports": imports, "seconds": self._config.test_timeout_s, **told.given}
             stdin = json.dumps(given).encode() + b"\n"
             if isinstance(test, Pair):
@@ -155,7 +156,7 @@ def _told(test: Test) -> _Told:
     if isinstance(code, Call):
         return _Told({"name": code.name, "arguments": code.arguments, "modules": [], "script": False})
     assert code is not None and not isinstance(code, Pair)
-    rewritten, secret = rewrite(code.statements), secrets.token_hex()
+    rewritten, secret = rewrite(tuple(code.statements)), secrets.token_hex()
     checked = set(code.checked) if isinstance(code, Asserts) else set[int]()
     own = None
     if isinstance(code, TestFunction):

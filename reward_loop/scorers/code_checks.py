@@ -6,6 +6,7 @@ here. Other checks become calls of functions that `code_driver` defines under na
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -172,8 +173,9 @@ class Rewritten(NamedTuple):
     mentioned: list[str]
 
 
-def rewrite(statements: Sequence[str]) -> Rewritten:
-    """Make the checks of tests tell what they find."""
+@functools.lru_cache(32)
+def rewrite(statements: tuple[str, ...]) -> Rewritten:
+    """Make the checks of tests tell what they find. Each test function of a file comes here with the whole file."""
     trees = [ast.parse(text) for text in statements]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     mentioned = {node.id for node in nodes if isinstance(node, ast.Name)}

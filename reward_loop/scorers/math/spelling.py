@@ -57,7 +57,8 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", _superscript),
     ("[₀₁₂₃₄₅₆₇₈₉]+", _subscript),
     # Sizes and styles, and the escapes of signs.
-    (r"\\(?:left|right)(?![a-zA-Z])\s*\.?|\\(?:displaystyle|limits)\b|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
+    (r"\\(?:left|right)(?![a-zA-Z])\s*\.?|\\(?:displaystyle|limits|[lL]arge|LARGE|[hH]uge)\b", ""),
+    (r"\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
     (r"\\underline(?![a-z])|\\(?:text)?color\s*\{[a-zA-Z]+\}|\\[hv]space\*?\s*\{[^{}]*\}", " "),
     (r"\\([$%#])", r"\1"),
     (r"\\pounds\b", "£"),
