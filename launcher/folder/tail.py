@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.files import undamaged
+from rl_async.files import last_line, undamaged
 
 Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
 
@@ -15,6 +15,12 @@ def record_of(line: bytes) -> Record:
     """Read one line of metrics. A number that was none in training is NaN, which JSON has as null."""
     found = msgspec.json.decode(line, type=dict[str, float | None])
     return {key: math.nan if value is None else value for key, value in found.items()}
+
+
+def last_record(metrics: Path) -> Record:
+    """Return the last record of a run's metrics; empty before the first. Raises UserError if it is damaged."""
+    with undamaged(metrics):
+        return record_of(last_line(metrics) or b"{}")
 
 
 class LineTail:

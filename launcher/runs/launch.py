@@ -17,11 +17,10 @@ from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
-from rl_async.files import last_line
 from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
 from rl_async.launcher.doctor.report import write_report
 from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
-from rl_async.launcher.folder.tail import record_of
+from rl_async.launcher.folder.tail import last_record
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
 from rl_async.launcher.plan.memory import model_size
@@ -254,8 +253,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
 
 def unsaved(folder: Path) -> str:
     """Say which steps were trained and are in no checkpoint, and where a resumed run begins; empty if all are."""
-    line = last_line(folder / "metrics.jsonl")
-    trained = int(record_of(line)["step"]) + 1 if line else 0
+    trained = int(last_record(folder / "metrics.jsonl").get("step", -1)) + 1
     kept = saved(folder)
     if trained <= kept:
         return ""

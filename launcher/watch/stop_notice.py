@@ -4,9 +4,8 @@ import signal
 import time
 from pathlib import Path
 
-from rl_async.files import last_line
 from rl_async.launcher.folder.run_folder import saved
-from rl_async.launcher.folder.tail import record_of
+from rl_async.launcher.folder.tail import last_record
 from rl_async.process.heartbeat import Beat, read_beats
 
 NOT_IN_A_STEP = ("starting", "waiting for a batch")
@@ -21,10 +20,9 @@ class StopNotice:
     def text(self, number: int) -> str:
         """Render what happens on the signal ``number``."""
         beats = [beat for beat in read_beats(self._folder) if beat.since >= self._began]  # not of an earlier start
-        line = last_line(self._folder / "metrics.jsonl")
         return describe_stop(
             beats[0] if beats else None,
-            record_of(line).get("time/train_s") if line else None,
+            last_record(self._folder / "metrics.jsonl").get("time/train_s"),
             saved(self._folder),
             time.time(),
             "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
+from rl_async.files import undamaged
 from rl_async.launcher.folder.tail import LineTail, Record
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.launcher.watch.terminal import printable
@@ -73,8 +74,9 @@ class View:
         self._report: StatusReport | None = None  # the queue's last one
         self._said: dict[str, float] = {}  # when the lines were printed that are repeated rarely, by kind
         self._began = time.monotonic()
-        for line in self._tail.each():  # records of an earlier start are not shown again
-            self._history.add(line)
+        with undamaged(folder / "metrics.jsonl"):
+            for line in self._tail.each():  # records of an earlier start are not shown again
+                self._history.add(line)
 
     async def run(self) -> None:
         """Consumes metrics.jsonl, recorded trajectories, process states and the queue's status.

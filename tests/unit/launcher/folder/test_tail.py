@@ -3,7 +3,10 @@
 import math
 from pathlib import Path
 
-from rl_async.launcher.folder.tail import MetricsTail
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.launcher.folder.tail import MetricsTail, last_record
 
 
 def test_a_number_that_was_none_in_training_is_nan(tmp_path: Path) -> None:
@@ -15,3 +18,8 @@ def test_a_number_that_was_none_in_training_is_nan(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('ss":2.5}\n')
     assert tail.read() == [{"step": 1.0, "loss": 2.5}]
+    assert last_record(path) == {"step": 1.0, "loss": 2.5}
+    path.write_bytes(b'{"step": \xff}\n')
+    for read in (lambda: last_record(path), MetricsTail(path).read):
+        with pytest.raises(UserError, match=r"metrics\.jsonl"):
+            read()
