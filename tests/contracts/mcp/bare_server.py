@@ -41,8 +41,8 @@ def about() -> str:
 def leave_behind() -> str:
     """Start a process in a session of its own, which outlives a server that is merely killed; return its pid."""
     # It does not hold the pipes, as children of a server with the SDK do not.
-    apart = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True, **apart).pid)
+    nothing = subprocess.DEVNULL
+    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True, stdin=nothing, stdout=nothing).pid)
 
 
 OWN: dict[str, Callable[..., str | None]] = {tool.__name__: tool for tool in (add, slow, die, about, leave_behind)}

@@ -201,7 +201,8 @@ def test_padding_row_order_splits_and_garbage_change_nothing(seed: int) -> None:
     spoilt[~mask] = math.nan
     garbage = correct(spoilt, behaviour, mask, age + 1000 * ~mask, EVERYTHING)
     packed = Rows(torch.tensor([len(row) for row in drawn]))
-    without = correct(*map(packed.pack, (target, behaviour, mask, age)), EVERYTHING, rows=packed)
+    pack = packed.pack
+    without = correct(pack(target), pack(behaviour), pack(mask), pack(age), EVERYTHING, rows=packed)
     torch.testing.assert_close(without.weights, packed.pack(whole.weights))
     for name in ("weights", "keep", "rule"):
         expected = getattr(whole, name)
@@ -277,7 +278,8 @@ def test_normalised_weights_are_divided_by_their_mean_over_all_that_was_sampled(
     every = tokens if weight == "token" else sequences
     torch.testing.assert_close(got.weights, raw.weights / (sum(every) / len(every)), rtol=1e-12, atol=0)
     packed = Rows(torch.tensor([len(row) for row in drawn]))
-    without = correct(*map(packed.pack, (target, behaviour, mask, age)), normalised, rows=packed)
+    pack = packed.pack
+    without = correct(pack(target), pack(behaviour), pack(mask), pack(age), normalised, rows=packed)
     torch.testing.assert_close(without.weights, packed.pack(got.weights), rtol=1e-12, atol=0)
 
 

@@ -296,8 +296,10 @@ def test_the_same_tokens_are_picked_without_padding(name: str) -> None:
     padded, select = selecting(make(7)), LOSSES[name].select
     assert select is not None
     rows = Rows(torch.tensor([7, 7, 7, 3]))
-    packed = map(rows.pack, (padded.proximal, padded.behaviour, padded.advantages, padded.mask))
-    assert torch.equal(select(SelectInputs(*packed, OPTIONS, padded.seed, rows)), rows.pack(select(padded)))
+    proximal, behaviour = rows.pack(padded.proximal), rows.pack(padded.behaviour)
+    advantages, mask = rows.pack(padded.advantages), rows.pack(padded.mask)
+    packed = SelectInputs(proximal, behaviour, advantages, mask, OPTIONS, padded.seed, rows)
+    assert torch.equal(select(packed), rows.pack(select(padded)))
 
 
 def test_clip_cov_draws_its_share_from_the_band_and_the_draw_is_the_seeds() -> None:
