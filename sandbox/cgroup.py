@@ -65,7 +65,7 @@ class ControlGroup:
     @property
     def command(self) -> list[str]:
         """The words in front of a command with which it begins in this group."""
-        return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self._folder / "cgroup.procs")]
+        return ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self._folder / "cgroup.procs")]
 
     def kill(self) -> None:
         """Kill all processes in it, where the kernel can (version 2, Linux 5.14)."""

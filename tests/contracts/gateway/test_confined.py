@@ -82,6 +82,7 @@ def test_a_confined_program_reaches_the_gateway_only_and_writes_to_its_folder_on
     python, script = checkout
     workspace = tmp_path / "episode" / "workspace"
     workspace.mkdir(parents=True)
+    workspace.with_name("home").mkdir()
     elsewhere = tmp_path / "elsewhere"
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp") as folder,
