@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LINKS = {path.name for path in (ROOT / "rl_async").iterdir() if path.is_symlink()}
 EXTRAS = {  # modules that only an extra's package lets one import, by that package
+    "rl_async.agent_loop.environments.player.verifiers": "verifiers",
     "rl_async.launcher.ray.executor": "ray",
     "rl_async.rollout_server.vllm.slices": "vllm",
     "rl_async.rollout_server.vllm.int8": "vllm",
@@ -91,7 +92,8 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", "megatron", "ray"])
 def test_every_module_imports_from_the_wheel(site: Path, tmp_path: Path, extra: str) -> None:
-    """Modules that need no extra, and those that need this one; vLLM is installed in an environment of its own."""
+    """Modules that need no extra, and those that need this one; vLLM and verifiers 0.4 have environments of
+    their own."""
     if extra and find_spec(extra) is None:
         pytest.skip(f"{extra} is not here; install it with pip install 'rl-async[{extra}]'")
     names = sorted(name for name in modules() if EXTRAS.get(name, "") == extra)
