@@ -27,10 +27,10 @@ from rl_async.launcher.doctor.observation import (
     ObservedQueue,
     ObservedRank,
 )
-from rl_async.launcher.folder.tail import LineTail, MetricsTail, Record
+from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.supervise.process import said_last
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
-from rl_async.launcher.watch.view_model import History
+from rl_async.launcher.watch.view_model import Kept, Speeds
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.endpoints import read_endpoints
 from rl_async.process.heartbeat import read_beats
@@ -88,7 +88,7 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         evaluated=is_evaluated(run, roles),
         evaluated_in_part=is_evaluated_in_part(run, roles),
         usual_step_s=_usual_step_s(metrics),
-        slowdown=_slowdown(run),
+        slowdown=_slowdown(metrics),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
@@ -326,11 +326,11 @@ def _metrics(run: Path) -> list[Record]:
     return MetricsTail(run / "metrics.jsonl").read()
 
 
-def _slowdown(run: Path) -> str:
-    history = History()
-    for line in LineTail(run / "metrics.jsonl").each():
-        history.add(line)
-    return history.slowdown
+def _slowdown(metrics: Sequence[Record]) -> str:
+    speeds = Speeds()
+    for record in metrics:
+        speeds.add(msgspec.convert(record | {"step": int(record["step"])}, Kept))
+    return speeds.slowdown
 
 
 def _usual_step_s(metrics: Sequence[Record]) -> float | None:
