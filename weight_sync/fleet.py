@@ -253,7 +253,7 @@ class Fleet:
             late.append(member)
             log.warning(
                 "version %s goes on without %s, which needs %.2g s for a request of an update, and catches up later",
-                *(self._version, member.engine_id, member.pace.request_s),
+                *(self._version, member.engine_id, member.times.request_s),
             )
         return [member for member in members if member not in late]
 

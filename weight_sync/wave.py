@@ -111,7 +111,7 @@ class EngineFailed(WeightSyncError):
         self.engine_id, self.lost = engine_id, lost
 
 
-class Pace:
+class RequestTimes:
     """How long requests to an engine take, the latest above all, and how many of them its latest update took."""
 
     def __init__(self) -> None:
@@ -129,10 +129,10 @@ def slow_ones(members: Sequence["FleetMember"]) -> list["FleetMember"]:
     """Return the members whose requests would keep the others of an update waiting for more than LATE_S in all."""
     found = []
     for member in members:
-        others = [other.pace for other in members if other is not member]
+        others = [other.times for other in members if other is not member]
         if others:
             usual, requests = median(p.request_s for p in others), median(p.requests for p in others)
-            if requests * (member.pace.request_s - SLOW * usual) > LATE_S:
+            if requests * (member.times.request_s - SLOW * usual) > LATE_S:
                 found.append(member)
     return found
 
@@ -151,7 +151,7 @@ class FleetMember:
     needs: tuple[Needs, ...] = ()  # of each of several workers, likewise; empty: they take whole tensors
     phase: str = "probe"  # of the latest request to it
     unanswered: bool = False  # that request was sent, and neither an answer nor an error came
-    pace: Pace = field(default_factory=Pace)
+    times: RequestTimes = field(default_factory=RequestTimes)
     # Since when it has been left behind, in monotonic seconds.
     behind_since: float | None = None
     note: Callable[[str], None] = lambda stage: None  # what is told each stage that it enters; empty: it is done
@@ -212,7 +212,7 @@ async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s
     finally:
         # An engine joins a group when all others do.
         if phase != "init":
-            member.pace.took(time.monotonic() - began, answered=answered)
+            member.times.took(time.monotonic() - began, answered=answered)
     member.unanswered = False
     return answer
 
@@ -240,7 +240,7 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     """
 
     async def ask(member: FleetMember) -> None:
-        member.pace.requests = 0
+        member.times.requests = 0
         if await call(member, "probe", member.control.version(), timeout_s) != member.held:
             member.held = None
         if member.held is None:
