@@ -21,8 +21,9 @@ CHECK_S, CHECKS = 60.0, 3
 NOBODY = "65534"
 FIRST_SIGNAL = 128  # an exit code above it is that of a process which a signal ended, as shells have it
 SHARED_MEMORY_BYTES = 16 << 20  # /dev/shm, where semaphores are
-OWN_BYTES = 64 << 20  # of memory, for the first process and the kernel's own
-OWN_PROCESSES = 8  # bwrap, and what leads to it
+# Memory of the first process and of the kernel for it; processes of bwrap and of what starts it.
+OWN_BYTES = 64 << 20
+OWN_PROCESSES = 8
 PYTHON = os.path.realpath(sys.executable)
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 FIRST_PROCESS = Path(__file__).with_name("inside.py")

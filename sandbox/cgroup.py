@@ -16,7 +16,8 @@ from typing import NamedTuple
 log = logging.getLogger("rl_async.sandbox")
 
 NAME = "rl-async"
-GONE_S = 5.0  # within which the kernel has ended the processes of a sandbox whose first one has ended
+# The kernel has so long to end the processes of a sandbox whose first one has ended.
+GONE_S = 5.0
 
 
 class Version(NamedTuple):
@@ -101,7 +102,8 @@ def find_place() -> Place | None:
         if _works(place):
             for left in place.folder.glob(f"{NAME}-*-*"):
                 if not Path("/proc", left.name.split("-")[2]).exists():
-                    with contextlib.suppress(OSError):  # another one removed it, or it has processes after all
+                    # Another opener may have removed it, or it has processes after all.
+                    with contextlib.suppress(OSError):
                         left.rmdir()
             return place
     return None

@@ -280,7 +280,8 @@ def _first_to_be_killed() -> None:
     Its file belongs to the user only while it is dumpable; becoming the program makes it so again.
     """
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # a container may forbid it
+    # A container may forbid it.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 

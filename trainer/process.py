@@ -271,7 +271,8 @@ def _meeting(config: RunConfig, host: str) -> Path | None:
         return None
     try:
         require_private(Path(file).parent)
-    except UserError as error:  # the user set the variable to a file elsewhere
+    # The user may have set the variable to a file elsewhere.
+    except UserError as error:
         log.warning("engines meet the trainer at a port: %s", error)
         return None
     return Path(file).parent

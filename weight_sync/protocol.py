@@ -31,7 +31,8 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: TransportName
     master_address: str = ""
     master_port: Port = 0
-    store: str = ""  # path of a file that only the user of both sides can open, on one machine
+    # The path of a file that only the user of both sides can open, on one machine.
+    store: str = ""
     rank_offset: Count = 0  # rank of this engine's first worker; the others have the following ones
     world_size: Count = 0
     timeout_s: Seconds = 0.0  # of the rendezvous and of each transfer

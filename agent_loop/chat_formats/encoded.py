@@ -15,8 +15,9 @@ from rl_async.agent_loop.chat_formats.format import Answer, Message, Settled, To
 from rl_async.template_tokens import TemplateTokens, encode, ending
 
 CACHE_BYTES = 64 << 20
-WATCHED = 20  # first conversations that a template prints, after which it is taken to end
-WATCHED_BYTES = 10_000  # of a conversation: a long one takes its time, and an endless template prints short ones, too
+# A template is watched while it prints so many conversations; after them it is taken to end. A longer conversation than
+# this takes its time, and an endless template prints short ones, too.
+WATCHED, WATCHED_BYTES = 20, 10_000
 _MARK = "reasoningmark"  # stands for the reasoning of a turn
 TOOL = {
     "type": "function",

@@ -228,7 +228,8 @@ class _Place(NamedTuple):
     sample: int
     tools: Sequence[CallableTool]
     of_servers: Mapping[str, CallableTool]  # those among the tools
-    begun: list[Episode]  # conversations that have begun
+    # The episode's conversations, each from its beginning on.
+    begun: list[Episode]
 
 
 class _Played(NamedTuple):

@@ -281,7 +281,8 @@ class GatewayEpisode:
 
     async def _prompt(self, request: ChatRequest, bare: str | list[int] | None, limit: int) -> Prompt:
         try:
-            if len(request.messages) > limit:  # every message is printed as some token
+            # Every message is printed as some token.
+            if len(request.messages) > limit:
                 raise TooLong(len(request.messages))
             if bare is not None:
                 prompt = await off_loop(len(bare), self._recorder.bare, bare)

@@ -15,8 +15,9 @@ from rl_async.errors import ConfigError
 _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _REMOVAL = re.compile(r"~([A-Za-z_][\w.-]*)(=.*)?", re.DOTALL)
 _CONFIG_NAME = re.compile(r"--config-name[= ]([\w.-]+)")
-_SHELL = re.compile(r"[|&;<>]|\d*>.*|\|\||&&")  # ends a command, or redirects its output
-_ARGUMENTS = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\]\})")  # none or several words
+# What ends a command of a shell or redirects its output, and what stands for none or several words.
+_SHELL = re.compile(r"[|&;<>]|\d*>.*|\|\||&&")
+_ARGUMENTS = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\]\})")
 _NEGATIVE = re.compile(r"-[\d.]")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _UNSET = re.compile(r"\$[A-Za-z_]")

@@ -123,7 +123,8 @@ def write(file: Path, more: list[str]) -> str:
         t.notes.append(f"--config-name={base}: the values of that file are not read; give those that matter as a.b=c")
     if "megatron" in base:
         t.given.setdefault(f"{ACTOR}.strategy", "megatron")
-    if t.given.get(f"{ACTOR}.strategy") == "megatron":  # which recomputes by settings of its own
+    # Megatron recomputes activations by settings of its own.
+    if t.given.get(f"{ACTOR}.strategy") == "megatron":
         t.given.setdefault(f"{MODEL}.enable_gradient_checkpointing", False)
     t.translate(KEYS)
     if t.take(f"{ROLLOUT}.name") not in (None, "???"):

@@ -90,7 +90,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     evaluated: bool = False  # it was to evaluate only (`rl-async eval`), and did
     evaluated_in_part: bool = False  # it was to, and ended before all episodes were complete
     usual_step_s: float | None = None  # median of the last steps
-    slowdown: str = ""  # how much slower these are than earlier ones, if they are much slower
+    # How much slower these are than earlier ones, if they are much slower.
+    slowdown: str = ""
     disk_free: int = 1 << 40  # bytes, of the run's folder
     shm_free: int = 1 << 40  # bytes, of /dev/shm
     trouble: tuple[str, ...] = ()  # what could not be observed, and why

@@ -106,7 +106,8 @@ class Origin(msgspec.Struct, frozen=True):
     """What a warm start made a model from, as a file in the model's folder says."""
 
     fingerprint: str
-    demos: str | None = None  # hash of the demonstrations, which early versions did not record
+    # A hash of the demonstrations, which early versions did not record.
+    demos: str | None = None
 
     def differs(self, now: "Origin") -> str:
         """Say what is another by ``now``; empty if nothing is, or nothing can be compared."""

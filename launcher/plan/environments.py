@@ -23,7 +23,8 @@ from rl_async.transfer_queue.data.task_stream import first_task
 
 SLACK_S = 60.0  # beside the environment's own deadlines: imports
 CALLS = 4  # that have a deadline: its preparation, its making, reset and close
-PLAYER_S = 180.0  # importing verifiers from a slow disk takes a minute
+# Importing verifiers from a slow disk takes a minute.
+PLAYER_S = 180.0
 NEEDS_POLICY = "simulated_user"  # which may be played by the policy, and otherwise is a server of its own
 
 

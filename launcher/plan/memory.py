@@ -23,7 +23,8 @@ LOGITS_CHUNK = 1 << 23  # logits in memory at once; 8 times as many on a GPU, wh
 HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_BYTES = 1 << 30  # of a GPU, for any process that uses it: driver, libraries' workspaces, collectives
-BATCH_BYTES = 240  # of a token of a step's batch, on each rank's host, at most (``benchmarks.batches``)
+# A token of a step's batch takes at most so many bytes of each rank's host (``benchmarks.batches``).
+BATCH_BYTES = 240
 PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedded one's; vLLM's are fewer)
 
 

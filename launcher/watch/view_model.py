@@ -63,7 +63,7 @@ class Speeds:
         self._every, self._passed = 1, 0
 
     def add(self, step: Kept) -> None:
-        """Add the next step."""
+        """Take in the next step; the oldest of the newest ones becomes an earlier one."""
         for name, column in self._newest.items():
             column.append(getattr(step, name))
             if len(column) > NEWEST:

@@ -82,7 +82,8 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
 
 # Why a call is malformed: it never ends, is no JSON, names no function, has no object as arguments, or another shape.
 CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_structure"]
-TIMEOUT = "timeout"  # the finish reason of an episode that ran out of time
+# The finish reason of an episode that ran out of time.
+TIMEOUT = "timeout"
 CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
 
 

@@ -11,7 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-PART = 1 << 18  # padded positions that ``by_rows`` gives a function at once, unless a single row is longer
+# ``by_rows`` gives a function at most so many padded positions at once, unless a single row is longer.
+PART = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from rl_async.messages import TIMEOUT, TrajectoryHeader
 
 EPSILON = 1e-8
 RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
-CUT_OFF = ("length", TIMEOUT)  # finish reasons of trajectories that reached a limit on tokens or time
-LIMITS = (*CUT_OFF, "max_turns")  # finish reasons of trajectories that a limit cut
+# Finish reasons of trajectories that reached a limit on tokens or time, and of all that a limit cut.
+CUT_OFF = ("length", TIMEOUT)
+LIMITS = (*CUT_OFF, "max_turns")
 BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
 
 

@@ -22,7 +22,8 @@ from rl_async.files import append_lines, replace_file
 log = logging.getLogger("rl_async.trackers")
 Metrics = Mapping[str, float]
 
-_RUN_ID = "run_id"  # a file in a tracker's folder
+# The file in a tracker's folder that has the tracker's id of the run.
+_RUN_ID = "run_id"
 CONSOLE_METRICS = ("reward/mean", "staleness/max", "time/step_s", "loss/grad_norm", "eval/step", "eval/reward")
 
 

@@ -13,7 +13,8 @@ from rl_async.messages.codec import Frame
 from rl_async.transfer_queue.state.transitions import Transition
 
 JOURNAL_SCHEMA = 5  # raise it when an older process would misread a transition or a dump of the store
-CHECKED = 1 << 16  # beside JOURNAL_SCHEMA, in the version of a journal whose records have checksums
+# Stands beside JOURNAL_SCHEMA in the version of a journal whose records have checksums.
+CHECKED = 1 << 16
 
 _encode = msgspec.msgpack.Encoder().encode
 

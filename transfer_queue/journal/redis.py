@@ -67,11 +67,17 @@ class _Dump(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     schema: int
     run_id: str
-    checksum: bytes = b""  # of the two; journals of before have none
+    # Of the two; journals of earlier versions have none.
+    checksum: bytes = b""
 
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _sealed(name: str, body: bytes) -> bytes:
+    """Return a value with its checksum, which covers the name of the value, too."""
+    return digest(name, body) + body
 
 
 class RedisJournal:
@@ -190,10 +196,6 @@ class RedisJournal:
                 f"{self._owner_s:.0f} s; this one ends, nothing that was acknowledged is lost"
             )
 
-    def _sealed(self, name: str, body: bytes) -> bytes:
-        """Return a value with its checksum, which covers what it is the value of."""
-        return digest(name, body) + body
-
     def _opened(self, name: str, value: bytes) -> bytes:
         """Return the body of a sealed value. Raises JournalError naming it if it is not what was written."""
         body = value[_DIGEST_BYTES:]
@@ -294,7 +296,7 @@ class RedisJournal:
         place = samples[sample] = _PayloadPlace(key, lengths, list(map(xxh3_64_intdigest, rows)))
         self._payloads[place.key] = b"".join(rows)
         field = f"{group}:{sample}"
-        self._placed[field] = self._sealed(f"places {field}", _encode(place))
+        self._placed[field] = _sealed(f"places {field}", _encode(place))
 
     def has(self, group: int, sample: int) -> bool:
         """Whether the journal holds rows of this sample."""
@@ -338,7 +340,7 @@ class RedisJournal:
     def _write(self) -> int:
         entries = list[str | bytes]()
         for number, (kind, body) in enumerate(self._pending, self._seq + 1):
-            entries += [kind, self._sealed(f"transitions {number}", body)]
+            entries += [kind, _sealed(f"transitions {number}", body)]
         placed = [part for pair in self._placed.items() for part in pair]
         with self._redis.pipeline(transaction=False) as pipe:
             for key, body in self._payloads.items():
@@ -364,7 +366,7 @@ class RedisJournal:
 
     def compact(self, dump: bytes) -> None:
         """Replace the entries of the stream by the dump."""
-        body = self._sealed("dump", _encode(_Dump(self._seq, dump)))
+        body = _sealed("dump", _encode(_Dump(self._seq, dump)))
         self._checked(self._try(self._script, scripts.COMPACT, ["transitions", "dump"], self._seq, body))
         self._log = self._log_bytes = 0
         self._dump_bytes = len(dump)

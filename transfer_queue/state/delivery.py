@@ -26,8 +26,10 @@ from rl_async.transfer_queue.state.tasks import Tasks
 
 _WHOLE = (State.READY, State.RESERVED)
 Headers = Sequence[m.TrajectoryHeader]  # of the rows of one sample
-LAST = " times; last: "  # in a dead letter, before the error of its last attempt
-CLASS = re.compile(r"([A-Za-z_]\w{0,63}): ")  # of an error, as workers report it
+# Stands in a dead letter before the error of its last attempt.
+LAST = " times; last: "
+# The class of an error, as workers report it. So many causes are counted by name.
+CLASS = re.compile(r"([A-Za-z_]\w{0,63}): ")
 MOST_CAUSES = 32
 NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
 

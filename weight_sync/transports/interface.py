@@ -73,7 +73,8 @@ class SenderSetup(NamedTuple):
     host: str  # address of this process as engines reach it
     folder: Path  # disk: parent of the sender's own folder
     bucket_bytes: int  # size of the largest bucket, if that is known
-    stores: Path | None = None  # where files are made by which engines on this machine meet the sender
+    # The folder of files in which engines on this machine meet the sender.
+    stores: Path | None = None
 
 
 class Transport(NamedTuple):

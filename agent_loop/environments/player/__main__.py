@@ -24,8 +24,10 @@ from rl_async.process.role import add_run, role_parser, run_role
 from rl_async.process.signals import heeded
 
 MODULE = "rl_async.agent_loop.environments.player.verifiers"
-PREFIX = "verifiers:"  # of agent.environment
-GRACE_S = 10.0  # for the player to release what its environment holds
+# How agent.environment begins.
+PREFIX = "verifiers:"
+# The player has so long to release what its environment holds.
+GRACE_S = 10.0
 
 
 def settings(config: RunConfig, **more: object) -> bytes:
@@ -61,7 +63,8 @@ def main() -> int:
 async def _keep(given: argparse.Namespace) -> int:
     """Start the player and wait for its end. Asked to end by a signal, it lets the player end first, for GRACE_S."""
     config = load_resolved(given.run / "config.yaml")
-    folder = Path(tempfile.gettempdir()) / f"rl-async-player-{secrets.token_hex(8)}"  # the guard's
+    # The guard makes this folder, and removes it.
+    folder = Path(tempfile.gettempdir()) / f"rl-async-player-{secrets.token_hex(8)}"
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder)],
         *command(config),

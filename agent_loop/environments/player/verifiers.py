@@ -37,13 +37,17 @@ log = logging.getLogger("rl_async.player")
 
 # verifiers withholds variables with API_KEY in their names from the programs that it starts.
 KEY = "RL_ASYNC_RELAY_API_KEY"
-SESSION = "X-Session-ID"  # verifiers sends the trace's id in this header of every request
+# verifiers sends the trace's id in this header of every request.
+SESSION = "X-Session-ID"
 # Headers of one connection, and the encoding, which aiohttp undoes.
 HOP = frozenset({"host", "content-length", "content-encoding", "transfer-encoding", "connection"})
 KEYS = frozenset({"authorization", "x-api-key"})
-WAIT_S = 2.0  # of one question for an episode: a request to end takes effect behind it
-POLICYS = {"HarnessError": None, "ProviderError": (400, 413)}  # errors, with the statuses of a refused request
-LAST_WORDS = 2000  # characters of an error that are recorded
+# One question for an episode lasts so long, and a request to end takes effect behind it.
+WAIT_S = 2.0
+# Errors that may be the policy's doing, with the statuses of a refused request.
+POLICYS = {"HarnessError": None, "ProviderError": (400, 413)}
+# So many characters of an error are recorded.
+LAST_WORDS = 2000
 
 
 class Result(NamedTuple):
@@ -116,7 +120,7 @@ class Relay:
         self._traces[trace.id] = trace, episode
 
     def forget(self, traces: list[Any]) -> None:
-        """Forget traces that are over."""
+        """Pass on nothing more of traces that are over."""
         for trace in traces:
             self._traces.pop(trace.id, None)
 

@@ -13,7 +13,8 @@ from rl_async.errors import RequestRefused
 log = logging.getLogger("rl_async.gateway")
 
 COUNTED = 1000  # pairs of client and field; clients choose both names
-MOST_FIELDS = 256  # of a request; clients choose their names, and each is looked up
+# A request may have so many fields: clients choose their names, and each is looked up.
+MOST_FIELDS = 256
 SHOWN = 80  # characters of a name or value in logs and refusals
 
 

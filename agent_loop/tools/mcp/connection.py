@@ -30,9 +30,11 @@ log = logging.getLogger("rl_async.agent_loop")
 
 MARK = "RL_ASYNC_MCP_FOLDER"  # a variable of a server and of what it starts, of another value in each session
 MOST_LISTED = 1000  # tools that a server may name, before agent.mcp[].allow
-MOST_VALUES = 10_000  # JSON values of a message; the SDK and its checks take some 20 µs of the event loop for each
-MOST_VALUES_LISTED = 200_000  # the same while tools are listed, before the first episode
-CLOSE_S = 10.0  # a command has 2 s to end by itself and 2 s more after SIGTERM
+# A message may have so many JSON values, each of which takes the SDK and its checks some 20 µs of the event loop, and
+# more while tools are listed, before the first episode.
+MOST_VALUES, MOST_VALUES_LISTED = 10_000, 200_000
+# A command has 2 s to end by itself and 2 s more after SIGTERM.
+CLOSE_S = 10.0
 GONE = (401, 403, 404, 410)  # HTTP statuses with which a session is over
 WE = Implementation(name="rl-async", version="0")
 
@@ -168,7 +170,8 @@ class SdkConnection:
         if config.url:
             hooks = {"response": [self._answered]}
             timeout = httpx2.Timeout(config.start_timeout_s, read=None)  # calls have deadlines of their own
-            headers = self._server.headers | {"accept-encoding": "identity"}  # what is compressed cannot be measured
+            # A compressed answer cannot be measured.
+            headers = self._server.headers | {"accept-encoding": "identity"}
             async with httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http:
                 yield streamable_http_client(config.url, http_client=http, max_sse_event_size=MOST_BYTES)
             return
@@ -188,7 +191,8 @@ class SdkConnection:
 
     async def _answered(self, response: httpx2.Response) -> None:
         """Notice answers that end a session: an expired one, say, or a proxy whose server is gone. Bound the others."""
-        response.headers.pop("content-encoding", None)  # compressed against our wish, it is not JSON
+        # An answer that is compressed against our wish is read as it is, which is no JSON.
+        response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
         response.stream = BoundedBody(response, self._measure)
         over = response.status_code in GONE or response.status_code >= 500

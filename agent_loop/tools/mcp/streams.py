@@ -20,11 +20,14 @@ from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_a
 
 log = logging.getLogger("rl_async.agent_loop")
 
-MOST_BYTES = 16 << 20  # of a message
-MOST_SKIPPED = 4 * MOST_BYTES  # of a refused line, after which the session ends
+# A message may have so many bytes. Of a longer line so many are skipped before the session ends.
+MOST_BYTES = 16 << 20
+MOST_SKIPPED = 4 * MOST_BYTES
 PIECE = 1 << 16
-ID_BYTES = 1 << 10  # at either end of a refused line, where its id is looked for
-STOP_S = 2.0  # within which a server ends by itself once its input is closed, and then after SIGTERM
+# The id of a refused line is looked for at both of its ends.
+ID_BYTES = 1 << 10
+# A server has so long to end by itself once its input is closed, and as long again after SIGTERM.
+STOP_S = 2.0
 _ID = re.compile(rb'"id"\s*:\s*(?:(\d{1,18})|"([^"\\]{1,100})")')
 _GONE = (anyio.ClosedResourceError, anyio.BrokenResourceError)
 
@@ -70,7 +73,8 @@ class BoundedBody(httpx2.AsyncByteStream):
     """The body of an answer over HTTP: one message, or server-sent events of a message each."""
 
     def __init__(self, response: httpx2.Response, new: Callable[[], Measure]) -> None:
-        assert isinstance(response.stream, httpx2.AsyncByteStream)  # of an AsyncClient
+        # Answers come from an AsyncClient.
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
         self._body, self._new = response.stream, new
         self._events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
 
@@ -96,7 +100,7 @@ class BoundedBody(httpx2.AsyncByteStream):
             yield data
 
     async def aclose(self) -> None:
-        """Close the connection's stream."""
+        """Close the stream of the connection, which then takes the next request."""
         await self._body.aclose()
 
 
