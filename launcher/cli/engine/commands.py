@@ -54,10 +54,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.engine.membership import list_engines, table
     from rl_async.launcher.doctor.observe import observe_engines
-    from rl_async.launcher.supervise.roster import read_roster
+    from rl_async.launcher.supervise.roster import FILE, read_roster
 
     engines = list_engines(arguments.run)
-    print(table(engines, observe_engines(arguments.run, engines.engines), read_roster(arguments.run)))
+    # A run whose roles were started by hand has no launcher that lists its processes.
+    processes = read_roster(arguments.run) if (arguments.run / FILE).exists() else []
+    print(table(engines, observe_engines(arguments.run, engines.engines), processes))
     return 0
 
 
