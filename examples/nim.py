@@ -1,7 +1,7 @@
 """Nim of TextArena for two players, both played by one tiny model: its tasks, and games of random moves as
 demonstrations. docs/how-to/environments.md#environments-of-other-projects.
 
-    scripts/install_environments                     # TextArena, on top of .venv
+    scripts/install environments                     # TextArena, on top of .venv
     .venv-environments/bin/python examples/nim.py
     .venv-environments/bin/python -m rl_async.launcher.cli launch --mode disaggregated --config examples/nim.yaml
 """

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=PRESETS, default=["sums"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python with vLLM (scripts/install_vllm_cpu)")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python with vLLM (scripts/install vllm)")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("real_seeds.png"))
     parser.add_argument("override", nargs="*", help="more a.b=c overrides")

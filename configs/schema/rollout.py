@@ -178,7 +178,7 @@ class RolloutConfig(Config, frozen=True):
     ] = "none"
     python: Annotated[
         str,
-        doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install_vllm_cpu); empty: this one."),
+        doc("Python with vLLM or SGLang, and rl-async beside it (scripts/install vllm); empty: this one."),
     ] = ""
     engine_args: Annotated[tuple[str, ...], doc("Further command-line flags for vLLM or SGLang.")] = ()
     cache_bytes: Annotated[

@@ -1,6 +1,6 @@
 """Builds the documentation site into build/site: the pages of docs/ and those generated from the code.
 
-    scripts/build_docs [--out FOLDER]
+    python docs/site/build.py [--out FOLDER]
 
 Pages are copied to a temporary folder, the generated ones are written beside them, and Zensical builds the whole
 strictly: a link to a page or heading that does not exist ends the build. Formulas then become MathML, which browsers

@@ -1,6 +1,6 @@
 """vLLM plugin with our weight transport: ``register`` is an entry point of the group ``vllm.general_plugins``.
 
-rl-async is installed beside vLLM (scripts/install_vllm_cpu), which calls ``register`` in each of its processes. Start
+rl-async is installed beside vLLM (scripts/install vllm), which calls ``register`` in each of its processes. Start
 vLLM with ``--weight-transfer-config '{"backend": "rl_async"}'``, as ``__main__.py`` does.
 """
 

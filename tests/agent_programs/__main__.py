@@ -1,4 +1,4 @@
-"""Plays and trains episodes with agent programs as they are shipped: see ``scripts/try_agent_programs -h``.
+"""Plays and trains episodes with agent programs as they are shipped: see ``python -m tests.agent_programs -h``.
 
 For each client: it is installed into a folder of its own, a tiny model learns to call one of its tools, a run is
 launched, `rl-async play` plays its episodes with the client, confined to its workspace and the gateway, both steps are
@@ -23,7 +23,7 @@ from tests.agent_programs.trial import Found, TrialFailed, run_trial
 
 def main() -> int:
     """Try the clients; the exit code is 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="scripts/try_agent_programs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.agent_programs", description=__doc__)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--folder", type=Path, required=True, help="for clients, models and runs; kept")
     parser.add_argument("--model", type=Path, help="a model that learns what to say, instead of a tiny one")

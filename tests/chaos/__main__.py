@@ -1,5 +1,5 @@
 """Kills, freezes and slows engines at every phase of a sync and of a request, in real runs: see
-``scripts/chaos_engines -h``.
+``python -m tests.chaos -h``.
 
 A round is one fault in one engine. Runs go on until every round's fault has struck; each must end well, with no group
 lost or trained twice (``rl-async audit``) and no sync longer than twice its deadline. The runs are on-policy, so that
@@ -165,7 +165,7 @@ def main() -> int:
     """Runs until all rounds have struck; the exit code."""
     if sys.argv[1:2] == ["--as-launcher"]:
         return launch(Path(sys.argv[2]), sys.argv[3:])
-    parser = argparse.ArgumentParser(prog="scripts/chaos_engines", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="faults in all (default: 5)")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--python", default="", help="for vLLM: its Python, as rollout.python")

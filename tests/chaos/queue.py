@@ -1,4 +1,4 @@
-"""Kills the queue's process, a worker or the trainer at random moments, round after round: scripts/chaos_queue -h.
+"""Kills the queue's process, a worker or the trainer at random moments, round after round.
 
 Real processes over real sockets, without a model. Each writes down what it was told before it goes on; after every
 round these files must agree: nothing acknowledged lost, nothing trained twice, no token older than the bound.
@@ -146,7 +146,7 @@ def prepare(run: Path, queue: QueueConfig) -> None:
 
 def main() -> int:
     """Round after round; the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/chaos_queue", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.queue", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="kills in all (default: 10)")
     parser.add_argument("--journal", choices=("sqlite", "redis", "memory"), default="sqlite")
     parser.add_argument("--redis-url", default="redis://127.0.0.1:6379/0")

@@ -1,4 +1,4 @@
-"""Strikes whole runs at random moments, on every role, the launcher and Redis included: see ``scripts/chaos_run -h``.
+"""Strikes whole runs at random moments, on every role, the launcher and Redis included.
 
 A run has two engines, two agent workers or a gateway with an agent program, two trainer ranks, two payload shards and
 a queue that journals to a Redis server; half of the runs have a network namespace for each process. Processes are
@@ -126,7 +126,7 @@ def all_runs(
 
 def main() -> int:
     """Run until all rounds have struck; return the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/chaos_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="faults in all (default: 20)")
     parser.add_argument("--steps", type=int, default=EXPECTED.steps, metavar="N", help="trainer steps of each run")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="only these")

@@ -1,4 +1,4 @@
-"""Kills a random rank of a two-rank trainer at random moments, round after round: see ``scripts/chaos_trainer -h``.
+"""Kills a random rank of a two-rank trainer at random moments, round after round.
 
 Real processes train on recorded trajectories, with a checkpoint after every step, so that most kills strike one that is
 being written. After a kill both ranks start again with ``--resume``. In the end the groups that were trained, in their
@@ -111,7 +111,7 @@ def compare(undisturbed: Path, disturbed: Path, steps: int) -> int:
 
 def main() -> int:
     """Round after round; the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/chaos_trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.trainer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="kills in all (default: 3)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

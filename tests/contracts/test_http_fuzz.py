@@ -1,4 +1,4 @@
-"""Hostile requests harm no HTTP server of a run; ``scripts/fuzz_http`` sends many more of them."""
+"""Hostile requests harm no HTTP server of a run; ``python -m tests.fuzz.http`` sends many more of them."""
 
 import random
 from collections.abc import Iterator

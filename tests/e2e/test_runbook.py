@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 def test_every_item_runs_on_the_cpu(tmp_path: Path) -> None:
     if not (ROOT / ".venv-vllm" / "bin" / "python").is_file():
-        pytest.skip("vLLM is not here; install it with scripts/install_vllm_cpu")
+        pytest.skip("vLLM is not here; install it with scripts/install vllm")
     if find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     command = [sys.executable, "-m", "benchmarks.runbook", "--rehearse", "--json", str(tmp_path / "found.json")]

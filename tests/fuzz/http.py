@@ -3,7 +3,7 @@
 Whatever is sent: no status from 500 but 503, no traceback in an answer or in the log, an error is JSON in the client's
 format, no secret is echoed or logged, a stranger changes nothing, memory does not grow, and a valid client then gets
 what it got before.
-    scripts/fuzz_http [--requests N] [--seed N] [--server NAME]
+    python -m tests.fuzz.http [--requests N] [--seed N] [--server NAME]
 """
 
 import argparse
@@ -149,7 +149,7 @@ def total(fuzzers: Sequence[Fuzzer]) -> int:
 
 def main() -> int:
     """Attack the servers; the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz_http", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.http", description=__doc__)
     parser.add_argument("--requests", type=int, default=5000, metavar="N", help="in all (default: 5000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--server", default="", help="only the one whose name begins so")

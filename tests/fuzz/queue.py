@@ -2,7 +2,7 @@
 
 No exception but ProtocolError, no hang, no growth of memory; nobody changes what his key's role or a trainer's lineage
 does not allow, the journal leads to the state, and a healthy client beside it is never harmed.
-    scripts/fuzz_queue [--frames N | --minutes M] [--seed N]
+    python -m tests.fuzz.queue [--frames N | --minutes M] [--seed N]
 """
 
 import argparse
@@ -140,7 +140,7 @@ def _received(socket: Any) -> Iterator[str]:
 
 def main() -> int:
     """Both parts in turn until there were enough messages, or the time is over; the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz_queue", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.queue", description=__doc__)
     parser.add_argument("--frames", type=int, default=0, metavar="N", help="messages in all")
     parser.add_argument("--minutes", type=float, default=1.0, metavar="M", help="unless --frames is given (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")

@@ -1,4 +1,4 @@
-"""Kills what agents are made of at random moments of real runs: see ``scripts/chaos_agents -h``.
+"""Kills what agents are made of at random moments of real runs: see ``python -m tests.chaos.agents -h``.
 
 A round is one SIGKILL: of an agent worker, an MCP server, an environment host or the guard of either, what a host had
 started, a sandbox or a program in it, an agent program or its keeper, ``rl-async play``, or a gateway. The kinds of
@@ -162,7 +162,7 @@ def all_runs(home: Path, to_strike: dict[str, list[str]], steps: int, rng: rando
 
 def main() -> int:
     """Run until all rounds have struck; return the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/chaos_agents", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.agents", description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, metavar="N", help="kills in all (default: 12)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="trainer steps of each run (default: 60)")
     parser.add_argument("--kind", action="append", choices=KINDS, help="of runs; may be repeated (default: all)")

@@ -12,7 +12,7 @@ PYTHON = Path(os.environ.get(VARIABLE, ROOT / ".venv-environments/bin/python"))
 
 
 @pytest.mark.skipif(
-    not PYTHON.is_file(), reason=f"no environments to play; install some with scripts/install_environments ({VARIABLE})"
+    not PYTHON.is_file(), reason=f"no environments to play; install some with scripts/install environments ({VARIABLE})"
 )
 @pytest.mark.parametrize(
     "project", ["gymnasium", "textarena", "verifiers", "openenv", "verl", "pettingzoo", "reasoning_gym"]

@@ -1,4 +1,4 @@
-"""The confinement of `scripts/try_agent_programs`: its program reaches the gateway, and nothing else."""
+"""The confinement of `python -m tests.agent_programs`: its program reaches the gateway, and nothing else."""
 
 import http.server
 import json

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 VARIABLE = "RL_ASYNC_CLOUDS_PYTHON"
 PYTHON = Path(os.environ.get(VARIABLE, ROOT / ".venv-clouds/bin/python"))
 pytestmark = pytest.mark.skipif(
-    not PYTHON.is_file(), reason=f"no SkyPilot and dstack; install them with scripts/install_cloud_tools ({VARIABLE})"
+    not PYTHON.is_file(), reason=f"no SkyPilot and dstack; install them with scripts/install clouds ({VARIABLE})"
 )
 SKYPILOT = """
 import json, sys, sky, yaml

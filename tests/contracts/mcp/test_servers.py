@@ -1,4 +1,4 @@
-"""Tools of servers from the registries, as their authors ship them: `scripts/install_mcp_servers`."""
+"""Tools of servers from the registries, as their authors ship them: `scripts/install mcp`."""
 
 import json
 import os
@@ -21,10 +21,10 @@ SERVERS = Path(os.environ.get("RL_ASYNC_MCP_SERVERS", Path(__file__).parents[3] 
 PYTHON, NODE = SERVERS / "bin" / "python", SERVERS / "node_modules" / "@modelcontextprotocol"
 LONG_S = 60.0  # a deadline that no call here reaches
 
-from_pypi = pytest.mark.skipif(not PYTHON.exists(), reason="scripts/install_mcp_servers installs servers from PyPI")
+from_pypi = pytest.mark.skipif(not PYTHON.exists(), reason="scripts/install mcp installs servers from PyPI")
 from_npm = pytest.mark.skipif(
     not NODE.exists() or shutil.which("node") is None,
-    reason="node, then scripts/install_mcp_servers, installs servers from npm",
+    reason="node, then scripts/install mcp, installs servers from npm",
 )
 
 

@@ -98,5 +98,5 @@ def oracle_python() -> str:
     """A Python that has verl and TRL; skips the test if there is none."""
     python = os.environ.get(PYTHON) or str(ROOT / ".venv-oracles" / "bin" / "python")
     if not Path(python).is_file():
-        pytest.skip(f"verl and TRL are not here; install them with scripts/install_oracles, or set {PYTHON}")
+        pytest.skip(f"verl and TRL are not here; install them with scripts/install oracles, or set {PYTHON}")
     return python

@@ -1,4 +1,4 @@
-"""After a power cut, what was acknowledged is there. ``scripts/power_cuts`` tries many more cuts."""
+"""After a power cut, what was acknowledged is there. ``python -m tests.chaos.power`` tries many more cuts."""
 
 import random
 from pathlib import Path

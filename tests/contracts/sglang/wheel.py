@@ -1,6 +1,6 @@
 """Files of SGLang's wheel, imported as they are: its request and response structs, and its side of a weight update.
 
-``scripts/install_sglang_contract`` puts them into a folder. SGLang as a whole cannot be imported without CUDA, so that
+``scripts/install sglang`` puts them into a folder. SGLang as a whole cannot be imported without CUDA, so that
 its packages become empty ones and what these files merely mention is stubbed, each stub with its reason.
 """
 
@@ -32,9 +32,7 @@ def wheel_folder() -> Path:
     """Where the files are; skips the test if they are nowhere."""
     folder = Path(os.environ.get(FOLDER, DEFAULT))
     if not (folder / "sglang").is_dir():
-        pytest.skip(
-            f"SGLang's request classes are not here; install them with scripts/install_sglang_contract, or set {FOLDER}"
-        )
+        pytest.skip(f"SGLang's request classes are not here; install them with scripts/install sglang, or set {FOLDER}")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Some hundred schedules of the simulation; ``scripts/simulate_queue`` runs any number, and one again by its seed."""
+"""Some hundred schedules of the simulation; ``python -m tests.simulation`` runs any number."""
 
 from tests.simulation.schedules import simulate
 from tests.support.effort import examples
