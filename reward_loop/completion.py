@@ -3,6 +3,7 @@
 import msgspec
 
 from rl_async.reward_loop.api import ScorerFailed
+from rl_async.undecodable import UNDECODABLE
 
 
 class Message(msgspec.Struct):
@@ -35,7 +36,7 @@ def read_completion(raw: bytes, url: str) -> Completion:
     """Decode what ``url`` answered. Raises ScorerFailed if it is no completion or has no choice."""
     try:
         completion = msgspec.json.decode(raw, type=Completion)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ScorerFailed(f"{url} did not answer with a chat completion: {error}") from error
     if not completion.choices:
         raise ScorerFailed(f"{url} did not answer with a chat completion: it has no choices")

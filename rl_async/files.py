@@ -18,14 +18,13 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
 from rl_async.errors import UserError
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.files")
 
 # What reading JSON, perhaps compressed, raises where a bit was flipped or an end was lost.
-DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile)
+DAMAGE = (*UNDECODABLE, EOFError, zlib.error, gzip.BadGzipFile)
 GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
 
 _BLOCK = 1 << 16  # bytes

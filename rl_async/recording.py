@@ -16,6 +16,7 @@ import numpy as np
 from rl_async.errors import ConfigError, ProtocolError
 from rl_async.files import DAMAGE, make_durable_folder, written_whole
 from rl_async.messages import Explanation, Task, Trajectory
+from rl_async.undecodable import UNDECODABLE
 
 KEY = "rollout.replay"
 PARTIAL = "partial"  # in the name of an evaluation's file that lacks episodes
@@ -222,7 +223,7 @@ def _trained_rows(path: Path) -> Iterator[TrainedRow]:
     for number, line in enumerate(lines, start=1):
         try:
             yield msgspec.json.decode(line, type=TrainedRow)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ConfigError(f"{KEY}: {path}:{number}: {error}") from error
 
 

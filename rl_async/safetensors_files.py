@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.undecodable import UNDECODABLE
+
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes, as the format's own library has it
 
@@ -34,7 +36,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()}
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
     for name, tensor in tensors.items():
         start, end = tensor.data_offsets
@@ -50,7 +52,7 @@ def indexed_files(index: Path) -> list[str]:
     """
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"cannot read {index}: {error}") from error
     for name in names:
         if Path(name).name != name or name in ("", ".", ".."):

@@ -11,6 +11,7 @@ import msgspec
 from rl_async.errors import EngineError, EngineLost, EngineRejected, TrainerReplaced
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
+from rl_async.undecodable import UNDECODABLE
 
 KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
 HEALTH_S = 5.0
@@ -111,7 +112,7 @@ class EngineHttp:
         """Decode JSON as the struct ``kind``. Raises EngineLost if it does not fit."""
         try:
             return msgspec.json.decode(raw, type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNDECODABLE as error:
             raise EngineLost(f"{self.url}: the answer is not a valid {kind.__name__.strip('_')}: {error}") from error
 
     async def healthy(self) -> bool:

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 import msgspec
 
+from rl_async.undecodable import UNDECODABLE
+
 INSTALL = "pip install 'rl-async[json]'"
 PACKAGE = "llguidance"
 
@@ -59,10 +61,10 @@ def beyond_bounds(schema: str) -> str:
         return f"the schema has {size} bytes; at most {MAX_BYTES} are accepted"
     try:
         _Measured(msgspec.json.decode(schema))
-    except (ValueError, msgspec.DecodeError) as error:
-        return str(error)
     except RecursionError:
         return f"the schema is nested too deeply; at most {MAX_NESTING} levels are accepted"
+    except (*UNDECODABLE, ValueError) as error:
+        return str(error)
     return ""
 
 

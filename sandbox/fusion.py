@@ -19,6 +19,7 @@ import msgspec
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused, refuse_top
+from rl_async.undecodable import UNDECODABLE
 
 ATTEMPTS, PAUSE_S = 4, 0.5
 BUSY = (429, 502, 503, 504)
@@ -77,7 +78,7 @@ class SandboxFusion:
         try:
             with urllib.request.urlopen(post, timeout=CHECK_S) as answer:
                 response = msgspec.json.decode(answer.read(1 << 20), type=_Response)
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, *UNDECODABLE) as error:
             raise ConfigError(f"sandbox.url: {self._url} does not answer as Sandbox Fusion does: {error}") from error
         if response.run_result is None or response.run_result.stdout != "works\n":
             raise ConfigError(f"sandbox.url: {self._url} does not run bash: {response.status} {response.message:.200}")
@@ -137,7 +138,7 @@ class FusionWorkspace:
             if answer.status != 200:
                 raise SandboxLost(f"{self._url} answered {answer.status}: {raw[:200].decode(errors='replace')}")
             return msgspec.json.decode(raw, type=_Response)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE) as error:
             raise SandboxLost(f"{self._url}: {type(error).__name__} {error}".strip()) from error
 
     async def put(self, path: str, data: bytes) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
 from rl_async.tasks import outcomes
+from rl_async.undecodable import UNDECODABLE
 
 LENGTHS = struct.Struct(">II")
 GRACE_S = 30.0  # past the limit of a program, and for everything else
@@ -138,7 +139,7 @@ class ProcessWorkspace:
         except asyncio.CancelledError:
             self._end()
             raise
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError, SandboxLost) as error:
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, *UNDECODABLE, SandboxLost) as error:
             self._end()
             reason = str(error) if isinstance(error, SandboxLost) else f"{type(error).__name__} {error}".strip()
             raise SandboxLost(f"the sandbox is lost, and with it the workspace: {reason}") from error

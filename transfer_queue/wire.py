@@ -14,6 +14,7 @@ from rl_async.errors import AccessDenied, ProtocolError
 from rl_async.messages import Malformed, Refused, Reply, ReplyType, Request, RequestType
 from rl_async.messages.codec import Frame
 from rl_async.process.memory import no_collection
+from rl_async.undecodable import UNDECODABLE
 
 ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes
@@ -35,7 +36,6 @@ ROWS_LOST = "rows_lost"  # what was asked for went with a shard
 _COPY_BELOW = 1 << 16  # bytes of a frame; a smaller one's view would hold on to the whole receive buffer
 
 # Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
@@ -118,7 +118,7 @@ def decode_request(parts: Sequence[Any]) -> RequestMessage:
         raise ProtocolError(f"a request is an id of {ID_BYTES} bytes, a message and its payload")
     try:
         request = _requests.decode(body(parts[1]))
-    except _UNREADABLE as error:
+    except UNDECODABLE as error:
         raise ProtocolError(str(error)) from error
     return RequestMessage(bytes(parts[0]), request, [body(part) for part in parts[2:]])
 
@@ -130,7 +130,7 @@ def decode_reply(parts: Sequence[Any]) -> ReplyMessage:
     try:
         with no_collection():
             reply = _replies.decode(body(parts[1]))
-    except _UNREADABLE as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed reply of the transfer queue: {error}") from error
     return ReplyMessage(bytes(parts[0]), reply, [body(part) for part in parts[2:]])
 

@@ -29,6 +29,7 @@ from rl_async.agent_loop.chat_formats.format import (
 )
 from rl_async.agent_loop.chat_formats.render import nested
 from rl_async.messages import CallProblem
+from rl_async.undecodable import UNDECODABLE
 
 _TOKENS = ("start", "channel", "message", "end", "call", "return")
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")
@@ -273,7 +274,7 @@ def _call(recipient: str, part: _Part) -> ParsedCall:
     else:
         try:
             arguments = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, RecursionError):  # of which the latter: nested too deeply
+        except UNDECODABLE:
             problem = "bad_json"
     if problem is None and not name:
         problem = "no_name"

@@ -7,6 +7,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Message, ParsedCall, flat_calls
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 from rl_async.messages import CallProblem
+from rl_async.undecodable import UNDECODABLE
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -39,7 +40,7 @@ def read_object(raw: str) -> ParsedCall:
     """Read a call that is a JSON object with ``name`` and ``arguments``."""
     try:
         call = _DECODER.decode(raw)
-    except (msgspec.DecodeError, RecursionError):  # of which the latter: nested too deeply
+    except UNDECODABLE:
         return ParsedCall("", None, raw, _problem(raw))
     return ParsedCall(call.name, call.arguments, raw)
 
@@ -48,7 +49,7 @@ def _problem(raw: str) -> CallProblem:
     """Say what is wrong. The decoder of calls stops at the first wrong type, after which there may be anything."""
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return "bad_json"
     if not isinstance(value, dict):
         return "bad_structure"

@@ -14,6 +14,7 @@ from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall,
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START
 from rl_async.messages import CallProblem
+from rl_async.undecodable import UNDECODABLE
 
 END = ord("\n")  # of a line, which JSON itself never has
 TOKEN_CHARS = 4  # about as many as a token of most models has
@@ -183,6 +184,6 @@ def read_arguments(text: str) -> tuple[dict[str, object] | None, CallProblem | N
     an empty one."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return None, "bad_json"
     return (value, None) if isinstance(value, dict) else (None, "bad_arguments")

@@ -19,6 +19,7 @@ from rl_async.agent_loop.chat_formats.hermes import read_object
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
 from rl_async.messages import CallProblem
+from rl_async.undecodable import UNDECODABLE
 
 CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\]([^\[{]*))?(?:\[ARGS\])?(.*)", re.DOTALL)
@@ -117,7 +118,7 @@ def parse(text: str) -> list[ParsedCall]:
 def _listed(body: str) -> list[ParsedCall]:
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):  # of which the latter: nested too deeply
+    except UNDECODABLE:
         return [ParsedCall("", None, body, "bad_json" if body.endswith("]") else "unclosed")]
     calls = []
     for value in found:
@@ -135,7 +136,7 @@ def _named(body: str) -> ParsedCall:
     arguments: Any = None
     try:
         arguments = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         problem = "bad_json" if raw.endswith("}") else "unclosed"
     if problem is None and not name:
         problem = "no_name"

@@ -12,6 +12,7 @@ from rl_async.errors import DataError
 from rl_async.transfer_queue.data.chat_messages import for_templates, refuse_media, to_messages
 from rl_async.transfer_queue.data.dataset import ParquetRows, filled_lines, json_row
 from rl_async.transfer_queue.data.templates import fill
+from rl_async.undecodable import UNDECODABLE
 
 Message = dict[str, Any]
 
@@ -110,7 +111,7 @@ def _tools(value: Any, place: str) -> list[dict[str, Any]]:
     if isinstance(value, str):  # as Parquet files tend to have it
         try:
             value = msgspec.json.decode(value)
-        except (ValueError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise DataError(f"{place}: tools are not JSON: {error}") from error
     if value is None:
         return []

@@ -13,6 +13,7 @@ from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import poster_of
 from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult
+from rl_async.undecodable import UNDECODABLE
 
 SECTION = "eval.endpoint"
 ATTEMPTS_TO_REACH = 4  # with pauses of 7 s in all, before it ever answered: more likely its address is wrong
@@ -81,7 +82,7 @@ class Endpoint:
     def _choice(self, raw: bytes) -> _Choice:
         try:
             choices = msgspec.json.decode(raw, type=_Completion).choices
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             shown = raw[:SHOWN].decode(errors="replace")
             raise EngineRejected(
                 f"{SECTION}: {self._poster.url} answered with no chat completion ({error}): {shown}"

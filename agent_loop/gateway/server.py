@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rl_async.agent_loop.gateway.dialects import anthropic, completions, openai
-from rl_async.agent_loop.gateway.dialects.chat import UNREADABLE, ChatRequest, Completion, unreadable
+from rl_async.agent_loop.gateway.dialects.chat import ChatRequest, Completion, unreadable
 from rl_async.agent_loop.gateway.dialects.completions import CompletionStream
 from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
 from rl_async.agent_loop.gateway.dialects.responses_answers import ResponseHead, ResponseStream
@@ -29,6 +29,7 @@ from rl_async.errors import RequestRefused
 from rl_async.offload import off_loop
 from rl_async.process.http_server import application, hang_up_if_late, read_body
 from rl_async.telemetry.exposition import metrics_text, text_response
+from rl_async.undecodable import UNDECODABLE
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
@@ -200,7 +201,7 @@ class GatewayServer:
         body = await self._bytes(request) or b"{}"
         try:
             return await off_loop(len(body), msgspec.json.decode, body, type=kind)
-        except UNREADABLE as error:
+        except UNDECODABLE as error:
             raise unreadable(error) from error
 
     async def _bytes(self, request: Request) -> bytes:

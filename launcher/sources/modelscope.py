@@ -19,6 +19,7 @@ import msgspec
 from rl_async.errors import ConfigError
 from rl_async.files import replace_file
 from rl_async.launcher.sources.hub import HubId, Kind, file_patterns
+from rl_async.undecodable import UNDECODABLE
 
 INSTALL = "python -m pip install 'rl-async[modelscope]'"
 BRANCH = "master"  # what the client takes where no revision is named
@@ -110,7 +111,7 @@ def _kept(root: Path, last: Path) -> Path | None:
         files = msgspec.json.decode(last.read_bytes(), type=list[Listed])
         folder = _folder(root, files)
         whole = all((folder / file.path).stat().st_size == file.size for file in files)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNDECODABLE):
         return None
     return folder if whole else None
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rl_async.launcher.folder.tail import LineTail
+from rl_async.undecodable import UNDECODABLE
 
 MOST_STEPS = 1 << 53  # numbers below are whole as floats, too
 Record = Mapping[str, float | None]
@@ -39,7 +40,7 @@ class StepRecords:
             self._count += 1
             try:
                 found.append(self._parsed(line))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (*UNDECODABLE, ValueError) as error:
                 self.problem = f"{self._path}, line {self._count}: {error}"
         return found
 

@@ -18,6 +18,7 @@ from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
 from rl_async.transfer_queue.state import book as state_book
+from rl_async.undecodable import UNDECODABLE
 
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"
@@ -323,7 +324,7 @@ def arguments_text(arguments: str) -> str:
     """Format the arguments of a tool call as ``name=value``, or as they are if they are no JSON object."""
     try:
         values = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return arguments
     if not isinstance(values, dict):
         return arguments

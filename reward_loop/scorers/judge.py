@@ -21,6 +21,7 @@ from rl_async.reward_loop.completion import read_completion
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
 from rl_async.tasks import outcomes
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.reward_loop")
 
@@ -122,7 +123,7 @@ class Judge:
             raise ScorerFailed(f"gave no verdict: {why:.200}")
         try:
             verdict = msgspec.json.decode(content, type=Verdict)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ScorerFailed(f"gave no verdict: {error} in {content!r:.200}") from error
         lowest, highest = self._config.lowest, self._config.highest
         if not lowest <= verdict.score <= highest:

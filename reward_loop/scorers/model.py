@@ -16,6 +16,7 @@ from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.render import ConversationEncoder, as_messages, load_tokenizer
+from rl_async.undecodable import UNDECODABLE
 
 ATTEMPTS = 12  # with these pauses they span more than a minute: a server that restarts is waited for
 BACKOFF_S = 0.25
@@ -67,7 +68,7 @@ class RewardModel:
         raw = await self._poster.post(_Classify(self._name, token_ids), {tracing.HEADER: above} if above else None)
         try:
             data = msgspec.json.decode(raw, type=_Classified).data
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ScorerFailed(f"{self._poster.url} did not answer with a classification: {error}") from error
         if len(data) != 1 or len(data[0].probs) != 1 or not math.isfinite(data[0].probs[0]):
             raise ScorerFailed(f"{self._poster.url} answered {data!r:.200}, not one number; has the model one label?")

@@ -22,6 +22,7 @@ from rl_async.offload import off_loop
 from rl_async.process.http_server import application, read_body
 from rl_async.reward_loop.server.batcher import Batcher
 from rl_async.telemetry.exposition import gauge, metrics_text, text_response
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.reward_model")
 
@@ -118,7 +119,7 @@ class Application:
         try:
             received = await read_body(request)
             body, rows = await off_loop(len(received), self._read, received)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (*UNDECODABLE, ValueError) as error:
             return _error(400, str(error))
         numbers = await self._batcher.score(rows)
         if not all(map(math.isfinite, numbers)):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import ProtocolError
+from rl_async.undecodable import UNDECODABLE
 
 T = TypeVar("T")
 Frame = bytes | memoryview
@@ -72,7 +73,7 @@ def decoder(kind: type[T]) -> Callable[[Frame], T]:
     def checked(frame: Frame) -> T:
         try:
             return decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NotImplementedError) as error:
+        except (*UNDECODABLE, NotImplementedError) as error:
             raise ProtocolError(f"malformed {kind.__name__}: {error}") from error
 
     return checked

@@ -6,6 +6,7 @@ import msgspec
 
 from rl_async.errors import UserError
 from rl_async.files import replace_file
+from rl_async.undecodable import UNDECODABLE
 
 FILE = "endpoints.json"
 
@@ -35,5 +36,5 @@ def read_endpoints(run: Path) -> Endpoints:
     """Read the addresses of the last start. Raises UserError if the run was never started."""
     try:
         return msgspec.json.decode((run / FILE).read_bytes(), type=Endpoints)
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise UserError(f"{run} is not the folder of a running run: {error}") from error

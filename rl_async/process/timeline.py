@@ -13,6 +13,8 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from rl_async.undecodable import UNDECODABLE
+
 MOST_BYTES = 1 << 20
 FOLDER = "timeline"
 OLDER = ".older"
@@ -80,7 +82,7 @@ class _Read(NamedTuple):
         file.seek(self.offset)
         whole, newline, _ = file.read().rpartition(b"\n")
         for line in whole.splitlines():
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(*UNDECODABLE):
                 self.entered.append(msgspec.json.decode(line, type=Entered))
         return _Read(self.offset + len(whole) + len(newline), self.entered)
 

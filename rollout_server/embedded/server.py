@@ -26,6 +26,7 @@ from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
 from rl_async.tasks import to_the_end
 from rl_async.telemetry.exposition import metrics_text, text_response
+from rl_async.undecodable import UNDECODABLE
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
 
@@ -83,7 +84,7 @@ class EngineServer:
         async def guarded(request: Request) -> Response:
             try:
                 return await handler(request)
-            except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+            except (*UNDECODABLE, ValueError) as error:
                 return _error(400, str(error))
             except WeightSyncError as error:
                 return _error(409, str(error))

@@ -20,6 +20,7 @@ from rl_async.trainer.checkpoints.manifest import FileDigest, digest
 from rl_async.trainer.checkpoints.shards import write_tensors, write_whole
 from rl_async.trainer.model.lora import NAMES
 from rl_async.trainer.model.pretrained import StoredWeights
+from rl_async.undecodable import UNDECODABLE
 from rl_async.weight_sync.buckets.adapters import add
 
 ADAPTER_FOLDER = "adapter"
@@ -85,7 +86,7 @@ def read_base(file: Path) -> Base:
     """Read ``base.json``. Raises CheckpointDamaged if it is malformed."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Base)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise CheckpointDamaged(f"{file}: {error}") from error
 
 

@@ -32,6 +32,7 @@ from rl_async.errors import CheckpointDamaged
 from rl_async.files import force_to_disk, make_durable_folder
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.manifest import MANIFEST, damage
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.checkpoint")
 
@@ -148,7 +149,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def _age(folder: Path) -> tuple[float, int]:
     try:
         lineage: float = read_state(folder).lineage
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         lineage = math.inf  # looked at first, and found damaged
     return lineage, _step_of(folder)
 
@@ -189,7 +190,7 @@ def damage_of(folder: Path) -> str | None:
     """Describe the damage of a checkpoint, naming the file; None if there is none, or if format 1 has no checksums."""
     try:
         state = read_state(folder)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         return f"{folder / 'state.json'}: {error}"
     if state.format > FORMAT:
         raise CheckpointDamaged(

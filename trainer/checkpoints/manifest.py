@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from rl_async.undecodable import UNDECODABLE
+
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**22
 
@@ -47,7 +49,7 @@ def damage(folder: Path) -> str | None:
     path = folder / MANIFEST
     try:
         digests = msgspec.json.decode(path.read_bytes(), type=dict[str, FileDigest])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         return f"{path}: {error}"
     for name, written in digests.items():
         if not (folder / name).is_file():

@@ -14,6 +14,7 @@ from rl_async.files import append_durably, append_lines, last_line, replace_file
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import TrainedRow
 from rl_async.transfer_queue.reports.ledger import newest_lineage
+from rl_async.undecodable import UNDECODABLE
 
 LINEAGE = "lineage"
 
@@ -102,7 +103,7 @@ def _written_lineage(run: Path) -> int | None:
 
 def _trained_lineage(path: Path) -> int:
     """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall; -1 without one."""
-    with suppress(msgspec.MsgspecError):
+    with suppress(*UNDECODABLE):
         return msgspec.json.decode(last_line(path), type=_OfLineage).lineage
     return -1
 

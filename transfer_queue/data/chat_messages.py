@@ -12,6 +12,7 @@ import msgspec
 
 from rl_async.errors import DataError
 from rl_async.transfer_queue.data.values import depth_problem, plain_value, short
+from rl_async.undecodable import UNDECODABLE
 
 Message = dict[str, Any]
 
@@ -116,7 +117,7 @@ def _arguments(value: Any, place: str) -> str:
         raise DataError(f"{place} must be a JSON object, got {short(value)}")
     try:
         found = msgspec.json.decode(value)
-    except (ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{place} are not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{place} must be a JSON object, got {short(value)}")

@@ -15,6 +15,7 @@ from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Task
 from rl_async.transfer_queue.data.chat_messages import refuse_media, to_messages
 from rl_async.transfer_queue.data.values import as_text, depth_problem, is_number, message_problem, short, without_nulls
+from rl_async.undecodable import UNDECODABLE
 
 GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
 _BATCH = 1024
@@ -172,7 +173,7 @@ def json_row(line: bytes, place: str) -> dict[str, Any]:
         row: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error}); convert the file, as `iconv -t UTF-8` does") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{place}: not a JSON object: {error}; write one on each line, as json.dumps does") from error
     if problem := depth_problem(row):
         raise DataError(f"{place}: {problem}")
@@ -299,7 +300,7 @@ def _sent(task: Task, place: str) -> Task:
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)
     # A type may have no encoding, and a text half a character.
-    except (TypeError, ValueError, OverflowError) as error:
+    except (*UNDECODABLE, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{place}: it cannot be sent: {error}") from error
 
 

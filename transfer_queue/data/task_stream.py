@@ -16,6 +16,7 @@ from rl_async.messages import Task
 from rl_async.transfer_queue.data.dataset import Rows, open_first_rows, open_rows, to_task
 from rl_async.transfer_queue.data.prompt_lengths import PromptLength, Schemas, prompt_length
 from rl_async.transfer_queue.data.templates import templated
+from rl_async.undecodable import UNDECODABLE
 
 NO_SCHEMAS: Schemas = {}
 FIRST_ROWS = 8  # of each file, that are read before a run starts
@@ -110,7 +111,7 @@ class TaskStream:
         """Continue from a cursor. Raises DataError if it was taken from other data sets."""
         try:
             found = msgspec.msgpack.decode(cursor, type=_Cursor)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise DataError(f"not a cursor of a task stream: {error}") from error
         rows = [len(source.rows) for source in self._sources]
         if found.rows != rows or len(found.drawn) != len(rows):

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
 from rl_async.errors import JournalError
 from rl_async.transfer_queue.journal.interface import Journal
 from rl_async.transfer_queue.reports.ledger import Ledger
 from rl_async.transfer_queue.state.store import Store
 from rl_async.transfer_queue.state.transitions import Transition
+from rl_async.undecodable import UNDECODABLE
 
 SLOWEST_OF_S = 60.0
 
@@ -37,7 +36,7 @@ def recover(
     try:
         recorded = _of_this_run(dump, transitions, known, journal.run_id)
         store.recover(dump, ledger.catch_up(recorded, may_cut=not clients_remain), now)
-    except (msgspec.MsgspecError, LookupError, ValueError) as error:
+    except (*UNDECODABLE, LookupError, ValueError) as error:
         raise JournalError(
             f"the journal of {journal.run_id} does not fit this version of the queue ({type(error).__name__}: {error}"
             "); finish the run with the version that began it, or move the journal away and continue with --resume"

@@ -36,6 +36,7 @@ from rl_async.transfer_queue.journal.interface import (
 )
 from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+from rl_async.undecodable import UNDECODABLE
 
 OWNER_S = 10.0  # a queue that is silent for this long may be replaced by another
 TRIES_S = 20.0  # how long a lost connection is tried again
@@ -218,7 +219,7 @@ class RedisJournal:
         found: Any = self._redis.get(self._key("meta"))
         try:
             meta = msgspec.msgpack.decode(found, type=_Meta)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise self._damaged("meta") from error
         if meta.schema != _SCHEMA:
             raise JournalError(

@@ -39,6 +39,7 @@ from rl_async.transfer_queue.journal.payloads import freed_by
 from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
 from rl_async.transfer_queue.journal.shortening import History
 from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.queue")
 
@@ -144,7 +145,7 @@ class SqliteJournal:
                 self._places.setdefault(group, {})[sample] = place
             self._freed = history.freed
             self._log_bytes = self._db.execute("SELECT coalesce(sum(length(body)), 0) FROM log").fetchone()[0]
-        except (sqlite3.Error, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, *UNDECODABLE) as error:
             raise self._failed(error) from error
         self._dump_bytes = len(dump)
         self._segments.open(history.places().values(), history.segments())
@@ -184,7 +185,7 @@ class SqliteJournal:
             entries = self._db.execute("SELECT seq, body FROM log ORDER BY seq")
             for _, body in consecutive(entries, first, str(self._path)):
                 yield _transition.decode(body)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, *UNDECODABLE) as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> JournalError:

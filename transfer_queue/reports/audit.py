@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from rl_async.errors import DataError, UserError
+from rl_async.undecodable import UNDECODABLE
 
 SHOWN = 20  # violations printed
 TRAINED_ONCE, OR_GIVEN_UP = "ok: every admitted group was trained exactly once", " or given up"
@@ -275,7 +276,7 @@ def _lines(path: Path, kind: type[T], *, optional: bool = False) -> Iterator[T]:
                 return
             try:
                 yield decoder.decode(line)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except UNDECODABLE as error:
                 raise DataError(f"{path}:{number}: {error}") from error
 
 

@@ -32,6 +32,7 @@ from rl_async.transfer_queue.state.transitions import (
     ShardLost,
     Transition,
 )
+from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.queue")
 
@@ -216,7 +217,7 @@ def _newest(lines: bytes | mmap.mmap, event: str) -> "Iterator[tuple[int, _Numbe
     beginning, at = b'{"event":"%b"' % event.encode(), len(lines)
     while (at := lines.rfind(beginning, 0, at)) >= 0:
         end = lines.find(b"\n", at)
-        with suppress(msgspec.MsgspecError):
+        with suppress(*UNDECODABLE):
             yield at, msgspec.json.decode(lines[at : end if end >= 0 else len(lines)], type=_Numbered)
 
 
@@ -235,7 +236,7 @@ def _numbered(path: Path, offset: int = 0) -> Iterator[tuple[int, _Numbered | No
         for line in file:
             try:
                 yield offset, decoder.decode(line)
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 yield offset, None
             offset += len(line)
 

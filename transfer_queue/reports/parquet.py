@@ -20,6 +20,7 @@ from rl_async.errors import DataError, ProtocolError, UserError
 from rl_async.files import written_whole
 from rl_async.messages import GroupRecord, Leased, LeasedGroup, Refused, Task, Trajectory, TrajectoryHeader, codec
 from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.undecodable import UNDECODABLE
 
 SUBMIT_AT_ONCE = 500  # tasks of one request
 WAIT_S = 1.0  # between questions whether there is room
@@ -146,7 +147,7 @@ def read(path: Path) -> Iterator[StoredGroup]:
                 task = msgspec.json.decode(found[0]["task"], type=Task)
                 complete = found[0]["state"] not in INCOMPLETE
                 yield StoredGroup(group_id, task, complete, [_row(line) for line in found])
-    except (pa.ArrowInvalid, OSError, msgspec.MsgspecError, ProtocolError) as error:
+    except (pa.ArrowInvalid, OSError, *UNDECODABLE, ProtocolError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 

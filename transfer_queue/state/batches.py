@@ -15,6 +15,7 @@ from rl_async.transfer_queue.state.delivery import Delivery
 from rl_async.transfer_queue.state.groups import TRAIN, Group, Sample, State
 from rl_async.transfer_queue.state.snapshot import QueueSnapshot, decode_snapshot
 from rl_async.transfer_queue.state.tasks import TaskSource
+from rl_async.undecodable import UNDECODABLE
 
 
 class StepBatch(msgspec.Struct):
@@ -296,7 +297,7 @@ class Batches:
             try:
                 state = decode_snapshot(snapshot, step)
                 self._source.seek(state.cursor)
-            except (ValueError, DataError) as error:
+            except (*UNDECODABLE, ValueError, DataError) as error:
                 return Refused(code="bad_snapshot", reason=str(error))
         self._change(
             t.RolledBack(

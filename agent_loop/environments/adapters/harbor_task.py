@@ -12,6 +12,7 @@ import msgspec
 
 from rl_async.agent_loop.environments.adapters.dockerfile import files_below, read_dockerfile
 from rl_async.errors import DataError
+from rl_async.undecodable import UNDECODABLE
 
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)  # hides no task
 _None = Annotated[list[Any], msgspec.Meta(max_length=0)]
@@ -113,7 +114,7 @@ def read_task(folder: Path) -> HarborTask:
 def _config(file: Path) -> _File:
     try:
         config = msgspec.toml.decode(_text(file), type=_File)
-    except ValueError as error:
+    except UNDECODABLE as error:
         raise DataError(f"{file}: {error}; other keys and values are not supported") from error
     for section in ("environment", "verifier"):
         for name, value in getattr(config, section).env.items():

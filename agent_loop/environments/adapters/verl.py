@@ -18,6 +18,7 @@ from rl_async.agent_loop.environments.adapters.verl_tools import EpisodeTools, V
 from rl_async.agent_loop.step import Step
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
+from rl_async.undecodable import UNDECODABLE
 from rl_async.userload import load_user_object
 
 
@@ -86,7 +87,7 @@ def listed_in(files: str) -> Listed:
     for file in files.split(","):
         try:
             listed = msgspec.yaml.decode(Path(file).read_bytes(), type=_File)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNDECODABLE) as error:
             raise ConfigError(f"{key}: {file}: {error}") from error
         if not listed.interaction and not listed.tools:
             raise ConfigError(f"{key}: {file} lists neither interactions nor tools")

@@ -20,6 +20,7 @@ from rl_async.errors import EnvironmentFailed
 from rl_async.process import guard
 from rl_async.process.own_python import own_module
 from rl_async.process.strays import kill_marked
+from rl_async.undecodable import UNDECODABLE
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ class HostLink:
                 self._settle(replies.decode(await wire.read_frame(reader)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # its end
-        except ValueError as error:
+        except (*UNDECODABLE, ValueError) as error:
             self.kill(f"was killed: it sent what cannot be read: {error}")
         assert self._writer is not None
         self._writer.close()

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import msgspec
 
 from rl_async.agent_loop.gateway.dialects.chat import (
-    UNREADABLE,
     ChatMessage,
     ChatRequest,
     Completion,
@@ -24,6 +23,7 @@ from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, tool_refused,
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
+from rl_async.undecodable import UNDECODABLE
 
 THINKING = ("thinking", "redacted_thinking")
 BILLING = "x-anthropic-billing-header"  # a line of Claude Code's system prompt that differs in every request
@@ -75,7 +75,7 @@ def read_count(body: bytes) -> ChatRequest:
     """Decode a request for the number of tokens that a messages request would have; it has no ``max_tokens``."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE as error:
+    except UNDECODABLE as error:
         raise unreadable(error) from error
     return read_request(msgspec.json.encode({"max_tokens": 1} | fields))
 

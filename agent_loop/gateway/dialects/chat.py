@@ -13,9 +13,9 @@ from rl_async.agent_loop.chat_formats.format import Answer
 from rl_async.agent_loop.gateway.dialects.fields import content_refused
 from rl_async.agent_loop.gateway.dialects.formats import JsonFormat
 from rl_async.errors import RequestRefused
+from rl_async.undecodable import UNDECODABLE
 
 ASSISTANT = "assistant"
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding a body raises
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`")
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -85,7 +85,7 @@ def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         return fields, msgspec.convert(fields, kind)
-    except UNREADABLE as error:
+    except UNDECODABLE as error:
         raise unreadable(error) from error
 
 
@@ -239,5 +239,5 @@ def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
 def _canonical(arguments: str) -> bytes:
     try:
         return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted")
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return arguments.encode(errors="replace")

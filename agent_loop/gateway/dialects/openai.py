@@ -8,7 +8,6 @@ import msgspec
 
 from rl_async.agent_loop.gateway.dialects.chat import (
     ASSISTANT,
-    UNREADABLE,
     ChatMessage,
     ChatRequest,
     Completion,
@@ -24,6 +23,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
 from rl_async.agent_loop.gateway.dialects.fields import OPENAI, not_supported, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.errors import RequestRefused
+from rl_async.undecodable import UNDECODABLE
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 # What an assistant said in a message, beside its content and tool calls, and how to send it instead.
@@ -147,7 +147,7 @@ def _call(body: ToolCallBody, place: str) -> FunctionCall:
         raise refused(f"{place}.function.name", "the name is empty")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
-    except (*UNREADABLE, RecursionError) as error:
+    except UNDECODABLE as error:
         raise refused(f"{place}.function.arguments", f"they must be a JSON object: {error}") from error
     return FunctionCall(name, arguments, body.id or "")
 

@@ -14,7 +14,6 @@ import msgspec
 
 from rl_async.agent_loop.gateway.dialects.chat import (
     ASSISTANT,
-    UNREADABLE,
     ChatMessage,
     ChatRequest,
     FunctionCall,
@@ -35,6 +34,7 @@ from rl_async.agent_loop.gateway.dialects.fields import (
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
+from rl_async.undecodable import UNDECODABLE
 
 SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
 ENCRYPTED = "reasoning.encrypted_content"
@@ -311,7 +311,7 @@ def _call(item: Item, place: str) -> FunctionCall:
         raise refused(f"{place}.name", "a function_call needs the name of the function")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
-    except (*UNREADABLE, RecursionError) as error:
+    except UNDECODABLE as error:
         raise refused(f"{place}.arguments", f"they must be a JSON object: {error}") from error
     return FunctionCall(FunctionName(item.name, item.namespace or "").printed, arguments, item.call_id or "")
 

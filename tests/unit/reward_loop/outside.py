@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 HANG_S = 3600.0
+DEEP = '{"x": ' + "[" * 100_000
 
 
 class Answer(NamedTuple):

@@ -16,7 +16,7 @@ from rl_async.reward_loop.limits import RateLimit
 from rl_async.reward_loop.scorers.judge import Judge, fill
 from rl_async.reward_loop.scorers.verdicts import Verdicts
 from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
-from tests.unit.reward_loop.outside import Answer, Outside, says, verdict
+from tests.unit.reward_loop.outside import DEEP, Answer, Outside, says, verdict
 from tests.unit.reward_loop.rows import score
 
 KEY = "sk-very-secret-1234"
@@ -75,6 +75,7 @@ async def test_the_score_is_mapped_to_0_and_1(said: str, lowest: float, highest:
         (says("", refusal="I will not grade this"), "I will not grade this"),
         (Answer({"choices": []}), "chat completion"),
         (Answer("<html>"), "chat completion"),
+        (Answer(DEEP), "chat completion"),
     ],
 )
 async def test_anything_but_a_verdict_is_refused_and_not_asked_again(answer: Answer, reason: str) -> None:

@@ -13,7 +13,7 @@ from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, Rewa
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.service import RewardService
-from tests.unit.reward_loop.outside import Answer, Outside
+from tests.unit.reward_loop.outside import DEEP, Answer, Outside
 from tests.unit.reward_loop.rows import score
 
 TERMS = (RewardTerm(name="reward_model", weight=2.0),)
@@ -84,6 +84,7 @@ async def test_the_runs_own_server_alone_is_told_of_the_span_above(
         (classified(None), "classification"),
         (Answer({"data": []}), "has the model one label?"),
         (Answer("<html>"), "classification"),
+        (Answer(DEEP), "classification"),
         (Answer(None), "did not answer within 0.2 s (reward.model.timeout_s)"),
     ],
 )

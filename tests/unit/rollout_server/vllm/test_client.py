@@ -285,6 +285,17 @@ async def test_answers_that_cannot_be_trained_on_are_refused(change: Any, error:
             await client.generate(REQUEST)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"{", b'{"choices": [{"finish_reason": "\xff"}]}', b'{"x": ' + b"[" * 100_000],
+    ids=lambda raw: repr(raw[:20]),
+)
+async def test_answers_that_cannot_be_decoded_lose_the_engine(answer: bytes) -> None:
+    async with answering(lambda path, body: (200, b"data: " + answer + b"\n\n")) as client:
+        with pytest.raises(EngineLost, match=client.url):
+            await client.generate(REQUEST)
+
+
 async def test_an_update_left_by_an_earlier_trainer_is_made_to_fail_and_started_again() -> None:
     calls: list[str] = []
 

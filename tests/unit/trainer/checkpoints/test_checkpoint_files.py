@@ -47,7 +47,15 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, truncate, Path.unlink])
+def write_no_utf_8(path: Path) -> None:
+    path.write_bytes(b'{"\xff": {}}' if path.name == "manifest.json" else b'{"format": 2, "queue": "\xff"}')
+
+
+def nest_deeply(path: Path) -> None:
+    path.write_bytes(b'{"x": ' + b"[" * 100_000)
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, truncate, Path.unlink, write_no_utf_8, nest_deeply])
 @pytest.mark.parametrize("name", [SHARD, "manifest.json", "state.json"])
 def test_damage_is_found_and_the_one_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], name: str

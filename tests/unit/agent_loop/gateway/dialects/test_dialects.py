@@ -187,12 +187,23 @@ def test_a_call_or_result_without_its_parts_is_refused(message: dict[str, Any], 
     assert (refused.value.code, refused.value.param) == ("invalid_request", param)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 5}', b'{"messages": [{"role": "robot", "content": ""}]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"messages": 5}',
+        b'{"messages": [{"role": "robot", "content": ""}]}',
+        b'{"messages": [], "model": "\xff"}',
+        b'{"messages": ' + b"[" * 100_000,
+    ],
+    ids=lambda body: repr(body[:60]),
+)
 def test_what_is_no_request_is_refused(body: bytes) -> None:
-    for read in (openai.read_request, anthropic.read_request):
+    for read in (openai.read_request, anthropic.read_request, anthropic.read_count):
         with pytest.raises(RequestRefused) as refused:
             read(body)
-        assert refused.value.code == "invalid_request"
+        assert (refused.value.status, refused.value.code) == (400, "invalid_request")
 
 
 def test_limits_and_stops() -> None:
