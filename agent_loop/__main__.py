@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from rl_async.errors import EXIT_RESTART, RlAsyncError
-from rl_async.process.memory import importing, reuse_freed_memory
+from rl_async.process.allocation import importing, reuse_freed_memory
 from rl_async.process.role import add_run, role_parser, run_role
 
 

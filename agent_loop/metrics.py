@@ -7,8 +7,8 @@ from typing import Protocol
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from rl_async.process.http_server import gauge
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.telemetry.exposition import gauge
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 OPERATION = ("operation", "name")  # invoke_agent, chat, execute_tool, reward; of a tool its name

@@ -24,14 +24,14 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL
 from rl_async.process.http_auth import run_token
-from rl_async.process.signals import heeded
+from rl_async.process.http_server import exposed
+from rl_async.process.role import heeded
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import Generator
 from rl_async.rollout_server.connect import engine_pool
-from rl_async.telemetry.exposition import exposed
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client import QueueClient
 
 
 @contextlib.asynccontextmanager

@@ -42,10 +42,10 @@ from rl_async.trainer.batches.layout import layout
 from rl_async.trainer.batches.tensors import Tensors
 from rl_async.trainer.step.models import Models
 from rl_async.trainer.step.update import update
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.book import Book
-from rl_async.transfer_queue.state.consumers import Consumers, ConsumersState, Cursor, Entry, Kept
-from rl_async.transfer_queue.state.transitions import Transition
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue.registry import Consumers, ConsumersState, Cursor, Entry, Kept
+from rl_async.transfer_queue.transitions import Transition
 
 GROUP = 8
 PROMPT_TOKENS = 256

@@ -53,7 +53,7 @@ from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.transfer_queue.data.task_stream import make_sources
+from rl_async.transfer_queue.dataset import make_sources
 
 PROMPT, NEW = 25, 32  # tokens of the uniform requests
 AT_ONCE = (8, 64, 256)

@@ -39,7 +39,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.torch_device import pick_device
+from rl_async.torch_shared import pick_device
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs
 from rl_async.trainer.batches.cost import row_cost_of

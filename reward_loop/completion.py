@@ -2,8 +2,8 @@
 
 import msgspec
 
+from rl_async.files import UNDECODABLE
 from rl_async.reward_loop.api import ScorerFailed
-from rl_async.undecodable import UNDECODABLE
 
 
 class Message(msgspec.Struct):

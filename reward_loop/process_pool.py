@@ -12,10 +12,10 @@ from typing import Self
 
 import msgspec
 
-from rl_async.process.own_python import own_module
+from rl_async.concurrency import to_the_end
+from rl_async.process.role import own_module
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorer_process import LENGTH, Mode, ScoreReply, ScoreRequest, missed
-from rl_async.tasks import to_the_end
 
 START_S = 60.0  # to start Python and import a scorer's modules
 LAST_BYTES_S = 0.5  # for what an ended process had written, whose children may keep its socket open

@@ -11,6 +11,7 @@ from typing import Self
 
 import msgspec
 
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.derived.sandbox import CODE_SCORER
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
@@ -27,7 +28,6 @@ from rl_async.reward_loop.scorers.model import RewardModel
 from rl_async.reward_loop.scorers.registry import ScorerSpec, describe, get_scorer
 from rl_async.reward_loop.scorers.verdicts import Verdicts
 from rl_async.sandbox.registry import make_sandbox
-from rl_async.tasks import together
 from rl_async.userload import is_user_reference
 
 VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
@@ -90,7 +90,7 @@ class RewardService:
         """
         began, at = time.monotonic(), time.time()
         conversation = as_conversation(task, trajectory, self._said(trajectory))
-        outcomes = await together(*(self._extracted(spec, term, conversation) for spec, term in self._terms))
+        outcomes = await gather_or_cancel(*(self._extracted(spec, term, conversation) for spec, term in self._terms))
         reward, errors, limit = 0.0, list[str](), self._config.limit
         for (spec, term), outcome in zip(self._terms, outcomes):
             problem = outcome if isinstance(outcome, str) else unbounded({"its score": outcome.value}, limit)

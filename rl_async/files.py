@@ -18,8 +18,15 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from rl_async.errors import UserError
-from rl_async.undecodable import UNDECODABLE
+
+# MsgspecError alone is too narrow: bytes that are not UTF-8, and text with half a surrogate pair, raise a UnicodeError,
+# and values nested too deeply a RecursionError. ``msgspec.convert``, of values that are decoded already, raises
+# ValidationError alone. This is apart from ``errors``, which runs where msgspec is not installed.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
+
 
 log = logging.getLogger("rl_async.files")
 

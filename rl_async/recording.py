@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 
 from rl_async.errors import ConfigError, ProtocolError
-from rl_async.files import DAMAGE, make_durable_folder, written_whole
+from rl_async.files import DAMAGE, UNDECODABLE, make_durable_folder, written_whole
 from rl_async.messages import Explanation, Task, Trajectory
-from rl_async.undecodable import UNDECODABLE
 
 KEY = "rollout.replay"
 PARTIAL = "partial"  # in the name of an evaluation's file that lacks episodes

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from rl_async.process.memory import importing
+from rl_async.process.allocation import importing
 from rl_async.process.role import add_run, role_parser, run_role
 
 

@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 
 from rl_async.errors import EngineError, EngineLost, EngineRejected, TrainerReplaced
+from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
-from rl_async.undecodable import UNDECODABLE
 
 KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
 HEALTH_S = 5.0

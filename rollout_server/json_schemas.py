@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 INSTALL = "pip install 'rl-async[json]'"
 PACKAGE = "llguidance"

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import msgspec
 
+from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.errors import EngineLost, EngineRejected, QueueLost, QueueReplaced
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.answers import EMPTY, continuation, join
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.routing import OpenMembers, PoolMember, Router, expire
-from rl_async.tasks import to_the_end, together
 
 # An engine that failed a request gets no other for BACKOFF_S, which is doubled for each one that it swallowed.
 BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
@@ -278,7 +278,7 @@ class EnginePool:
                 return not failed, member.probed_at
 
             due = heapq.nsmallest(PROBES_AT_ONCE, self._members.values(), key=urgency)
-            await together(*map(self._probe, due))
+            await gather_or_cancel(*map(self._probe, due))
 
     async def _probe(self, member: PoolMember[StreamingClient]) -> None:
         """Read the engine's load. After MAX_MISSED_PROBES its requests go elsewhere until it answers again."""

@@ -18,8 +18,8 @@ import msgspec
 
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
+from rl_async.files import UNDECODABLE
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused, refuse_top
-from rl_async.undecodable import UNDECODABLE
 
 ATTEMPTS, PAUSE_S = 4, 0.5
 BUSY = (429, 502, 503, 504)

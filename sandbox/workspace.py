@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rl_async.concurrency import outcomes
 from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.files import UNDECODABLE
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
-from rl_async.tasks import outcomes
-from rl_async.undecodable import UNDECODABLE
 
 LENGTHS = struct.Struct(">II")
 GRACE_S = 30.0  # past the limit of a program, and for everything else

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from rl_async.errors import EXIT_FAILED, EXIT_RESTART, RanksLost, RlAsyncError
-from rl_async.process.memory import importing
+from rl_async.process.allocation import importing
 from rl_async.process.role import add_run, end_with, role_parser, run_role
 
 

@@ -21,13 +21,11 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import UserError
 from rl_async.files import drop_torn_lines
-from rl_async.process.heartbeat import beat
 from rl_async.process.http_auth import run_token
-from rl_async.process.memory_budget import read_budget
+from rl_async.process.http_server import exposed
 from rl_async.process.private_folder import RENDEZVOUS, require_private
-from rl_async.process.timeline import enter
+from rl_async.process.run_files import beat, enter, read_budget
 from rl_async.rollout_server.connect import connect
-from rl_async.telemetry.exposition import exposed
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches import sources
@@ -54,8 +52,7 @@ from rl_async.trainer.step.recorder import Recorder
 from rl_async.trainer.step.run import Run
 from rl_async.trainer.train import train
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.fleet import NoteStage
 from rl_async.weight_sync.phases import IdleCoordinator, build_phase, shares_devices

@@ -3,18 +3,23 @@
     from rl_async.transfer_queue import QueueClient, SyncQueueClient, read_batches, read_groups, serve
 
 Names are imported on first use, so that a program loads only what it needs. In: tasks and finished rows of agent
-workers. Out: leases, batches for the trainer, trained groups for other readers. To add a verb, see ``server/verbs.py``.
+workers. Out: leases, batches for the trainer, trained groups for other readers. To add a verb, see ``verbs.py``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_async.transfer_queue.client.async_client import QueueClient
-    from rl_async.transfer_queue.client.readers import Batch, TrainedGroup, read_batches, read_groups
-    from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-    from rl_async.transfer_queue.client.torch_dataset import QueueDataset
-    from rl_async.transfer_queue.server.standalone import serve
+    from rl_async.transfer_queue.client import (
+        Batch,
+        QueueClient,
+        SyncQueueClient,
+        TrainedGroup,
+        read_batches,
+        read_groups,
+    )
+    from rl_async.transfer_queue.server import serve
+    from rl_async.transfer_queue.torch_dataset import QueueDataset
 
 __all__ = [
     "Batch",
@@ -28,14 +33,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "client.readers",
-    "QueueClient": "client.async_client",
-    "QueueDataset": "client.torch_dataset",
-    "SyncQueueClient": "client.sync_client",
-    "TrainedGroup": "client.readers",
-    "read_batches": "client.readers",
-    "read_groups": "client.readers",
-    "serve": "server.standalone",
+    "Batch": "client",
+    "QueueClient": "client",
+    "QueueDataset": "torch_dataset",
+    "SyncQueueClient": "client",
+    "TrainedGroup": "client",
+    "read_batches": "client",
+    "read_groups": "client",
+    "serve": "server",
 }
 
 

@@ -1,4 +1,7 @@
-"""The transfer queue process: ``python -m rl_async.transfer_queue --run RUN --address ADDRESS``."""
+"""The transfer queue process: ``python -m rl_async.transfer_queue --run RUN --address ADDRESS``.
+
+Opens the journal that the run's config names, recovers the store from it, and serves the socket until a signal.
+"""
 
 import contextlib
 import logging
@@ -14,28 +17,25 @@ import zmq
 from rl_async import tracing
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, JournalError
+from rl_async.files import make_durable_folder
 from rl_async.messages import Task
-from rl_async.process.memory import collect_rarely, reuse_freed_memory
-from rl_async.process.role import add_run, role_parser, run_role
-from rl_async.process.signals import heeded
+from rl_async.process.allocation import collect_rarely, reuse_freed_memory
+from rl_async.process.http_server import exposed
+from rl_async.process.role import add_run, heeded, role_parser, run_role
 from rl_async.recording import Recording, task_of
-from rl_async.telemetry.exposition import exposed
-from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import client_keys, server_keys
-from rl_async.transfer_queue.auth.sockets import is_file
-from rl_async.transfer_queue.data.prompt_lengths import Schemas, read_schemas
-from rl_async.transfer_queue.data.task_stream import NO_SCHEMAS, make_sources
-from rl_async.transfer_queue.journal.opener import open_journal
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.reports.metrics import QueueCollector
-from rl_async.transfer_queue.reports.traces import QueueTraces, traced_samples
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import TaskSource, TaskStream
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
+from rl_async.transfer_queue.chat_messages import Schemas, read_schemas
+from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
+from rl_async.transfer_queue.delivery import TaskSource, TaskStream
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
+from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.telemetry import QueueCollector, QueueTraces, traced_samples
+from rl_async.transfer_queue.transitions import Feed
 
 log = logging.getLogger("rl_async.queue")
 
@@ -119,3 +119,30 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def open_journal(config: RunConfig, run: Path) -> Journal:
+    """The journal that ``queue.journal`` names, held by this process alone.
+
+    Raises JournalError if another process holds it, or if it cannot be read or written; ConfigError without the package
+    that it needs.
+    """
+    match config.queue.journal:
+        case "sqlite":
+            from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+
+            folder = Path(config.queue.journal_folder) / config.name if config.queue.journal_folder else run
+            try:
+                make_durable_folder(folder)
+            except OSError as error:
+                raise JournalError(f"queue.journal_folder: {folder}: {error.strerror}") from error
+            return SqliteJournal(folder, config.name, config.queue.sqlite_synchronous)
+        case "redis":
+            try:
+                from rl_async.transfer_queue.journal.redis import RedisJournal
+            except ModuleNotFoundError as error:
+                if error.name != "redis":
+                    raise
+                raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
+            return RedisJournal(config.queue.redis_url, config.name, replicas=config.queue.redis_replicas)
+    return MemoryJournal(config.name)

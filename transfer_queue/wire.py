@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from rl_async.codec import Frame
 from rl_async.errors import AccessDenied, ProtocolError
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Malformed, Refused, Reply, ReplyType, Request, RequestType
-from rl_async.messages.codec import Frame
-from rl_async.process.memory import no_collection
-from rl_async.undecodable import UNDECODABLE
+from rl_async.process.allocation import no_collection
 
 ID_BYTES = 8
 LINGER_MS = 1000  # for replies that are on their way when a socket closes

@@ -12,11 +12,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from rl_async.concurrency import Overdue, in_daemon_thread, opened_in_thread, to_the_end, within
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.tasks import Overdue, to_the_end, within
-from rl_async.threads import in_daemon_thread, opened_in_thread
 from rl_async.weight_sync import wave
 from rl_async.weight_sync.buckets import adapters
 from rl_async.weight_sync.buckets.buckets import Bucket

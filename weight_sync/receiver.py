@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl_async.concurrency import run_in_threads
 from rl_async.errors import WeightSyncError
-from rl_async.threads import together
-from rl_async.torch_device import settle
+from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets.adapters import AdapterSum
 from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Piece, unpack, verify
@@ -57,7 +57,7 @@ class WeightReceiver:
         while len(self._retained) < len(infos):
             self._retained.append(RetainedBuckets())
         del self._retained[len(infos) :]
-        held = together([partial(self._take, n, one) for n, one in enumerate(infos)], "weight-transfer")
+        held = run_in_threads([partial(self._take, n, one) for n, one in enumerate(infos)], "weight-transfer")
         if infos[0].hold == "stage":
             self._staged = infos[0]
             return

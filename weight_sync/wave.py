@@ -21,10 +21,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from rl_async.concurrency import Overdue, in_daemon_thread, outcomes, within
 from rl_async.errors import RanksLost, RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.tasks import Overdue, outcomes, within
-from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.buckets.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
 from rl_async.weight_sync.ranks.rounds import Needs

@@ -28,8 +28,8 @@ from rl_async.agent_loop.chat_formats.format import (
     without_beginnings,
 )
 from rl_async.agent_loop.chat_formats.render import nested
+from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
-from rl_async.undecodable import UNDECODABLE
 
 _TOKENS = ("start", "channel", "message", "end", "call", "return")
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")

@@ -6,8 +6,8 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Message, ParsedCall, flat_calls
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
+from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
-from rl_async.undecodable import UNDECODABLE
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 

@@ -13,8 +13,8 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall, Settled, TooLong
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.chat_formats.syntax import THINK_END, THINK_START
+from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
-from rl_async.undecodable import UNDECODABLE
 
 END = ord("\n")  # of a line, which JSON itself never has
 TOKEN_CHARS = 4  # about as many as a token of most models has

@@ -18,8 +18,8 @@ from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall,
 from rl_async.agent_loop.chat_formats.hermes import read_object
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.chat_formats.syntax import CallSyntax
+from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
-from rl_async.undecodable import UNDECODABLE
 
 CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(r"([^\[{]*)(?:\[CALL_ID\]([^\[{]*))?(?:\[ARGS\])?(.*)", re.DOTALL)

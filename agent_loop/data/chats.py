@@ -9,10 +9,9 @@ import msgspec
 from rl_async.configs.derived.data import files_of
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
-from rl_async.transfer_queue.data.chat_messages import for_templates, refuse_media, to_messages
-from rl_async.transfer_queue.data.dataset import ParquetRows, filled_lines, json_row
-from rl_async.transfer_queue.data.templates import fill
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
+from rl_async.transfer_queue.chat_messages import for_templates, refuse_media, to_messages
+from rl_async.transfer_queue.dataset import ParquetRows, fill, filled_lines, json_row
 
 Message = dict[str, Any]
 

@@ -4,9 +4,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rl_async.errors import DataError
-from rl_async.transfer_queue.data.chat_messages import for_templates
-from rl_async.transfer_queue.data.dataset import as_messages, open_rows
-from rl_async.transfer_queue.data.values import is_number
+from rl_async.transfer_queue.chat_messages import for_templates, is_number
+from rl_async.transfer_queue.dataset import as_messages, open_rows
 
 Message = dict[str, Any]
 

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rl_async.concurrency import DaemonCalls
 from rl_async.errors import EnvironmentFailed, RlAsyncError
-from rl_async.threads import DaemonCalls
 from rl_async.userload import raised_at
 
 KEY = "agent.environment_timeout_s"

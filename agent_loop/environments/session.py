@@ -15,7 +15,7 @@ from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.errors import EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_score
-from rl_async.transfer_queue.data.chat_messages import ROLES
+from rl_async.transfer_queue.chat_messages import ROLES
 
 log = logging.getLogger("rl_async.agent_loop")
 

@@ -9,7 +9,7 @@ from rl_async.agent_loop.step import Observation, Step
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.extraction import last_number
 from rl_async.messages import Task
-from rl_async.transfer_queue.data.templates import fill
+from rl_async.transfer_queue.dataset import fill
 
 # A chat begins with a user's message for most models, and here the model is the user.
 GREETING = "Hi! How can I help you?"

@@ -8,12 +8,12 @@ import msgspec
 from rl_async.agent_loop.chat_formats.message_lines import Call, Said, line, read_arguments, read_lines
 from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EngineLost, EngineRejected
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Version, VersionRun
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import poster_of
 from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult
-from rl_async.undecodable import UNDECODABLE
 
 SECTION = "eval.endpoint"
 ATTEMPTS_TO_REACH = 4  # with pauses of 7 s in all, before it ever answered: more likely its address is wrong

@@ -22,13 +22,12 @@ from rl_async.agent_loop.chat_formats.hermes import said_text
 from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.episodes.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
+from rl_async.concurrency import gather_or_cancel, off_loop
 from rl_async.configs.derived.samples import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
-from rl_async.offload import off_loop
 from rl_async.rollout_server.api import GenerateRequest, Generator
-from rl_async.tasks import together
 
 
 class PromptTooLong(DataError):
@@ -233,7 +232,7 @@ class Episode:
         agent = self.config.agent
         running = [self._call_one(call, i) for i, call in enumerate(calls)]
         # A single call needs no task.
-        done = [await running[0]] if len(running) == 1 else await together(*running)
+        done = [await running[0]] if len(running) == 1 else await gather_or_cancel(*running)
         self._seconds["tools"] += time.monotonic() - began
         messages = []
         for call, (result, seconds) in zip(calls, done):

@@ -19,14 +19,13 @@ from rl_async.agent_loop.tools.code import TOOLS_OF_CODE, CodeTools
 from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
 from rl_async.agent_loop.tools.registry import NO_SERVERS, distinct, get_tool, require_listed, task_tools
 from rl_async.agent_loop.tools.tool import CallableTool
+from rl_async.concurrency import Overdue, off_loop, within
 from rl_async.configs.derived.sandbox import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EpisodeTimeout
 from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory
-from rl_async.offload import off_loop
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
-from rl_async.tasks import Overdue, within
 
 log = logging.getLogger("rl_async.agent_loop")
 

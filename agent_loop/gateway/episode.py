@@ -25,13 +25,13 @@ from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponse
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
 from rl_async.agent_loop.gateway.release import Reader, Release
 from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.concurrency import off_loop
 from rl_async.configs.derived.engines import follows_json_schemas
 from rl_async.configs.derived.rewards import unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
 from rl_async.messages import Activity, LeasedGroup, Task, Trajectory
-from rl_async.offload import off_loop
 from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator

@@ -19,17 +19,15 @@ from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_RESTART, ConfigError, QueueLost, RlAsyncError, UserError
-from rl_async.process.endpoints import read_endpoints
 from rl_async.process.http_auth import Access, run_token, token_file
 from rl_async.process.http_server import server_of
 from rl_async.process.role import bind, run_role
+from rl_async.process.run_files import Target, listed, read_endpoints
 from rl_async.reward_loop.api_keys import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.connect import engine_pool
-from rl_async.telemetry.targets import Target, listed
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 
 ANSWER_S = 5.0
 LINGER_S = 10.0  # in which agent programs are told that the run is over

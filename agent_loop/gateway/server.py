@@ -23,13 +23,12 @@ from rl_async.agent_loop.gateway.event_stream import PING_S, AnswerStream, Event
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.gateway.refusals import FAILURES, instead, refusal
 from rl_async.agent_loop.metrics import SamplesCollector
+from rl_async.concurrency import off_loop
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused
-from rl_async.offload import off_loop
-from rl_async.process.http_server import application, hang_up_if_late, read_body
-from rl_async.telemetry.exposition import metrics_text, text_response
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
+from rl_async.process.http_server import application, hang_up_if_late, metrics_text, read_body, text_response
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 import msgspec
 
 from rl_async.agent_loop.step import Step
+from rl_async.concurrency import DaemonCalls
 from rl_async.errors import ConfigError
-from rl_async.threads import DaemonCalls
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")

@@ -23,7 +23,7 @@ import numpy as np
 from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, assumed
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
 
 TABLES = Path(__file__).parent / "published.json"
 SPREAD = 0.7  # of the logarithm of lengths, as in ``costs.assumed_episodes``

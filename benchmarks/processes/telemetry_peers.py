@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.process.http_auth import bearer, run_token
-from rl_async.telemetry.targets import FOLDER
+from rl_async.process.run_files import TARGETS_FOLDER
 
 SCRAPE_EVERY_S = 5.0
 
@@ -80,7 +80,7 @@ def scraped(run: Path, every_s: float = SCRAPE_EVERY_S) -> Iterator[Counter[str]
 
 
 def _targets(run: Path) -> Iterator[dict[str, Any]]:
-    for file in (run / FOLDER).glob("*.json"):
+    for file in (run / TARGETS_FOLDER).glob("*.json"):
         try:
             yield from json.loads(file.read_text())
         except FileNotFoundError:  # its process has just ended

@@ -20,28 +20,23 @@ import numpy as np
 import uvloop
 import zmq
 
+from rl_async import codec
 from rl_async.configs.schema.queue import QueueLimits
-from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun, codec
-from rl_async.process.memory import collect_rarely, reuse_freed_memory
-from rl_async.transfer_queue.auth.allow_list import AllowList
-from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import ClientKeys, ServerKeys, read_client_keys
-from rl_async.transfer_queue.auth.roles import Role
-from rl_async.transfer_queue.auth.sockets import is_file
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.journal.interface import Journal
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
+from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.process.allocation import collect_rarely, reuse_freed_memory
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerKeys, is_file, read_client_keys
+from rl_async.transfer_queue.auth.roles import AllowList, Role
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
+from rl_async.transfer_queue.server_loop import bind, serve
 from rl_async.transfer_queue.shard.__main__ import run_shard
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 
 ROWS = 8  # of a group
 WINDOW = 64  # messages that a raw socket buffers at most

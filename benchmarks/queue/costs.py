@@ -13,17 +13,16 @@ import psutil
 import zmq
 
 from benchmarks.queue.arms import BATCH, lengths, row, settings
+from rl_async import codec
 from rl_async import messages as m
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 
 TOKENS = 80  # of a row of about 1 KB
 MEASURED = 1024  # groups

@@ -16,8 +16,8 @@ from benchmarks.queue.arms import lengths
 from benchmarks.queue.costs import put
 from rl_async import messages as m
 from rl_async.trainer.batches.partition import karmarkar_karp
-from rl_async.transfer_queue.client.session import expect
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.conversations import expect
 
 GROUPS = 64  # of the batch
 ROUNDS = 16  # readings of a batch

@@ -13,9 +13,9 @@ import statistics
 from typing import Any, NamedTuple
 
 from rl_async import messages as m
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import TaskList
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import TaskList
+from rl_async.transfer_queue.store import Store
 
 BATCH = 16
 POLICIES: tuple[tuple[Any, int], ...] = (("fifo", 0), ("fifo", BATCH), ("freshest", 0), ("priority", 0), ("quota", 0))

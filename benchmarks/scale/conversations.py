@@ -24,7 +24,7 @@ from rl_async.messages import Sampling
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.connect import engine_pool
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client import QueueClient
 
 PROMPT = list(range(200))
 BATCH = 8  # requests that an engine decodes at once

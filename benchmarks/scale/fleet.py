@@ -13,8 +13,8 @@ import psutil
 from benchmarks.scale.server import MAX_STALENESS, ROWS, batch_groups, settings
 from benchmarks.transfer_queue import address, line, spent_s, started
 from rl_async import messages as m
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.server.announcing import ANSWER_S
+from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.verbs import ANSWER_S
 
 IN_A_PROCESS = 2500  # workers
 LOST = 10  # one worker of so many is killed

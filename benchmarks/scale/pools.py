@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.scale.server import OTHERS
 from benchmarks.transfer_queue import address, line, started
 from rl_async import messages as m
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import SyncQueueClient
 
 IN_A_POOL = 1000  # conversations
 DELAY_S = 0.5  # of an answer

@@ -12,16 +12,15 @@ import zmq
 
 from benchmarks.queue.arms import ready
 from rl_async.configs.schema.queue import QueueLimits
-from rl_async.process.memory import collect_rarely, reuse_freed_memory
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.process.allocation import collect_rarely, reuse_freed_memory
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
+from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 
 ROWS = 8  # of a group
 LEASE_S = 15.0  # the default of queue.lease_s

@@ -20,9 +20,9 @@ from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.pool import EnginePool
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.store import Store
 
 ENGINES, GROUPS, GROUP_SIZE = 4, 64, 8
 SHORT, LONG, LONG_SHARE = (50, 150), 2000, 0.01  # tokens of an answer; a long one is 20 times as long as the mean

@@ -10,7 +10,7 @@ from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 class QueueLimits(Config, frozen=True):
     """What one client may send, so that no client harms the others.
 
-    The lower bounds are what our own clients' messages need (transfer_queue/client/outbox.py).
+    The lower bounds are what our own clients' messages need (transfer_queue/client.py).
     """
 
     frame_bytes: Annotated[

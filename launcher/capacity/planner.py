@@ -29,7 +29,7 @@ from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, Simul
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.plan.processor import Measured, ask_torch, cores, settle
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
 
 STEPS, FEWEST_STEPS = 24, 2  # measured per row of the table
 WARM = 2  # first steps of recorded runs, which are left out

@@ -18,9 +18,9 @@ from rl_async.errors import ProtocolError, UserError
 from rl_async.launcher.capacity.costs import Costs, EpisodeShape
 from rl_async.launcher.capacity.engines import Pool, SimulatedClock
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.store import Store
 
 WORKER = "simulated"
 

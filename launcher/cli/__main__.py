@@ -8,7 +8,7 @@ from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.launcher.cli import configs, evaluations, gateway, inspection, models, play, rewards, runs, view
 from rl_async.launcher.cli.engine.commands import add_engine_commands
 from rl_async.launcher.cli.queue.commands import add_queue_commands
-from rl_async.process.output import (
+from rl_async.process.role import (
     NO_ROOM,
     OutputFailed,
     ReaderGone,

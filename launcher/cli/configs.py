@@ -109,7 +109,7 @@ def _make(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.sources.fetch import data_files
     from rl_async.launcher.watch.terminal import printable
-    from rl_async.transfer_queue.data.task_stream import inspect
+    from rl_async.transfer_queue.dataset import inspect
 
     print(printable(inspect(data_files(arguments.path, "data.path"))))
     return 0

@@ -78,8 +78,8 @@ def _end(run: Path, url: str, episode: str) -> int:
 def _request(run: Path, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ask a gateway of the run. Raises UserError if the run has none, or it does not answer or refuses."""
     from rl_async.gateway import Gateway
-    from rl_async.process.endpoints import gateway_url
     from rl_async.process.http_auth import token_file
+    from rl_async.process.run_files import gateway_url
 
     url = url or gateway_url(run)
     gateway = Gateway(url, token_file=token_file(run, "gateway"), start_s=3.0)

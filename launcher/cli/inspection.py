@@ -126,7 +126,7 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from rl_async.transfer_queue.reports.audit import audit
+    from rl_async.transfer_queue.ledger import audit
 
     report = audit(arguments.run)
     print(report.text())

@@ -34,9 +34,9 @@ def _play(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.play.player import Player
     from rl_async.launcher.play.program import StopPipe, found_program
     from rl_async.launcher.watch.terminal import printable
-    from rl_async.process.endpoints import gateway_url
     from rl_async.process.http_auth import token_file
-    from rl_async.process.signals import heeded
+    from rl_async.process.role import heeded
+    from rl_async.process.run_files import gateway_url
 
     if arguments.n < 1:
         raise UserError(f"play: -n {arguments.n} is not a number of programs")

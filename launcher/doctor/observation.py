@@ -5,7 +5,7 @@ import msgspec
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.messages import GroupRecord, Inspection
 from rl_async.process.kernel import ENDED, HALTED
-from rl_async.process.stacks import Frame
+from rl_async.process.role import Frame
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
@@ -32,17 +33,15 @@ from rl_async.launcher.supervise.process import said_last
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.launcher.watch.view_model import Kept, Speeds
 from rl_async.messages import EngineRecord, GroupRecord
-from rl_async.process.endpoints import read_endpoints
-from rl_async.process.heartbeat import read_beats
 from rl_async.process.http_auth import run_token
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
-from rl_async.process.stacks import ASK, Frame, main_thread, py_spy
+from rl_async.process.role import ASK, Frame, main_thread, py_spy
+from rl_async.process.run_files import read_beats, read_endpoints
 from rl_async.recording import is_whole
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
-from rl_async.tasks import together
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
@@ -278,7 +277,7 @@ def observe_engines(run: Path, records: Sequence[EngineRecord]) -> tuple[Observe
 
 
 async def _observe_engines(records: Sequence[EngineRecord], token: str) -> tuple[ObservedEngine, ...]:
-    return tuple(await together(*(_observe_engine(record, token) for record in records)))
+    return tuple(await gather_or_cancel(*(_observe_engine(record, token) for record in records)))
 
 
 async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:

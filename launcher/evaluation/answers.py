@@ -11,7 +11,7 @@ from rich.table import Table
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import EvalConfig
 from rl_async.errors import UserError
-from rl_async.evaluation.summary import summarize_with_total
+from rl_async.evaluation import summarize_with_total
 from rl_async.launcher.evaluation.recorded import read_answers
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.watch.terminal import printable

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rl_async.errors import UserError
-from rl_async.evaluation.statistics import Interval, average, change_of, mean_change_of, mean_of, paired_p
-from rl_async.evaluation.summary import line_of
+from rl_async.evaluation import Interval, average, change_of, line_of, mean_change_of, mean_of, paired_p
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.errors import UserError
-from rl_async.evaluation.statistics import average
-from rl_async.evaluation.summary import Answer, answers_of
+from rl_async.evaluation import Answer, answers_of, average
 from rl_async.launcher.evaluation.lines import last_answer, number_of, prompt_of, question_of, read_lines
 from rl_async.messages import Trajectory
 from rl_async.recording import evaluations, read_trajectories

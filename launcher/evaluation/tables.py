@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_async.evaluation.statistics import Interval
-from rl_async.evaluation.summary import Summary
+from rl_async.evaluation import Interval, Summary
 from rl_async.launcher.evaluation.compare import Comparison
 from rl_async.launcher.watch.terminal import printable
 

@@ -22,7 +22,7 @@ from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.processor import read_machine
 from rl_async.launcher.sources.fetch import Fetched, kept_sources
 from rl_async.transfer_queue.journal.sqlite import FILE as SQLITE
-from rl_async.transfer_queue.reports.ledger import tells_end, tells_samples
+from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
 SOURCES = "sources.json"  # in a run folder: what was fetched for it
 

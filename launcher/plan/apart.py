@@ -3,7 +3,7 @@
 import subprocess
 
 from rl_async.errors import EXIT_USER, ConfigError
-from rl_async.process.own_python import own_module
+from rl_async.process.role import own_module
 
 
 def run_apart(module: str, *arguments: str, what: str, limit_s: float, given: bytes | None = None) -> str:

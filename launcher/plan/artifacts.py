@@ -14,7 +14,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.files import DAMAGE
 from rl_async.launcher.plan.planning import serves_reward_model
-from rl_async.safetensors_files import INDEX, indexed_files, read_header
+from rl_async.model_files import INDEX, indexed_files, read_header
 
 SFT_FILE = "sft.json"  # in a model folder that a warm start made
 MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
@@ -54,7 +54,7 @@ def needs_data(config: RunConfig) -> bool:
 def check_data(config: RunConfig) -> None:
     """Raise DataError for data that is there and that the queue would refuse; of each file it reads the first rows."""
     if any(_data_files(config)) and not needs_data(config):
-        from rl_async.transfer_queue.data.task_stream import check_first_rows  # imports PyArrow
+        from rl_async.transfer_queue.dataset import check_first_rows  # imports PyArrow
 
         check_first_rows(config)
 

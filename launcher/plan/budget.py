@@ -33,7 +33,7 @@ from rl_async.launcher.plan.memory import (
     held_bytes,
     trainer_parts,
 )
-from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, Part, Stage
+from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CPU = "cpu"

@@ -13,7 +13,7 @@ from rl_async.launcher.plan.budget import STAGES
 from rl_async.launcher.plan.machine import plan_here, settle_here
 from rl_async.launcher.plan.planning import Plan
 from rl_async.launcher.plan.ports import assign_ports
-from rl_async.process.memory_budget import DeviceBudget, MemoryBudget
+from rl_async.process.run_files import DeviceBudget, MemoryBudget
 
 
 def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:

@@ -12,7 +12,7 @@ from rl_async.launcher.plan.budget import EngineMemory, Place
 from rl_async.launcher.plan.memory import ModelSize, engine_bytes
 from rl_async.launcher.plan.spec import ProcessSpec, environment, http_environment
 from rl_async.messages import LENT
-from rl_async.process.own_python import own_module
+from rl_async.process.role import own_module
 
 
 def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> Place:

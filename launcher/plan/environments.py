@@ -19,7 +19,7 @@ from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
 from rl_async.installation import install_beside
 from rl_async.launcher.plan.apart import run_apart
 from rl_async.messages import Task
-from rl_async.transfer_queue.data.task_stream import first_task
+from rl_async.transfer_queue.dataset import first_task
 
 SLACK_S = 60.0  # beside the environment's own deadlines: imports
 CALLS = 4  # that have a deadline: its preparation, its making, reset and close

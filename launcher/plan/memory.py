@@ -13,8 +13,8 @@ from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.experts import experts_of
-from rl_async.process.memory_budget import Part
+from rl_async.model_files import experts_of
+from rl_async.process.run_files import Part
 
 HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
 PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy

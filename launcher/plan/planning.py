@@ -29,11 +29,10 @@ from rl_async.launcher.plan.memory import (
 from rl_async.launcher.plan.ports import HOST, PortWish
 from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment
 from rl_async.messages import LENT
-from rl_async.process.endpoints import Endpoints
-from rl_async.process.memory_budget import MemoryBudget
-from rl_async.process.own_python import own_module
 from rl_async.process.private_folder import socket_file
-from rl_async.transfer_queue.auth.sockets import SCHEME
+from rl_async.process.role import own_module
+from rl_async.process.run_files import Endpoints, MemoryBudget
+from rl_async.transfer_queue.auth.keys import SCHEME
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"

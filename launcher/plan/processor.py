@@ -18,7 +18,7 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.files import DAMAGE, replace_file
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
 from rl_async.launcher.plan.spec import THREADS
-from rl_async.process.own_python import own_module
+from rl_async.process.role import own_module
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rl_async.errors import UserError
 from rl_async.gateway import RemoteEpisode
 from rl_async.launcher.play import keeper
-from rl_async.process.strays import kill_marked
+from rl_async.process.kernel import kill_marked
 
 log = logging.getLogger("rl_async.play")
 

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rl_async.accelerators import select_devices
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
@@ -46,7 +47,6 @@ from rl_async.launcher.ray.remote_child import ANSWER_S, RETRY_S, KeeperGone, Ke
 from rl_async.launcher.supervise.executor import ThisMachine
 from rl_async.launcher.supervise.process import Process
 from rl_async.process.http_auth import token_file
-from rl_async.tasks import together
 
 NODE = "ray.io/node-id"  # a label that Ray gives every node
 NODE_ANSWER_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
@@ -209,7 +209,7 @@ class RayNodes:
         log.info("the run folder is %s", "on all nodes" if shared else f"not on {', '.join(without_folder)}")
         for group in groups(self._plan, self._config.launcher.threads or 1, shared=shared):
             await self._reserve(group)
-        await together(*(self._assign(spec) for spec in self._plan.processes))
+        await gather_or_cancel(*(self._assign(spec) for spec in self._plan.processes))
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
         """Start a process on the node of its keeper, or on another if that node was lost. Raises UserError, NoRoom."""
@@ -255,7 +255,7 @@ class RayNodes:
                 return await sees_folder.options(num_cpus=0, scheduling_strategy=strategy).remote(run, self._token)
 
         try:
-            seen = await together(*(sees(node_id) for node_id, _ in nodes))
+            seen = await gather_or_cancel(*(sees(node_id) for node_id, _ in nodes))
         except TimeoutError:
             raise NoRoom(
                 f"a node of the Ray cluster did not answer within {NODE_ANSWER_S:g} s; see `ray status`"

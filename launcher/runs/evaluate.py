@@ -12,7 +12,7 @@ from rich.console import Console
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError, RowsLost
-from rl_async.evaluation.summary import answers_of, failed_rows, summarize_with_total
+from rl_async.evaluation import answers_of, failed_rows, summarize_with_total
 from rl_async.launcher.evaluation.lines import write_lines
 from rl_async.launcher.evaluation.tables import summary_table
 from rl_async.launcher.folder.run_folder import hold_unnamed, next_folder
@@ -29,7 +29,7 @@ from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import evaluation_file, write_trajectories
 from rl_async.rollout_server.connect import connect
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client import QueueClient
 
 EVAL_ID = 0
 POLL_S = 5.0

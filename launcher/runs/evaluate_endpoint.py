@@ -23,7 +23,7 @@ from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
-from rl_async.evaluation.summary import failed_row
+from rl_async.evaluation import failed_row
 from rl_async.launcher.folder.run_folder import create, hold_unnamed, next_folder
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
@@ -33,7 +33,7 @@ from rl_async.launcher.runs.prepare import prepare_data
 from rl_async.launcher.watch.terminal import say
 from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, SampleKey, Task, Trajectory, Version
 from rl_async.rollout_server.api import GenerateRequest
-from rl_async.transfer_queue.data.task_stream import held_out_tasks
+from rl_async.transfer_queue.dataset import held_out_tasks
 
 UNBOUNDED = 1 << 30  # bytes of a conversation: how many tokens there may be is the endpoint's business
 

@@ -37,11 +37,10 @@ from rl_async.launcher.supervise.supervisor import Supervisor
 from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.launcher.watch.terminal import say
 from rl_async.launcher.watch.view import View
-from rl_async.process.endpoints import write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
-from rl_async.process.memory_budget import write_budget
-from rl_async.process.output import steady_file
 from rl_async.process.private_folder import hold_private_folder
+from rl_async.process.role import steady_file
+from rl_async.process.run_files import write_budget, write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
 
 DIAGNOSIS_S = 30.0

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rl_async.errors import UserError
 from rl_async.launcher.supervise.process import Lifeline
-from rl_async.process.lifeline import LIFELINE_FD
-from rl_async.process.own_python import own_module
+from rl_async.process.role import LIFELINE_FD, own_module
 
 END_S = 5.0
 LOG = "view.log"

@@ -26,7 +26,7 @@ from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun
 from rl_async.recording import read_trajectories
 from rl_async.reward_loop.api import is_time
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.transfer_queue.data.task_stream import find_task
+from rl_async.transfer_queue.dataset import find_task
 
 EPISODE = re.compile(r"\d+\.\d+(\.\d+)?")
 SHOWN = 300  # characters of a text

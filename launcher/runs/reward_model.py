@@ -16,7 +16,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.files import written_whole
 from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import longest
-from rl_async.torch_device import pick_device
+from rl_async.torch_shared import pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
 
 RECORD_FILE = "reward_model.json"  # beside the weights, with their accuracy

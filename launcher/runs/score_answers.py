@@ -18,8 +18,7 @@ from rl_async.files import DAMAGE
 from rl_async.launcher.sources.fetch import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
-from rl_async.transfer_queue.data.dataset import open_rows, to_task
-from rl_async.transfer_queue.data.templates import templated
+from rl_async.transfer_queue.dataset import open_rows, templated, to_task
 
 SHOWN = 80  # characters of a text
 

@@ -27,6 +27,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
@@ -36,9 +37,8 @@ from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.tasks import together
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
-from rl_async.transfer_queue.data.task_stream import make_sources
+from rl_async.transfer_queue.dataset import make_sources
 
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
@@ -112,7 +112,7 @@ async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRend
                 await rewards.score(task, last, *others)
             return sum(episode_rewards(row.header() for row in rows).values())
 
-        scores = await together(*(play(number, task) for number, task in enumerate(tasks)))
+        scores = await gather_or_cancel(*(play(number, task) for number, task in enumerate(tasks)))
     return sum(scores) / len(scores)
 
 

@@ -14,7 +14,7 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.machine import check_engine_python, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.sources.gguf import SOURCE_FILE
-from rl_async.safetensors_files import read_header
+from rl_async.model_files import read_header
 
 Facts = Iterator[tuple[str, str]]
 

@@ -17,9 +17,8 @@ from urllib.parse import quote
 import msgspec
 
 from rl_async.errors import ConfigError
-from rl_async.files import replace_file
+from rl_async.files import UNDECODABLE, replace_file
 from rl_async.launcher.sources.hub import HubId, Kind, file_patterns
-from rl_async.undecodable import UNDECODABLE
 
 INSTALL = "python -m pip install 'rl-async[modelscope]'"
 BRANCH = "master"  # what the client takes where no revision is named

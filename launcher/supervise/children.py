@@ -9,14 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from rl_async.concurrency import outcomes, to_the_end
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.executor import Executor
 from rl_async.launcher.supervise.process import Process, describe_exit, failure, said_last
 from rl_async.launcher.supervise.roster import FILE, ProcessState, Roster
-from rl_async.process.output import NO_ROOM
-from rl_async.process.signals import heeded, ignore_alone
-from rl_async.tasks import outcomes, to_the_end
+from rl_async.process.role import NO_ROOM, heeded, ignore_alone
 
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0

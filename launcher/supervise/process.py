@@ -13,12 +13,11 @@ from typing import Protocol, Self
 
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, EXIT_USER, RlAsyncError, UserError
 from rl_async.process.kernel import read_stat
-from rl_async.process.lifeline import LIFELINE_FD
-from rl_async.process.shared_memory import PREFIX, prefix_for, sweep
-from rl_async.process.stacks import STACKS
+from rl_async.process.private_folder import SEGMENT_PREFIX, prefix_for, sweep_segments
+from rl_async.process.role import LIFELINE_FD, STACKS
 
 TAIL_LINES = 15
-_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.log
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.role
 TAIL_BYTES = 16384
 
 
@@ -88,10 +87,10 @@ class Child:
     ) -> Self:
         """Start ``argv`` in ``cwd`` with ``env`` added to this process's environment, and append its output to ``log``.
 
-        ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.stacks``).
+        ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.role``).
         """
         segments = prefix_for(stacks)
-        sweep(segments)  # the one before may have been killed with its supervisor
+        sweep_segments(segments)  # the one before may have been killed with its supervisor
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
@@ -104,7 +103,7 @@ class Child:
                     **env,
                     LIFELINE_FD: str(lifeline.read_end),
                     STACKS: str(stacks),
-                    PREFIX: segments,
+                    SEGMENT_PREFIX: segments,
                     "PYTHONUNBUFFERED": "1",
                 },
                 pass_fds=(lifeline.read_end,),
@@ -132,7 +131,7 @@ class Child:
         if not self._swept:
             self._swept = True  # once: later, the group's id may be reused
             self._signal_group(signal.SIGKILL)
-            sweep(self._segments)
+            sweep_segments(self._segments)
         return code
 
     async def stop(self, timeout_s: float | None) -> int:

@@ -13,7 +13,7 @@ from rl_async.errors import UserError
 from rl_async.files import DAMAGE, replace_file
 from rl_async.launcher.plan.spec import ProcessSpec
 from rl_async.launcher.supervise.process import Process, describe_exit
-from rl_async.process.timeline import enter
+from rl_async.process.run_files import enter
 
 FILE = "processes.json"
 

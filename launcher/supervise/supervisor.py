@@ -26,10 +26,10 @@ from rl_async.launcher.supervise.executor import Executor, url_of
 from rl_async.launcher.supervise.process import Process, RoleFailed, describe_exit
 from rl_async.launcher.supervise.roster import ProcessState
 from rl_async.messages import EngineRecord, Status, StatusReport
+from rl_async.process.run_files import Target, listed, write_targets
 from rl_async.rollout_server.http import EngineHttp
-from rl_async.telemetry.targets import Target, listed, write_targets
 from rl_async.transfer_queue.auth.keys import ClientKeys
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client import QueueClient
 
 HEALTH_POLL_S = 0.2
 REGISTRY_WAIT_S = 10.0

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from rl_async.messages import Activity
-from rl_async.process.timeline import Entered
+from rl_async.process.run_files import Entered
 
 Kind = Literal[
     "wait", "train", "sync", "checkpoint", "generate", "tool", "environment", "reward", "start", "down", "other"

@@ -12,7 +12,7 @@ import msgspec
 from rl_async.errors import UserError
 from rl_async.launcher.timeline.lanes import Lane, Span
 from rl_async.launcher.timeline.recorded import Timeline, episodes, read_processes
-from rl_async.process.timeline import read_timeline
+from rl_async.process.run_files import read_timeline
 
 NEWEST = 20  # steps, unless others are asked for
 Event = dict[str, Any]

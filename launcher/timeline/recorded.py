@@ -13,7 +13,7 @@ from rl_async.files import undamaged
 from rl_async.launcher.doctor.observe import launcher_of
 from rl_async.launcher.folder.tail import MetricsTail
 from rl_async.launcher.timeline.lanes import Kind, Lane, Played, Span, activities, episode_lanes, process_lanes
-from rl_async.process.timeline import Entered
+from rl_async.process.run_files import Entered
 from rl_async.recording import evaluations, files_of_step
 
 Placed = tuple[str, Span]  # with the engine that sampled it

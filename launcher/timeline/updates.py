@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rl_async.launcher.timeline.lanes import WEIGHTS, process_of
-from rl_async.process.timeline import Entered
+from rl_async.process.run_files import Entered
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):

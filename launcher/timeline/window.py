@@ -6,7 +6,7 @@ from typing import Any
 
 from rl_async.launcher.timeline.lanes import Lane, place, thinned
 from rl_async.launcher.timeline.recorded import MOST, episodes, read_processes
-from rl_async.process.timeline import Entered
+from rl_async.process.run_files import Entered
 
 NEWEST = 6  # steps that are shown at first
 DETAILED = 24  # steps whose episodes are shown

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from rl_async.files import UNDECODABLE
 from rl_async.launcher.folder.tail import LineTail
-from rl_async.undecodable import UNDECODABLE
 
 MOST_STEPS = 1 << 53  # numbers below are whole as floats, too
 Record = Mapping[str, float | None]

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl_async.errors import RequestRefused, UserError
-from rl_async.evaluation.statistics import ROUNDING
-from rl_async.evaluation.summary import Tried, line_of, summary
+from rl_async.evaluation import ROUNDING, Tried, line_of, summary
 from rl_async.launcher.evaluation.compare import compare
 from rl_async.launcher.evaluation.recorded import Evaluation, TaskKey
 

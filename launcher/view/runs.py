@@ -12,7 +12,7 @@ from rl_async.launcher.doctor.observe import evaluates_only, is_recorded, launch
 from rl_async.launcher.folder.run_folder import leaves
 from rl_async.launcher.supervise.roster import ProcessRecord, read_roster
 from rl_async.launcher.view.columns import Evaluations, MetricColumns
-from rl_async.process.timeline import TimelineReader
+from rl_async.process.run_files import TimelineReader
 
 CONFIG = "config.yaml"
 

@@ -12,9 +12,7 @@ from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
 from rl_async.launcher.view.runs import ViewedRuns
 from rl_async.launcher.view.server import ViewServer
 from rl_async.process.http_server import server_of
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.role import bind
-from rl_async.process.signals import heeded
+from rl_async.process.role import bind, heeded, watch_lifeline
 
 HOST = "127.0.0.1"
 

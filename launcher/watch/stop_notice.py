@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_async.launcher.folder.run_folder import saved
 from rl_async.launcher.folder.tail import last_record
-from rl_async.process.heartbeat import Beat, read_beats
+from rl_async.process.run_files import Beat, read_beats
 
 NOT_IN_A_STEP = ("starting", "waiting for a batch")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from rl_async.configs.schema.run import RunConfig
+from rl_async.files import UNDECODABLE
 from rl_async.launcher.folder.tail import MetricsTail, Record
 from rl_async.launcher.watch.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
-from rl_async.transfer_queue.state import book as state_book
-from rl_async.undecodable import UNDECODABLE
+from rl_async.transfer_queue import book as state_book
 
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"

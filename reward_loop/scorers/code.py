@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_async.concurrency import off_loop
 from rl_async.configs.schema.reward import CodeConfig
 from rl_async.errors import DataError
-from rl_async.offload import off_loop
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorers import code_driver
 from rl_async.reward_loop.scorers.code_checks import rewrite

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
+from rl_async.concurrency import outcomes
 from rl_async.configs.schema.reward import JudgeConfig
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.completion import read_completion
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.scorers.verdicts import Verdict, Verdicts
-from rl_async.tasks import outcomes
-from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.reward_loop")
 

@@ -9,14 +9,14 @@ import math
 import msgspec
 
 from rl_async import tracing
+from rl_async.concurrency import off_loop
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
-from rl_async.offload import off_loop
+from rl_async.files import UNDECODABLE
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.api_keys import read_api_key
 from rl_async.reward_loop.post import Poster
 from rl_async.reward_loop.render import ConversationEncoder, as_messages, load_tokenizer
-from rl_async.undecodable import UNDECODABLE
 
 ATTEMPTS = 12  # with these pauses they span more than a minute: a server that restarts is waited for
 BACKOFF_S = 0.25

@@ -18,11 +18,10 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerFast
 
 from rl_async import tracing
-from rl_async.offload import off_loop
-from rl_async.process.http_server import application, read_body
+from rl_async.concurrency import off_loop
+from rl_async.files import UNDECODABLE
+from rl_async.process.http_server import application, gauge, metrics_text, read_body, text_response
 from rl_async.reward_loop.server.batcher import Batcher
-from rl_async.telemetry.exposition import gauge, metrics_text, text_response
-from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.reward_model")
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from rl_async.tasks import together
+from rl_async.concurrency import gather_or_cancel
 
 Scoring = Callable[[Sequence[Sequence[int]]], list[float]]
 Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
@@ -29,7 +29,7 @@ class Batcher:
         futures = [asyncio.get_running_loop().create_future() for _ in rows]
         for waiting in zip(rows, futures):
             self._waiting.put_nowait(waiting)
-        return await together(*futures)
+        return await gather_or_cancel(*futures)
 
     async def run(self) -> None:
         """Consumes rows; produces their numbers. Waits for the next row; runs until cancelled or ``scoring`` raises."""

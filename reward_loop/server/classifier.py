@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rl_async.errors import UserError
-from rl_async.torch_device import pick_device
+from rl_async.torch_shared import pick_device
 
 SUFFIX = "ForSequenceClassification"
 

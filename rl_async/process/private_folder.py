@@ -1,19 +1,21 @@
-"""The folder of a run that only its user can enter, for what the run's processes on this machine share while it lasts:
-the queue's socket files, and the file by which trainer ranks meet.
+"""What a run's processes on one machine share while it lasts: a folder that only its user can enter, and segments.
 
-The operating system keeps strangers out of it. It is not in the run's own folder, whose path may be longer than a
-socket file's can be, or on a network file system.
+The folder holds the queue's socket files, and the file by which trainer ranks meet. The operating system keeps
+strangers out of it. It is not in the run's own folder, whose path may be longer than a socket file's can be, or on a
+network file system. A segment of shared memory outlives its process: Python's resource tracker unlinks those of a
+killed process, unless it is killed with it, so their names tell the supervisor which to remove.
 """
 
 import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,3 +123,25 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return False
+
+
+SEGMENT_PREFIX = "RL_ASYNC_SHARED_MEMORY"
+SEGMENTS = Path("/dev/shm")  # on Linux
+
+
+def prefix_for(file: Path) -> str:
+    """Return the prefix for the segments of the process whose own file this is, the same at each of its starts."""
+    return f"rl-async-{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:12]}-"
+
+
+def segment_name() -> str:
+    """Return a new name, with the prefix that this process was started with."""
+    return f"{os.environ.get(SEGMENT_PREFIX, 'rl-async-')}{secrets.token_hex(4)}"
+
+
+def sweep_segments(prefix: str) -> None:
+    """Unlink this user's segments with this prefix, whose process must have ended; mappings of them stay."""
+    for segment in SEGMENTS.glob(f"{prefix}*"):
+        with suppress(FileNotFoundError):  # the resource tracker was faster
+            if segment.lstat().st_uid == os.getuid():
+                segment.unlink()

@@ -1,23 +1,299 @@
-"""What all roles have in common at their start and end: supervision, logging, arguments and exit codes.
+"""The start and end of every process of a run: arguments, exit codes, logging, output, signals and supervision.
 
 A role's ``__main__.py`` parses its arguments and calls ``run_role``; what imports torch stands in another module, which
-is imported only then, so that ``--help`` answers at once.
+is imported only then, so that ``--help`` answers at once. A role ends with its supervisor, by a pipe whose write end
+only the supervisor holds, and writes its Python stack on a signal. Standard output and error are steady: a reader may
+end before the process does, vanish with its terminal, stop reading, or be a file on a full disk, and a plain stream
+would raise or block wherever something is printed.
 """
 
 import argparse
+import errno
+import faulthandler
+import io
 import logging
 import os
+import re
+import select
+import shutil
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+import msgspec
 
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.process.lifeline import watch_lifeline
-from rl_async.process.log import setup_logging
-from rl_async.process.output import steady_errors, steady_output
-from rl_async.process.stacks import answer_with_stacks
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+def own_module(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command line of ``rl_async.NAME``.
+
+    ``-P`` keeps the working directory out of the search for modules: a user's ``random.py`` or ``queue.py`` there would
+    else be imported in place of the standard library's. Users' code finds its neighbours by ``userload``.
+    """
+    return (sys.executable, "-P", "-m", f"rl_async.{name}", *arguments)
+
+
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Return those of the signals that this process was not started to ignore."""
+    return [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, _nothing)]
+
+
+def ignore_alone(*numbers: signal.Signals) -> None:
+    """Keep ignoring signals that this process was started to ignore, but let its children start without that.
+
+    A supervisor ends its children by SIGTERM. They inherit ignored signals, but get the default for handled ones.
+    """
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _nothing)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+LIFELINE_FD = "RL_ASYNC_LIFELINE_FD"
+
+
+def watch_lifeline() -> None:
+    """Exit this process, and those it started, when the supervisor is gone. Does nothing if it was started by hand.
+
+    The supervisor passes the read end of a pipe and keeps the write end, which the kernel closes however it dies.
+    """
+    fd = os.environ.pop(LIFELINE_FD, None)
+    if fd is None:
+        return
+
+    def watch(read_end: int) -> None:
+        os.read(read_end, 1)  # blocks until the write end closes
+        print("the supervisor is gone; exiting", file=sys.stderr, flush=True)
+        if os.getpgrp() == os.getpid():  # the supervisor gives each of its children a group of its own
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(int(fd),), name="lifeline", daemon=True).start()
+
+
+def setup_logging(role: str, level: int = logging.INFO) -> logging.Logger:
+    """Log to standard error as ``time role level message`` and return the role's logger."""
+    logging.basicConfig(
+        stream=sys.stderr, level=level, format=f"%(asctime)s {role} %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("httpx", "urllib3", "filelock", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(f"rl_async.{role}")
+
+
+STACKS = "RL_ASYNC_STACKS"  # variable with the path of the file, set by the supervisor
+ASK = signal.SIGUSR1
+FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call of a Python stack."""
+
+    file: str
+    line: str
+    name: str
+
+
+def answer_with_stacks() -> None:
+    """Write the main thread's stack to the supervisor's file on each SIGUSR1. Does nothing if it was started by hand.
+
+    faulthandler writes from the signal handler itself, so it works in a process that is stuck in C code too. It would
+    read other threads' frames while they run, and so ends a busy process with SIGSEGV now and then.
+    """
+    path = os.environ.pop(STACKS, None)  # not inherited by the processes that this one starts
+    if path is not None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)  # open as long as the process lives
+        faulthandler.register(ASK, file=descriptor, all_threads=False)
+
+
+def main_thread(dump: str) -> tuple[Frame, ...]:
+    """Parse the stack of the main thread, which got the signal, from faulthandler's last dump; innermost call first."""
+    frames: list[Frame] = []
+    inside = False
+    for line in dump.rpartition("(most recent call first)")[2].splitlines():
+        match = FRAME.fullmatch(line)
+        if match:
+            inside = True
+            frames.append(Frame(match["file"], match["line"], match["name"]))
+        elif inside:
+            break
+    return tuple(frames)
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy, which reads another process's stacks: of this Python's environment, or of PATH.
+
+    An environment whose Python was named by its path has its programs beside it, and need not be on PATH.
+    """
+    return shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
+
+
+STANDARD = (0, 1, 2)
+PIECE = select.PIPE_BUF  # a pipe that poll(2) calls writable takes as many bytes without blocking
+KEPT_BYTES = 1 << 18
+LAST_S = 5.0  # for a slow reader, at the end
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class OutputFailed(RlAsyncError):
+    """Standard output cannot be written; names the cause."""
+
+
+class ReaderGone(OutputFailed):
+    """The reader of standard output, such as ``head``, has closed the pipe."""
+
+
+class SteadyOutput(io.RawIOBase):
+    """Writes to a descriptor without ever raising or blocking.
+
+    Text that cannot be written yet is kept and tried again with the next write. Beyond KEPT_BYTES the oldest is left
+    out, and a line says so. Once the reader is gone, everything is discarded. ``owned``: closing it closes the
+    descriptor.
+    """
+
+    def __init__(self, descriptor: int, *, owned: bool = False) -> None:
+        super().__init__()
+        self._descriptor, self._owned = descriptor, owned
+        self._kept = bytearray()
+        self._left_out = 0
+        self._gone = False
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def writable(self) -> bool:
+        """Return True, as a text layer asks."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor that is written to, as `io` asks for it."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether the descriptor is a terminal."""
+        return os.isatty(self._descriptor)
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Take all of ``data``, and write as much as its reader takes at once."""
+        given = bytes(data)
+        if not self._gone:
+            self._kept += given
+            self._pass_on(0.0)
+            if (excess := len(self._kept) - KEPT_BYTES) > 0:
+                end = self._kept.find(b"\n", excess) + 1 or len(self._kept)
+                self._left_out += end
+                del self._kept[:end]
+        return len(given)
+
+    def close(self) -> None:
+        """Take nothing more, and close a descriptor that is owned."""
+        if not self.closed and self._owned:
+            os.close(self._descriptor)
+        super().close()
+
+    def settle(self, seconds: float = LAST_S) -> None:
+        """Write what is kept, waiting for a slow reader as long as it takes something every ``seconds``."""
+        self._pass_on(seconds)
+
+    def _pass_on(self, seconds: float) -> None:
+        """Write until nothing is kept, or until the reader took nothing for ``seconds``."""
+        waited = time.monotonic()
+        while self._kept and not self._gone and self._poll.poll(1000 * seconds):
+            if self._left_out:
+                told = b"\n... %d bytes are left out here, which nobody read in time\n" % self._left_out
+                self._kept[:0], self._left_out = told, 0
+            try:
+                del self._kept[: os.write(self._descriptor, self._kept[:PIECE])]
+                waited = time.monotonic()
+            except BlockingIOError:
+                if time.monotonic() - waited >= seconds:
+                    return
+                time.sleep(0.01)
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    return
+                self._gone = True
+                self._kept.clear()
+
+
+class CheckedOutput(io.FileIO):
+    """Writes to standard output, and raises OutputFailed or ReaderGone in place of an OSError."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write ``data``, waiting for its reader."""
+        try:
+            return super().write(data)
+        except BrokenPipeError as error:
+            raise ReaderGone("standard output: its reader is gone") from error
+        except OSError as error:
+            raise OutputFailed(f"standard output cannot be written: {error.strerror}") from error
+
+
+def open_missing() -> None:
+    """Open ``/dev/null`` as each standard stream that is closed, so that no other file gets its number."""
+    for descriptor in STANDARD:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+
+
+def steady_errors() -> None:
+    """Make standard error steady, unless something else has replaced it."""
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text(SteadyOutput(2))
+
+
+def steady_output() -> None:
+    """Make standard output steady, unless something other than ``checked_output`` has replaced it."""
+    binary = getattr(sys.stdout, "buffer", None)
+    if sys.stdout is sys.__stdout__ or isinstance(getattr(binary, "raw", None), CheckedOutput):
+        sys.stdout = _text(SteadyOutput(1))
+
+
+def checked_output() -> None:
+    """Let a failure of standard output be told from other errors, unless something else has replaced it."""
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text(io.BufferedWriter(CheckedOutput(1, "wb", closefd=False)), lines=os.isatty(1))
+
+
+def steady_file(path: Path) -> TextIO:
+    """Open a file to append lines to, which are lost where the disk is full. Raises OSError if it cannot be opened."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return _text(SteadyOutput(descriptor, owned=True))
+
+
+def settle_output() -> None:
+    """Write what steady streams keep. Call it at the end of a process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(raw := getattr(stream, "buffer", None), SteadyOutput):
+            stream.flush()
+            raw.settle()
+
+
+def discard_output() -> None:
+    """Send to ``/dev/null`` what standard output still holds and will get."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _text(binary: io.RawIOBase | io.BufferedWriter, lines: bool = True) -> TextIO:
+    """Return a text stream for ``binary``. Characters that its encoding lacks are written as escape sequences."""
+    encoding = next((stream.encoding for stream in (sys.__stdout__, sys.__stderr__) if stream is not None), "utf-8")
+    return io.TextIOWrapper(binary, encoding, "backslashreplace", line_buffering=lines)  # type: ignore[type-var]
 
 
 def role_parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rl_async.windowed_attention import windowed
+from rl_async.torch_shared import windowed
 
 NAME = "rl_async_embedded"
 

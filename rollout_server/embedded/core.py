@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_async.errors import UserError
-from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.cache import SlotCache, cache_tokens
 from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, visible_in_prompts, why_not_served
@@ -27,6 +26,7 @@ from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache,
 from rl_async.rollout_server.embedded.routes import make_recorder
 from rl_async.rollout_server.embedded.sampler import Sampler
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.torch_shared import output_logits, widened
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
 # Multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes.

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from rl_async.process.http_server import by_label, gauge
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.telemetry.exposition import by_label, gauge
 
 
 class EngineCollector:

@@ -23,7 +23,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.server import EngineServer
-from rl_async.torch_device import is_out_of_memory, pick_device
+from rl_async.torch_shared import is_out_of_memory, pick_device
 
 log = logging.getLogger("rl_async.engine")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rl_async.eight_bits import DTYPES, quantize
+from rl_async.torch_shared import DTYPES, quantize
 from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Piece
 from rl_async.weight_sync.experts import single

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 
 
 class RouteRecorder:

@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rl_async import tracing
+from rl_async.concurrency import to_the_end
 from rl_async.errors import EngineLost, WeightSyncError
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Version
-from rl_async.process.http_server import application, read_body
+from rl_async.process.http_server import application, metrics_text, read_body, text_response
 from rl_async.rollout_server.api import PauseMode
 from rl_async.rollout_server.embedded import dialect, spans
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
@@ -24,9 +26,6 @@ from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
-from rl_async.tasks import to_the_end
-from rl_async.telemetry.exposition import metrics_text, text_response
-from rl_async.undecodable import UNDECODABLE
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
 

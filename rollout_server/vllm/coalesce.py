@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from typing import TypeAlias
 
+from rl_async.concurrency import to_the_end
 from rl_async.errors import EngineError, EngineLost, EngineRejected, SchemaRejected
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.tasks import to_the_end
 
 
 class PendingRequest:

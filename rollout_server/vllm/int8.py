@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kInt8Dynam
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-from rl_async.eight_bits import quantize
+from rl_async.torch_shared import quantize
 
 
 class CpuKernel:

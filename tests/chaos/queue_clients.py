@@ -14,9 +14,7 @@ import numpy as np
 
 from rl_async import messages as m
 from rl_async.errors import QueueLost, RowsLost
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.client.verbs import ClientSettings
+from rl_async.transfer_queue.client import ClientSettings, QueueClient, SyncQueueClient
 from tests.support.queue_clients import async_client, settings
 
 CHECKPOINT_EVERY = 5

@@ -21,7 +21,7 @@ from itertools import cycle
 from pathlib import Path
 
 from rl_async.errors import EXIT_USER
-from rl_async.transfer_queue.reports.audit import OR_GIVEN_UP, TRAINED_ONCE
+from rl_async.transfer_queue.ledger import OR_GIVEN_UP, TRAINED_ONCE
 from tests.chaos.history import problems
 from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.isolation import NEEDED, install, is_isolated, run_isolated, why_not_isolated

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.process.heartbeat import PHASES
-from rl_async.process.stacks import py_spy
+from rl_async.process.role import py_spy
+from rl_async.process.run_files import PHASES
 from tests.chaos.agents.kinds import TASKS
 from tests.chaos.agents.loop import write_tasks
 from tests.e2e.command import HARDLY_WARM, call, start, succeed

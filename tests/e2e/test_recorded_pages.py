@@ -11,7 +11,7 @@ import pytest
 
 from rl_async.launcher.timeline.window import DETAILED
 from rl_async.messages import Activity
-from rl_async.process.timeline import FOLDER, Entered
+from rl_async.process.run_files import TIMELINE_FOLDER, Entered
 from tests.conftest import make_rows
 from tests.e2e.browser import Tab
 from tests.support.recordings import conversation, make_run, write_step
@@ -32,8 +32,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for half, stage in enumerate(("waiting for a batch", "training"))
     ]
     entered.append(Entered(writer="trainer-0", lane="trainer-0", at=BEGAN + STEPS * STEP_S))
-    (run / FOLDER).mkdir()
-    (run / FOLDER / "trainer-0.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in entered))
+    (run / TIMELINE_FOLDER).mkdir()
+    (run / TIMELINE_FOLDER / "trainer-0.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(one) + b"\n" for one in entered)
+    )
     (row,) = make_rows(STEPS - 1, groups=1, samples=1)
     row.turns = conversation("question", "answer", tool="", error="no_such_tool")
     row.activities = [Activity("generate", "engine-0", BEGAN + (STEPS - 1) * STEP_S, STEP_S / 2)]

@@ -20,7 +20,7 @@ from rl_async.reward_loop.server.classifier import score
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
-from rl_async.transfer_queue.reports.metrics import serve_metrics
+from rl_async.transfer_queue.telemetry import serve_metrics
 from rl_async.weight_sync.buckets.buckets import Piece
 from tests.fuzz.http_client import ask
 from tests.fuzz.http_gateway import GatewayTarget

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import psutil
 import zmq
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.auth.roles import ROLES, Role
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import SyncQueueClient
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.queue_messages import Frames, valid
 from tests.fuzz.queue_servers import ANSWER_S, CheckedQueue, CheckedShard, Keys, LiveQueue, hello

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
+from rl_async import codec
 from rl_async import messages as m
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.state.tasks import numbered
+from rl_async.transfer_queue.delivery import numbered
 
 Frames = list[bytes]
 

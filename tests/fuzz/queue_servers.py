@@ -14,20 +14,17 @@ import zmq
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.allow_list import AllowList
-from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import ServerKeys
-from rl_async.transfer_queue.auth.roles import ROLES, Role
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.gate import Outgoing
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.server.verbs import SHARD_VERBS, VERBS
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys
+from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
+from rl_async.transfer_queue.delivery import Counted, numbered
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.server_loop import Outgoing, bind, serve
 from rl_async.transfer_queue.shard.__main__ import ShardServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted, numbered
-from rl_async.transfer_queue.state.transitions import Feed, TransitionType
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed, TransitionType
+from rl_async.transfer_queue.verbs import SHARD_VERBS, VERBS
 
 SETTINGS = QueueSettings(steps=1000, batch_groups=2, group_size=2, lease_s=0.2, max_attempts=1000, reward_limit=1e6)
 ANSWER_S = 60.0

@@ -6,11 +6,10 @@ from random import Random
 
 import msgspec
 
+from rl_async.codec import Frame
 from rl_async.messages import RowKey
-from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.interface import Recovered
-from rl_async.transfer_queue.journal.payloads import freed_by
-from rl_async.transfer_queue.state.transitions import Transition, TransitionType
+from rl_async.transfer_queue.journal.journal import Recovered, freed_by
+from rl_async.transfer_queue.transitions import Transition, TransitionType
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(TransitionType).decode

@@ -7,7 +7,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.session import refusal, wait_of
+from rl_async.transfer_queue.conversations import refusal, wait_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

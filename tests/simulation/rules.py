@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from rl_async.messages import DeliveredGroup, Leased, Refused, Reply, Taken, TrajectoryHeader
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.delivery import NO_SIGNAL
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.transitions import (
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import (
     BatchCommitted,
     BatchReserved,
     DeadLettered,

@@ -11,16 +11,14 @@ from typing import Any
 
 from rl_async.messages import Fail, Lease, Put, Renew, Request, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.session import refusal
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.server.gate import Outgoing
-from rl_async.transfer_queue.server.loop import serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed, LeaseLost, Transition
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.conversations import refusal
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
+from rl_async.transfer_queue.server_loop import Outgoing, serve
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import PATIENCE_S, Network, RouterSocket

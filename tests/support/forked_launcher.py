@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.launcher.cli.__main__ import main
-from rl_async.process.lifeline import LIFELINE_FD
+from rl_async.process.role import LIFELINE_FD
 from tests.support.forked import become, fork
 
 

@@ -5,9 +5,7 @@ from pathlib import Path
 from rl_async.configs.load.loader import load_resolved
 from rl_async.transfer_queue.auth.keys import provide_keys, read_client_keys
 from rl_async.transfer_queue.auth.roles import Role
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.client.verbs import ClientSettings
+from rl_async.transfer_queue.client import ClientSettings, QueueClient, SyncQueueClient
 
 
 def make_run_keys(run: Path) -> None:

@@ -38,7 +38,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.launcher.capacity.costs import EpisodeShape
 from rl_async.launcher.plan.planning import plan
 from rl_async.process.http_auth import make_tokens
-from rl_async.telemetry.targets import Target, write_targets
+from rl_async.process.run_files import Target, write_targets
 from rl_async.trainer.algorithms.losses import LOSSES
 
 

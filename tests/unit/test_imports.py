@@ -30,16 +30,13 @@ HOME_OF = {
         "trainer",
         "weight_sync",
         "rollout_server/embedded",
-        "rl_async/eight_bits.py",
-        "rl_async/torch_device.py",
-        "rl_async/output_layer.py",  # what the engine and the trainer must compute alike
-        "rl_async/windowed_attention.py",  # the same
+        "rl_async/torch_shared.py",  # what the engine and the trainer must compute alike
         "rollout_server/vllm/int8.py",  # these run inside vLLM's own process
         "rollout_server/vllm/plugin.py",
         "rollout_server/vllm/slices.py",
         "rollout_server/vllm/transfer.py",
         "reward_loop/server",
-        "transfer_queue/client/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
+        "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
     "megatron": {"trainer/backends/megatron"},
     "ray": {"launcher/ray/executor.py"},

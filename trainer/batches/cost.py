@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
+from rl_async.files import UNDECODABLE
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest
 from rl_async.trainer.checkpoints.shards import write_tensors, write_whole
 from rl_async.trainer.model.lora import NAMES
 from rl_async.trainer.model.pretrained import StoredWeights
-from rl_async.undecodable import UNDECODABLE
 from rl_async.weight_sync.buckets.adapters import add
 
 ADAPTER_FOLDER = "adapter"

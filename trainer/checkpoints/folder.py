@@ -29,10 +29,9 @@ from safetensors.torch import load_file
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import CheckpointDamaged
-from rl_async.files import force_to_disk, make_durable_folder
+from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.manifest import MANIFEST, damage
-from rl_async.undecodable import UNDECODABLE
 
 log = logging.getLogger("rl_async.checkpoint")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**22

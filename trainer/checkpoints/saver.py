@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rl_async.concurrency import in_daemon_thread
 from rl_async.errors import CheckpointFailed, TrainerReplaced
 from rl_async.files import force_to_disk
-from rl_async.threads import in_daemon_thread
 from rl_async.trainer.backends.interface import Backend
 from rl_async.trainer.checkpoints.folder import CheckpointState, begin, prune, publish, temporary_folder
 from rl_async.trainer.checkpoints.manifest import FileDigest, digest, files_in, write_manifest

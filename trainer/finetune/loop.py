@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.process.heartbeat import Phase, beat
+from rl_async.process.run_files import Phase, beat
 from rl_async.trainer.backends.interface import Backend, Outputs
 from rl_async.trainer.backends.schedule import learning_rate_factor
 from rl_async.trainer.batches.layout import layout

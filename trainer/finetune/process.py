@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.process.heartbeat import beat
+from rl_async.process.run_files import beat
 from rl_async.trainer.checkpoints.export import export
 from rl_async.trainer.checkpoints.folder import folder_of, load_checkpoint
 from rl_async.trainer.checkpoints.saver import Saver

@@ -16,11 +16,10 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rl_async.torch_device import has_flash_attention
+from rl_async.torch_shared import has_flash_attention, windowed
 from rl_async.trainer.batches.packed_tree import TreeCalls
 from rl_async.trainer.model.tree_attention import can_merge, copied, merged
 from rl_async.trainer.model.ulysses import to_heads, to_sequence
-from rl_async.windowed_attention import windowed
 
 NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)

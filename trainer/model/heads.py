@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 from rl_async.trainer.backends.interface import OutputName, Outputs, policy_outputs
 from rl_async.trainer.batches.packed_tree import PackedTree, pack_tree
 from rl_async.trainer.batches.packing import Packed, pack

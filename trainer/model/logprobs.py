@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_async.output_layer import bfloat16_products, output_logits, widened
+from rl_async.torch_shared import bfloat16_products, output_logits, widened
 from rl_async.trainer.model.families import LogitForm
 
 CPU_CHUNK_LOGITS = 2**23  # the fastest of those measured

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from rl_async.errors import UserError
-from rl_async.safetensors_files import INDEX, indexed_files
+from rl_async.model_files import INDEX, indexed_files
 from rl_async.trainer.model.parts import own_part, read_part
 
 ONE_FILE = "model.safetensors"

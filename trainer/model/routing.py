@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 
 log = logging.getLogger("rl_async.trainer")
 REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose routers choose by softmax, and return logits, weights, experts

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_async.torch_shared import Attend, windowed
 from rl_async.trainer.batches.packed_tree import TreeCalls
-from rl_async.windowed_attention import Attend, windowed
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -7,11 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from rl_async.concurrency import gather_or_cancel, in_daemon_thread
 from rl_async.errors import EngineError
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
-from rl_async.tasks import together
-from rl_async.threads import in_daemon_thread
 
 EVERY_S = 2.0  # at most so often
 ANSWER_S = 2.0
@@ -62,7 +61,7 @@ class EngineLoads:
         return found
 
     async def _observe(self, engines: list[EngineRecord]) -> Observation:
-        loads = await together(*(self._load(record) for record in engines))
+        loads = await gather_or_cancel(*(self._load(record) for record in engines))
         answered = {record.engine_id: load for record, load in zip(engines, loads, strict=True) if load is not None}
         return Observation(self._clock(), answered)
 

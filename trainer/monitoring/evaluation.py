@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
-from rl_async.evaluation.summary import Summary, answers_of, failed_rows, summarize_with_total
+from rl_async.evaluation import Summary, answers_of, failed_rows, summarize_with_total
 from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards, mean_role_rewards
 
 log = logging.getLogger("rl_async.evaluation")

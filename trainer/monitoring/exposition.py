@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from rl_async.process.heartbeat import PHASES, read_beats
-from rl_async.telemetry.exposition import by_label, gauge
+from rl_async.process.http_server import by_label, gauge
+from rl_async.process.run_files import PHASES, read_beats
 
 
 class RankCollector:

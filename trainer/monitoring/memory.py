@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rl_async.errors import OutOfMemory
-from rl_async.process.heartbeat import Phase
-from rl_async.process.memory_budget import DeviceBudget, Holder, Stage
-from rl_async.torch_device import is_out_of_memory
+from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage
+from rl_async.torch_shared import is_out_of_memory
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 STAGE_OF: Mapping[Phase, Stage] = {

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from rl_async.accelerators import backends_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RanksLost, UserError
-from rl_async.process.heartbeat import who_is_missing
 from rl_async.process.private_folder import RENDEZVOUS
-from rl_async.torch_device import pick_device
+from rl_async.process.run_files import who_is_missing
+from rl_async.torch_shared import pick_device
 from rl_async.weight_sync.transports.rendezvous import (
     bind_groups,
     file_store,

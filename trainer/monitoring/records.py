@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 
 from rl_async.errors import TrainerReplaced, UserError
-from rl_async.files import append_durably, append_lines, last_line, replace_file
+from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file
 from rl_async.messages import RowKey, Trajectory
 from rl_async.recording import TrainedRow
-from rl_async.transfer_queue.reports.ledger import newest_lineage
-from rl_async.undecodable import UNDECODABLE
+from rl_async.transfer_queue.ledger import newest_lineage
 
 LINEAGE = "lineage"
 

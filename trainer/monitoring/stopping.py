@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl_async.errors import EXIT_SIGNAL
-from rl_async.process.signals import heeded
+from rl_async.process.role import heeded
 
 
 class StopRequest:

@@ -9,11 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
+from rl_async.concurrency import gather_or_cancel, in_daemon_thread
 from rl_async.errors import EngineError
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, Generator
-from rl_async.tasks import together
-from rl_async.threads import in_daemon_thread
 
 PROMPT_TOKENS = 8
 
@@ -69,7 +68,7 @@ class Canaries:
         return pending.result() if pending is not None else []
 
     async def _sample_all(self, engines: Sequence[EngineRecord], version: Version) -> list[Canary]:
-        answers = await together(*(self._sample(record, version) for record in engines))
+        answers = await gather_or_cancel(*(self._sample(record, version) for record in engines))
         return [canary for canary in answers if canary is not None]
 
     async def _sample(self, record: EngineRecord, version: Version) -> Canary | None:

@@ -10,7 +10,7 @@ import torch
 
 from rl_async.configs.derived.models import compute_type, reference_is_base
 from rl_async.configs.schema.run import RunConfig
-from rl_async.torch_device import give_back
+from rl_async.torch_shared import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Backend, Reference
 from rl_async.trainer.batches.cost import RowCost

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rl_async.configs.derived.models import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
-from rl_async.process.heartbeat import Phase, beat
+from rl_async.process.run_files import Phase, beat
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.kl import KlController
 from rl_async.trainer.batches.sources import BatchSource

@@ -1,24 +1,29 @@
-"""Key files (Curve25519, as in libzmq): the identity of the queue, and the clients that may connect, with their roles.
+"""Access to the queue's sockets: key files (Curve25519, as in libzmq), sockets, and authentication.
 
     FOLDER/server.pub, server.key            the queue's; clients know it by the first
     FOLDER/clients/NAME.pub                  a client that may connect until the file is deleted: its key and its role
     FOLDER/NAME.key                          that client's secret; a run's own processes have those named as the roles
 
-Keys have 40 characters (Z85). Files are made 0600, and folders that are made 0700.
+Keys have 40 characters (Z85). Files are made 0600, and folders that are made 0700. Over TCP, libzmq asks the server
+on its own thread before a client may send (ZAP, RFC 27). A socket file lies in a folder that only this user can
+enter: the operating system keeps strangers out, so nothing is encrypted, and a client shows its key in its hello.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from rl_async.configs.derived.queue import key_folder
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import UserError
-from rl_async.transfer_queue.auth.allow_list import AllowList
-from rl_async.transfer_queue.auth.roles import ROLES, Role
+from rl_async.errors import QueueLost, UserError
+from rl_async.process.private_folder import require_private
+from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
 
 SERVER = "server"
 
@@ -148,3 +153,70 @@ def provide_keys(config: RunConfig, run: Path) -> None:
 def use_keys(socket: "zmq.Socket[Any]", keys: ClientKeys) -> None:
     """Make a client's socket speak CURVE, before it connects."""
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.server, keys.public, keys.secret
+
+
+SCHEME = "ipc://"
+
+
+def check_private(folder: Path) -> None:
+    """Raise UserError if another user may be behind the socket files in a folder, QueueLost if there is no folder."""
+    try:
+        require_private(folder)
+    except FileNotFoundError:
+        raise QueueLost(f"no transfer queue listens in {folder}, which does not exist") from None
+
+
+def is_file(address: str) -> bool:
+    """Return whether an address is that of a socket file."""
+    return address.startswith(SCHEME)
+
+
+def folder_of(address: str) -> Path:
+    """Return the folder of a socket file's address."""
+    return Path(address.removeprefix(SCHEME)).parent
+
+
+_ADDRESS = "inproc://zeromq.zap.01"
+_DOMAIN = b"transfer-queue"
+
+
+class Authenticator:
+    """Answers libzmq's questions from the allow-list, and calls ``deny`` for each refused client.
+
+    Make it before the ROUTER binds, and close it after that.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", allowed: AllowList, deny: Callable[[], None]) -> None:
+        self._allowed, self._deny = allowed, deny
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ADDRESS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close(0)
+
+    def answer(self) -> None:
+        """Answer all pending questions."""
+        while self.socket.poll(0):
+            version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+            self._allowed.refresh()
+            key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+            if key in self._allowed.roles:
+                reply = [b"200", b"OK", key, b""]
+            else:
+                self._deny()
+                reply = [b"400", b"this key is not allowed", b"", b""]
+            self.socket.send_multipart([version, request, *reply])
+
+
+def lock(socket: Any, keys: ServerKeys) -> None:
+    """Make a ROUTER refuse everybody whom no ``Authenticator`` lets in, before it binds."""
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret
+    socket.zap_domain = _DOMAIN
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every client is refused

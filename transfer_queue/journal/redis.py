@@ -21,22 +21,21 @@ import msgspec
 import redis
 from xxhash import xxh3_64_intdigest
 
+from rl_async.codec import Frame
 from rl_async.errors import JournalError
+from rl_async.files import UNDECODABLE
 from rl_async.messages import RowKey
-from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal import redis_scripts as scripts
-from rl_async.transfer_queue.journal.interface import (
+from rl_async.transfer_queue.journal.journal import (
     CHECKED,
     JOURNAL_SCHEMA,
     Recovered,
     consecutive,
     digest,
+    freed_by,
     hole,
     new_run_id,
 )
-from rl_async.transfer_queue.journal.payloads import freed_by
-from rl_async.transfer_queue.state.transitions import Transition, TransitionType
-from rl_async.undecodable import UNDECODABLE
+from rl_async.transfer_queue.transitions import Transition, TransitionType
 
 OWNER_S = 10.0  # a queue that is silent for this long may be replaced by another
 TRIES_S = 20.0  # how long a lost connection is tried again
@@ -160,7 +159,7 @@ class RedisJournal:
         """Become the only writer: wait until a silent owner's time is over, but not for a living owner."""
         deadline = time.monotonic() + 1.5 * self._owner_s
         dead = ""
-        while (owner := self._try(self._script, scripts.TAKE, [], dead).decode()) != self._token:
+        while (owner := self._try(self._script, TAKE, [], dead).decode()) != self._token:
             if self._is_dead(owner):
                 dead = owner
             elif time.monotonic() > deadline:
@@ -185,13 +184,13 @@ class RedisJournal:
         return [script, len(names), *names, self._token, int(1000 * self._owner_s), *arguments]
 
     def _checked(self, answer: int) -> None:
-        if answer == scripts.LOST_TAIL:
+        if answer == LOST_TAIL:
             raise JournalError(
                 f"the Redis server at {self._url} (queue.redis_url) has lost the end of {self._key('transitions')}, as "
                 f"when a replica without it is promoted: transition {self._seq} is not its last; continue from the "
                 "last checkpoint with --resume"
             )
-        if answer != scripts.DONE:
+        if answer != DONE:
             raise JournalError(
                 f"another queue took over {self._key('transitions')} on {self._url}, since this one was silent for "
                 f"{self._owner_s:.0f} s; this one ends, nothing that was acknowledged is lost"
@@ -242,7 +241,7 @@ class RedisJournal:
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
         unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
         for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
-            self._checked(self._try(self._script, scripts.UNLINK, [], key))
+            self._checked(self._try(self._script, UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
         dump = _Dump(0, b"") if body is None else msgspec.msgpack.decode(self._opened("dump", body), type=_Dump)
         self._seq, self._dump_bytes = dump.count, len(dump.state)
@@ -255,7 +254,7 @@ class RedisJournal:
             self._log += 1
             self._log_bytes += len(body)
             yield _transition.decode(body)
-        if self._try(self._script, scripts.LAST, ["transitions"]) != self._seq:
+        if self._try(self._script, LAST, ["transitions"]) != self._seq:
             raise JournalError(hole(f"{stream} on {self._url}", self._seq + 1))
 
     def _entries(self) -> Iterator[tuple[int, bytes]]:
@@ -335,7 +334,7 @@ class RedisJournal:
                 self._try(self._redis.unlink, *unlinked)
             self._alive = self._clock()
         elif self._clock() - self._alive > self._owner_s / 4:
-            self._checked(self._try(self._script, scripts.KEEP, []))
+            self._checked(self._try(self._script, KEEP, []))
             self._alive = self._clock()
 
     def _write(self) -> int:
@@ -347,14 +346,14 @@ class RedisJournal:
             for key, body in self._payloads.items():
                 pipe.set(key, body)
             counted = [self._seq, len(self._pending), *entries, len(self._unplaced), *self._unplaced, *placed]
-            pipe.eval(*self._call(scripts.FLUSH, ["transitions", "places"], *counted))
+            pipe.eval(*self._call(FLUSH, ["transitions", "places"], *counted))
             if self._replicas:
                 pipe.execute_command("WAIT", self._replicas, _WAIT_MS)
             answers = pipe.execute()
         if not self._replicas:
             return int(answers[-1])
         written, replicated = answers[-2:]
-        if written == scripts.DONE and replicated < self._replicas:
+        if written == DONE and replicated < self._replicas:
             raise redis.TimeoutError(
                 f"{replicated} of {self._replicas} replicas (queue.redis_replicas) have the newest transitions"
             )
@@ -368,12 +367,80 @@ class RedisJournal:
     def compact(self, dump: bytes) -> None:
         """Replace the entries of the stream by the dump."""
         body = _sealed("dump", _encode(_Dump(self._seq, dump)))
-        self._checked(self._try(self._script, scripts.COMPACT, ["transitions", "dump"], self._seq, body))
+        self._checked(self._try(self._script, COMPACT, ["transitions", "dump"], self._seq, body))
         self._log = self._log_bytes = 0
         self._dump_bytes = len(dump)
 
     def close(self) -> None:
         """Release the ownership if the server can be reached, and close the connection."""
         with contextlib.suppress(redis.RedisError):  # it ends by itself
-            self._script(scripts.RELEASE, [])
+            self._script(RELEASE, [])
         self._redis.close()
+
+
+DONE, NOT_OWNER, LOST_TAIL = 1, -1, -2
+
+_CHECK = """
+local owner = redis.call('GET', KEYS[1])
+if not owner and redis.call('GET', KEYS[2]) == ARGV[1] then owner = ARGV[1] end
+if owner ~= ARGV[1] then return -1 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+"""
+KEEP = _CHECK + "return 1"
+UNLINK = _CHECK + "redis.call('UNLINK', ARGV[3]) return 1"
+
+# ARGV 3: a dead owner. Answers who owns it now.
+TAKE = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] and owner ~= ARGV[3] then return owner end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('SET', KEYS[2], ARGV[1])
+return ARGV[1]
+"""
+RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+# The number of the newest transition, which a stream keeps when it is trimmed; 0 without a stream.
+_LAST = """
+local last = 0
+local info = redis.pcall('XINFO', 'STREAM', KEYS[3])
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then last = tonumber(string.match(info[i + 1], '-(%d+)$')) end
+end
+"""
+
+# KEYS: transitions. Answers the number of the newest one.
+LAST = _CHECK + _LAST + "return last"
+
+# KEYS: transitions, places. ARGV: sequence number, n, n kinds and bodies, m, m freed fields, then fields and places.
+# A flush that is repeated because its answer was lost changes nothing. One that does not continue the stream, because
+# the server lost its end, would leave a hole.
+FLUSH = (
+    _CHECK
+    + _LAST
+    + """
+local seq, n = tonumber(ARGV[3]), tonumber(ARGV[4])
+if n > 0 and last == seq + n then return 1 end
+if last ~= seq then return -2 end
+local at = 5
+for i = 1, n do
+  redis.call('XADD', KEYS[3], '0-' .. string.format('%d', seq + i), 'kind', ARGV[at], 'body', ARGV[at + 1])
+  at = at + 2
+end
+local m = tonumber(ARGV[at])
+for i = 1, m do redis.call('HDEL', KEYS[4], ARGV[at + i]) end
+for i = at + m + 1, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
+return 1
+"""
+)
+
+# KEYS: transitions, dump. ARGV: sequence number, the dump.
+COMPACT = (
+    _CHECK
+    + _LAST
+    + """
+if last ~= tonumber(ARGV[3]) then return -2 end
+redis.call('SET', KEYS[4], ARGV[4])
+redis.call('XTRIM', KEYS[3], 'MAXLEN', 0)
+return 1
+"""
+)

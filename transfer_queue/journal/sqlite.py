@@ -2,44 +2,383 @@
 
 A flush hands the payloads to their file first and then commits one transaction with the transitions and the places of
 the payloads. So whenever the process is killed, the database is as after a whole number of flushes, and everything
-that it names is there.
+that it names is there. Segment files (``RUN/queue-payloads/00000001.segment`` and so on) are append-only, and each is
+deleted whole when nothing in it is wanted.
 
-With ``synchronous=normal`` a power cut may take payloads that the database names. Then the log is shortened to where
-all payloads were there (``shortening.py``). It can be, because the samples of a dump are forced to the disk before the
-dump, and what a group's end frees is kept, rows and files, until the next dump.
+With ``synchronous=normal`` a power cut may take payloads that the database names. Then the log is shortened to the
+newest state whose samples all have their payloads (``History``). It can be, because the samples of a dump are forced
+to the disk before the dump, and the rows and files that a group's end frees are kept until the next dump.
 
-Each row has a checksum of its values, which is compared when the journal is read: SQLite has none of what is in its
-pages, and a changed bit there could be another reward, version or cursor. A journal of before gets them when it is
-opened.
+Each row has a checksum of its values, which is compared when the journal is read: SQLite has none for its pages, and a
+changed bit there could be another reward, version or cursor. Journals of older versions get them when they are opened.
+A folder on a file system that hosts share is refused.
 """
 
+import errno
 import fcntl
 import logging
 import os
+import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
+from rl_async.codec import Frame
 from rl_async.errors import JournalError, UserError
-from rl_async.filesystems import require_local
+from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
 from rl_async.messages import RowKey
-from rl_async.messages.codec import Frame
-from rl_async.transfer_queue.journal.interface import (
+from rl_async.transfer_queue.journal.journal import (
+    ALL_GROUPS,
     CHECKED,
+    FREEING,
     JOURNAL_SCHEMA,
     Recovered,
     consecutive,
     digest,
+    freed_by,
     new_run_id,
 )
-from rl_async.transfer_queue.journal.payloads import freed_by
-from rl_async.transfer_queue.journal.segments import SEGMENT_BYTES, START_OVER, SegmentPlace, Segments
-from rl_async.transfer_queue.journal.shortening import History
-from rl_async.transfer_queue.state.transitions import Transition, TransitionType
-from rl_async.undecodable import UNDECODABLE
+from rl_async.transfer_queue.transitions import SamplesStored, Transition, TransitionType
+
+MOUNTS = Path("/proc/self/mountinfo")  # Linux'
+NETWORK = re.compile(
+    "nfs4?|lustre|gpfs|ceph|cifs|smb3|smbfs|afs|beegfs|panfs|wekafs|glusterfs|orangefs|pvfs2|ocfs2|gfs2|coda"
+)
+# Others of FUSE, such as fuse.fuse-overlayfs, are local.
+NETWORK_FUSE = re.compile(
+    r"fuse\.(sshfs|ceph|ceph-fuse|glusterfs|juicefs|s3fs|s3ql|gcsfuse|goofys|mount-s3|rclone|blobfuse2?|lizardfs|mfs|"
+    "moosefs|seaweedfs|cvmfs2|dfuse|hdfs|alluxio-fuse|davfs|smbnetfs|beegfs|mfsmount)"
+)
+
+
+def file_system(path: Path, mounts: Path | None = None) -> str:
+    """The type of the file system that holds ``path``, which need not exist; empty if this machine does not tell."""
+    try:
+        table = (MOUNTS if mounts is None else mounts).read_text(errors="replace")
+    except OSError:
+        return ""
+    path = path.resolve()
+    found, longest = "", -1
+    for line in table.splitlines():
+        mount, _, source = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split()[4]))
+        if path.is_relative_to(point) and len(point.parts) >= longest:  # a later mount hides an earlier one
+            found, longest = source.split()[0], len(point.parts)
+    return found
+
+
+def require_local(path: Path, remedy: str, mounts: Path | None = None) -> None:
+    """Raise UserError with the ``remedy`` if ``path`` is on a file system that several hosts share."""
+    kind = file_system(path, mounts)
+    if NETWORK.fullmatch(kind) or NETWORK_FUSE.fullmatch(kind):
+        raise UserError(f"{path} is on a file system of type {kind}, which hosts share; {remedy}")
+
+
+SEGMENT_BYTES = 1 << 25  # a new file is begun beyond this
+_MOST_BUFFERS = 512  # of one write; Linux takes 1024
+
+
+class SegmentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the rows of one sample are: in file ``segment`` from ``offset`` on, one after another."""
+
+    segment: int
+    offset: int
+    lengths: list[int]  # of each row
+    checksums: list[int]  # XXH3 of each row, 64 bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows together."""
+        return sum(self.lengths)
+
+
+class Segments:
+    """The files of one folder. All methods raise JournalError naming the file that cannot be read or written."""
+
+    def __init__(self, folder: Path, *, sync: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """``sync``: what was flushed is on the disk, not only with the operating system."""
+        self._folder, self._sync, self._segment_bytes = folder, sync, segment_bytes
+        self._unsynced: set[int] = set()  # segments to which something was written since they were forced to the disk
+        self._live: Counter[int] = Counter()  # samples by segment
+        self._pending: list[Frame] = []
+        self._reading: dict[int, int] = {}  # file descriptors by segment
+        self._writing = -1  # file descriptor of the newest segment
+        self._segment = 0
+        self._end = 0  # of the newest segment, with what is pending
+
+    def open(self, places: Iterable[SegmentPlace], kept: Collection[int]) -> None:
+        """Check that all of these are there, and delete the files that hold none of them and are not to be ``kept``."""
+        try:
+            make_durable_folder(self._folder)
+            ends: Counter[int] = Counter()
+            for place in places:
+                self._live[place.segment] += 1
+                ends[place.segment] = max(ends[place.segment], place.offset + place.nbytes)
+            sizes = {int(path.stem): path.stat().st_size for path in self._folder.glob("*.segment")}
+            for segment, end in ends.items():
+                if sizes.get(segment, 0) < end:
+                    raise JournalError(
+                        f"{self._path(segment)} holds {sizes.get(segment, 0)} bytes, and the queue's journal names "
+                        f"{end}: bytes were lost, as by a power cut. {START_OVER}"
+                    )
+            for segment in sizes.keys() - ends.keys():
+                if segment in kept:
+                    self._live[segment] = 0
+                else:
+                    self._path(segment).unlink()
+        except OSError as error:
+            raise failed(self._folder, error) from error
+        self._segment = max(sizes, default=0)
+        self._unsynced.update(ends)  # by whom it was written, and whether it was forced, is not known
+        self._begin()
+
+    def holds(self, place: SegmentPlace) -> bool:
+        """Whether the rows of this sample are there as they were written. Call it before ``open``."""
+        try:
+            with self._path(place.segment).open("rb") as file:
+                file.seek(place.offset)
+                rows = [file.read(length) for length in place.lengths]
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise failed(self._path(place.segment), error) from error
+        return list(map(len, rows)) == place.lengths and place.checksums == list(map(xxh3_64_intdigest, rows))
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08d}.segment"
+
+    def _begin(self) -> None:
+        """Close the file being written and begin a new one."""
+        if self._writing >= 0:
+            os.close(self._writing)
+        self._segment += 1
+        self._end = 0
+        path = self._path(self._segment)
+        try:
+            self._writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            if self._sync:
+                force_to_disk(self._folder)  # its name
+        except OSError as error:
+            raise failed(path, error) from error
+
+    def add(self, rows: Sequence[Frame]) -> SegmentPlace:
+        """Take in the rows of one sample; they are written by ``flush`` at the latest."""
+        if self._end >= self._segment_bytes:
+            self._hand_over()
+            self._begin()
+        place = SegmentPlace(self._segment, self._end, list(map(len, rows)), list(map(xxh3_64_intdigest, rows)))
+        self._pending += rows
+        self._end += place.nbytes
+        self._live[place.segment] += 1
+        return place
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, and if asked for to the disk, whatever was written before."""
+        self._hand_over()
+        if self._sync:
+            self._force(self._unsynced)
+
+    def force(self) -> None:
+        """Return when all samples that are in use are on the disk, with the names of their files."""
+        self._hand_over()
+        self._force({segment for segment in self._unsynced if self._live[segment]})
+        force_to_disk(self._folder)
+
+    def _hand_over(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            for start in range(0, len(pending), _MOST_BUFFERS):
+                self._write(pending[start : start + _MOST_BUFFERS])
+        except OSError as error:
+            raise failed(self._path(self._segment), error) from error
+        if pending:
+            self._unsynced.add(self._segment)
+
+    def _force(self, segments: set[int]) -> None:
+        for segment in sorted(segments):
+            try:
+                if segment == self._segment:
+                    os.fsync(self._writing)
+                else:
+                    force_to_disk(self._path(segment))
+            except OSError as error:
+                raise failed(self._path(segment), error) from error
+        self._unsynced -= segments
+
+    def _write(self, buffers: list[Frame]) -> None:
+        written = os.writev(self._writing, buffers)
+        if written == sum(map(len, buffers)):
+            return
+        rest = memoryview(b"".join(buffers))[written:]
+        while rest:
+            rest = rest[os.write(self._writing, rest) :]
+
+    def read(self, place: SegmentPlace, row: int) -> Frame:
+        """Read one row from its file, and compare it with its checksum."""
+        if self._pending:
+            self._hand_over()
+        offset = place.offset + sum(place.lengths[:row])
+        total = place.lengths[row]
+        path = self._path(place.segment)
+        try:
+            if place.segment not in self._reading:
+                self._reading[place.segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._reading[place.segment], total, offset)
+        except OSError as error:
+            raise failed(path, error) from error
+        if len(data) != total:
+            raise JournalError(
+                f"{path} ends before byte {offset + total}, which the queue's journal names. {START_OVER}"
+            )
+        if xxh3_64_intdigest(data) != place.checksums[row]:
+            raise JournalError(f"{path} has other bytes at {offset} than were written there. {START_OVER}")
+        return data
+
+    def free(self, places: Iterable[SegmentPlace]) -> None:
+        """Count these samples as unused; their files can be deleted once no sample uses them."""
+        for place in places:
+            self._live[place.segment] -= 1
+
+    @property
+    def dead(self) -> list[int]:
+        """Files, by number, that no sample uses any more."""
+        return [segment for segment, count in self._live.items() if not count and segment != self._segment]
+
+    def delete(self, segments: Iterable[int]) -> None:
+        """Delete dead files. Call it when the journal can no longer name them, whatever happens."""
+        for segment in segments:
+            del self._live[segment]
+            self._unsynced.discard(segment)
+            descriptor = self._reading.pop(segment, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            try:
+                self._path(segment).unlink()
+            except OSError as error:
+                raise failed(self._path(segment), error) from error
+
+    def close(self) -> None:
+        """Close the file descriptors of all segments."""
+        for descriptor in [*self._reading.values(), self._writing]:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._reading, self._writing = {}, -1
+
+
+START_OVER = "Move queue.sqlite* and queue-payloads/ away and continue from the last checkpoint with --resume"
+
+
+def failed(path: Path, error: OSError) -> JournalError:
+    """The error for a file that cannot be used: what happened to it, and the way out."""
+    text = f"the queue's journal {path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return JournalError(f"{text}; free space there and continue with --resume: nothing acknowledged is lost")
+    return JournalError(f"{text}; the queue needs to write there (or queue.journal=memory, which keeps nothing)")
+
+
+Key = tuple[int, int]  # group and sample; media have negative sample numbers
+FOREVER = 1 << 62
+
+_transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
+_place = msgspec.msgpack.Decoder(SegmentPlace)
+
+
+class _Life(NamedTuple):
+    """A payload belongs to the states after transition ``born`` and up to ``died``."""
+
+    key: Key | None
+    born: int
+    died: int
+
+
+class History:
+    """Which payloads belong to which states, from the tables ``payload`` and ``log``."""
+
+    def __init__(self, db: sqlite3.Connection, dumped: int) -> None:
+        """``dumped``: the number of transitions before the log; what they stored is on the disk."""
+        self._dumped = self._end = dumped
+        self.freed: set[int] = set()  # groups that ended in the log, whose rows are still there
+        self._rows: dict[Key, SegmentPlace] = {}
+        for group, sample, place in db.execute("SELECT grp, sample, place FROM payload"):
+            self._rows[group, sample] = _place.decode(place)
+        self._bad: dict[Key, bool] = {}
+        self._lives: list[_Life] = []
+        self._read(db)
+
+    def _read(self, db: sqlite3.Connection) -> None:
+        (self._end,) = db.execute("SELECT coalesce(max(seq) + 1, ?) FROM log", (self._dumped,)).fetchone()
+        kinds = [SamplesStored.__name__, *(kind.__name__ for kind in FREEING)]
+        query = f"SELECT seq, body FROM log WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY seq"
+        events = [(seq, _transition.decode(body)) for seq, body in db.execute(query, kinds)]
+        fresh = max((seq for seq, event in events if freed_by(event) is ALL_GROUPS), default=-1)
+        if fresh >= 0:  # it deleted the rows of all states before it
+            self._lives.append(_Life(None, self._dumped - 1, fresh))
+            events = [(seq, event) for seq, event in events if seq > fresh]
+        here = self._born(events)
+        for seq, event in events:
+            for group in freed_by(event) or ():
+                self.freed.add(group)
+                self._lives += [_Life((group, sample), born, seq) for sample, born in here.pop(group, {}).items()]
+        for group, samples in here.items():
+            self._lives += [_Life((group, sample), born, FOREVER) for sample, born in samples.items()]
+
+    def _born(self, events: list[tuple[int, Transition]]) -> dict[int, dict[int, int]]:
+        """The transition that stored each sample, by group, but for samples on shards.
+
+        A medium counts as stored with the first sample of its group.
+        """
+        born: dict[int, dict[int, int]] = {}
+        for group, sample in self._rows:
+            born.setdefault(group, {})[sample] = self._dumped - 1
+        for seq, event in reversed(events):
+            for headers in event.samples if isinstance(event, SamplesStored) else ():
+                if not headers[0].shards:
+                    samples = born.setdefault(headers[0].group_id, {})
+                    samples |= dict.fromkeys([headers[0].sample, *(key for key in samples if key < 0)], seq)
+        return born
+
+    def places(self) -> dict[Key, SegmentPlace]:
+        """The payloads of the newest state."""
+        return {key: place for key, place in self._rows.items() if key[0] not in self.freed}
+
+    def segments(self) -> set[int]:
+        """The files that hold payloads of any state in the log."""
+        return {place.segment for place in self._rows.values()}
+
+    def lost(self, holds: Callable[[SegmentPlace], bool]) -> int | None:
+        """How many transitions at the end have to go; None if no state in the log has all its payloads."""
+
+        def is_bad(life: _Life) -> bool:
+            if life.key is None or life.key not in self._rows:
+                return True
+            if life.born < self._dumped:
+                return False
+            if life.key not in self._bad:
+                self._bad[life.key] = not holds(self._rows[life.key])
+            return self._bad[life.key]
+
+        end = self._end
+        while lacking := [life for life in self._lives if life.born < end <= life.died and is_bad(life)]:
+            end = min(life.born for life in lacking)
+            if end < self._dumped:
+                return None
+        return self._end - end
+
+    def shorten(self, db: sqlite3.Connection, lost: int) -> None:
+        """Delete the newest ``lost`` transitions, and the payloads that they stored."""
+        end = self._end - lost
+        later = [life.key for life in self._lives if life.key is not None and life.born >= end]
+        stored = [key for key in later if key[1] >= 0 or self._bad.get(key)]  # the bytes of a medium are in its number
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("DELETE FROM log WHERE seq >= ?", (end,))
+        db.executemany("DELETE FROM payload WHERE grp = ? AND sample = ?", stored)
+        db.execute("COMMIT")
+
 
 log = logging.getLogger("rl_async.queue")
 
@@ -65,7 +404,6 @@ CREATE TABLE payload (
 """
 _COLUMNS = {"meta": "run_id", "dump": "seq, body", "log": "seq, kind, body", "payload": "grp, sample, place"}
 
-_transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -27,25 +27,21 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async import messages as m
+from rl_async.codec import Frame
 from rl_async.configs.derived.queue import is_loopback
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
-from rl_async.messages.codec import Frame
-from rl_async.process.memory import reuse_freed_memory
-from rl_async.process.role import add_run, role_parser, run_role
-from rl_async.process.signals import heeded
-from rl_async.telemetry.exposition import exposed
+from rl_async.process.allocation import reuse_freed_memory
+from rl_async.process.http_server import exposed
+from rl_async.process.role import add_run, heeded, role_parser, run_role
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.allow_list import AllowList
-from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import client_keys, server_keys
-from rl_async.transfer_queue.auth.sockets import is_file
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.journal.payloads import ALL_GROUPS, Payloads
-from rl_async.transfer_queue.server.gate import Gate, Outgoing, Response
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.verbs import SHARD_VERBS
+from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
+from rl_async.transfer_queue.auth.roles import AllowList
+from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.journal.journal import ALL_GROUPS, Payloads
+from rl_async.transfer_queue.server_loop import Gate, Outgoing, Response, bind, serve
+from rl_async.transfer_queue.verbs import SHARD_VERBS
 
 log = logging.getLogger("rl_async.queue")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
-from rl_async.torch_device import give_back, to_host
+from rl_async.torch_shared import give_back, to_host
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, checksum, dtype_of, layout_of, manifest, places_in, room
 from rl_async.weight_sync.buckets.checksum import SUMS, checksum_like
 from rl_async.weight_sync.layout import Layout, lengths, slices, volume

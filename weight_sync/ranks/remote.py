@@ -15,8 +15,8 @@ from typing import Protocol
 
 import msgspec
 
+from rl_async.concurrency import in_daemon_thread
 from rl_async.errors import RanksLost, WeightSyncError
-from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.layout import Box
 from rl_async.weight_sync.protocol import Hold, InitInfo, UpdateInfo
 from rl_async.weight_sync.ranks.outlet import Outlet

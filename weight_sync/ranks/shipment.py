@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from rl_async.concurrency import run_in_threads
 from rl_async.messages import Version
-from rl_async.threads import together
 from rl_async.weight_sync.buckets.buckets import wire_bytes
 from rl_async.weight_sync.protocol import Hold, Info, InitInfo, UpdateInfo
 from rl_async.weight_sync.ranks.outlet import Outlet
@@ -34,15 +34,15 @@ class RankShards:
     def begin(self, version: Version, hold: Hold) -> None:
         """Make all ranks send ``version``, which their main threads offer, as this rank's has."""
         offer = self._outlet.offers
-        together([partial(end.begin, str(version), offer, hold) for end in self._ends.values()], THREAD)
+        run_in_threads([partial(end.begin, str(version), offer, hold) for end in self._ends.values()], THREAD)
 
     def seal(self) -> None:
         """Have all ranks copy what no engine has asked for: training may then change the weights."""
-        together([end.seal for end in self._ends.values()], THREAD)
+        run_in_threads([end.seal for end in self._ends.values()], THREAD)
 
     def leave(self) -> None:
         """Have all ranks take what they keep for engines off the devices that those share; may be called twice."""
-        together([end.leave for end in self._ends.values()], THREAD)
+        run_in_threads([end.leave for end in self._ends.values()], THREAD)
 
     def close(self) -> None:
         """Part from the other ranks, and leave the groups of engines that are still open."""
@@ -69,7 +69,7 @@ class RankShipment:
         self.needs, self.count = tuple(needs), count
         self.nbytes = 0  # staged since the first round, for one engine
         try:
-            self._joins = together([partial(end.open, key, members, needs) for end in ends], THREAD)
+            self._joins = run_in_threads([partial(end.open, key, members, needs) for end in ends], THREAD)
         except BaseException:
             self.close()
             raise
@@ -85,27 +85,27 @@ class RankShipment:
 
     def connect(self) -> None:
         """Form the groups of all ranks with the workers."""
-        together([partial(end.connect, self._key) for end in self._ends], THREAD)
+        run_in_threads([partial(end.connect, self._key) for end in self._ends], THREAD)
 
     def stage(self, number: int) -> UpdateInfo:
         """Have every rank prepare a round, or start sending it; return the manifest to give to the engines."""
         if number == 0:
             self.nbytes = 0
-        infos = together([partial(end.stage, self._key, number) for end in self._ends], THREAD)
+        infos = run_in_threads([partial(end.stage, self._key, number) for end in self._ends], THREAD)
         self.nbytes += sum(wire_bytes(info) for of_rank in infos for info in of_rank)
         of_workers = [_one(list(of_worker), _of_sources) for of_worker in zip(*infos, strict=True)]
         return _one(of_workers, _of_workers)
 
     def send(self, number: int) -> None:
         """Transfer a staged round while the engines receive it."""
-        together([partial(end.send, self._key, number) for end in self._ends], THREAD)
+        run_in_threads([partial(end.send, self._key, number) for end in self._ends], THREAD)
 
     def unstage(self) -> None:
         """Do nothing: the ranks release a round when the one after the next is staged, and at the end."""
 
     def leave(self) -> None:
         """Have the ranks that send take what they keep off shared devices; may be called twice."""
-        together([end.leave for end in self._ends], THREAD)
+        run_in_threads([end.leave for end in self._ends], THREAD)
 
     def close(self) -> None:
         """Leave the groups; may be called twice."""

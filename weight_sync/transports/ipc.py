@@ -4,7 +4,7 @@ A bucket that was filled on the host goes through a segment of shared memory, on
 through memory there, so that its bytes never leave the device. Two pieces of such memory are used in turns.
 
 The sender owns them. If it is killed, Python's resource tracker unlinks the segments, or whoever started the sender
-(``rl_async.process.shared_memory``); the driver frees device memory.
+(``rl_async.process.private_folder``); the driver frees device memory.
 """
 
 import _posixshmem
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.process.shared_memory import segment_name
-from rl_async.torch_device import settle
+from rl_async.process.private_folder import segment_name
+from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.device_memory import exported, opened

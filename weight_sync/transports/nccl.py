@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_async.accelerators import collectives_of
 from rl_async.errors import WeightSyncError
-from rl_async.torch_device import settle
+from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.gloo import GlooSender, store_of

@@ -14,9 +14,9 @@ import psutil
 from torch import distributed as dist
 
 from rl_async.accelerators import accelerator_here
+from rl_async.concurrency import in_daemon_thread
 from rl_async.errors import UserError, WeightSyncError
 from rl_async.process.private_folder import require_private
-from rl_async.threads import in_daemon_thread
 
 GRACE_S = 1.0  # torch's own error, if there is one, says more
 

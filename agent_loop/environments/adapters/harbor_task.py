@@ -12,7 +12,7 @@ import msgspec
 
 from rl_async.agent_loop.environments.adapters.dockerfile import files_below, read_dockerfile
 from rl_async.errors import DataError
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)  # hides no task
 _None = Annotated[list[Any], msgspec.Meta(max_length=0)]

@@ -17,8 +17,8 @@ from rl_async.agent_loop.environments.adapters.verl_interaction import EpisodeIn
 from rl_async.agent_loop.environments.adapters.verl_tools import EpisodeTools, VerlTool, make_tool
 from rl_async.agent_loop.step import Step
 from rl_async.errors import ConfigError
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
-from rl_async.undecodable import UNDECODABLE
 from rl_async.userload import load_user_object
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_async.agent_loop.tools.tool import ToolResult, failed
+from rl_async.concurrency import outcomes
 from rl_async.errors import DataError
 from rl_async.messages import Task
-from rl_async.tasks import outcomes
 
 Kwargs = dict[str, dict[str, Any]]  # of a task and a tool, by verl's names above
 

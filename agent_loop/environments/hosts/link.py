@@ -17,10 +17,10 @@ import msgspec
 from rl_async.agent_loop.environments.hosts import wire
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed
+from rl_async.files import UNDECODABLE
 from rl_async.process import guard
-from rl_async.process.own_python import own_module
-from rl_async.process.strays import kill_marked
-from rl_async.undecodable import UNDECODABLE
+from rl_async.process.kernel import kill_marked
+from rl_async.process.role import own_module
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Self
 from rl_async.agent_loop.environments.hosts import plan, wire
 from rl_async.agent_loop.environments.hosts.hosted import HostedGame, HostedSession, begin
 from rl_async.agent_loop.environments.hosts.link import HostLink
+from rl_async.concurrency import outcomes, to_the_end
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
-from rl_async.tasks import outcomes, to_the_end
 
 log = logging.getLogger("rl_async.agent_loop")
 

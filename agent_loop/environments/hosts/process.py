@@ -23,10 +23,10 @@ from rl_async.agent_loop.environments.services import Services
 from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool, Tool, ToolResult
+from rl_async.concurrency import to_the_end
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EnvironmentFailed, RlAsyncError
-from rl_async.process.log import setup_logging
-from rl_async.tasks import to_the_end
+from rl_async.process.role import setup_logging
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")

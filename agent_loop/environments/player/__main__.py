@@ -20,8 +20,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL
 from rl_async.process import guard
 from rl_async.process.http_auth import TOKEN_FILE, token_file
-from rl_async.process.role import add_run, role_parser, run_role
-from rl_async.process.signals import heeded
+from rl_async.process.role import add_run, heeded, role_parser, run_role
 
 MODULE = "rl_async.agent_loop.environments.player.verifiers"
 # How agent.environment begins.

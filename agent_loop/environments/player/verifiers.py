@@ -29,9 +29,9 @@ import verifiers.v1 as vf
 from aiohttp import web
 from pydantic import ValidationError
 
+from rl_async.concurrency import gather_or_cancel, outcomes
 from rl_async.errors import EXIT_RESTART, EXIT_USER, UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
-from rl_async.tasks import outcomes, together
 
 log = logging.getLogger("rl_async.player")
 
@@ -169,7 +169,7 @@ class Player:
         async with self._environment.serving(), self._relay.serving() as self._client:
             asking = [loop.run_in_executor(pool, self._work, loop) for _ in range(self._at_once)]
             try:
-                await together(*asking)
+                await gather_or_cancel(*asking)
             finally:
                 self._stopping = True
                 for playing in self._playing:

@@ -23,7 +23,7 @@ from rl_async.agent_loop.gateway.dialects.fields import ANTHROPIC, tool_refused,
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 THINKING = ("thinking", "redacted_thinking")
 BILLING = "x-anthropic-billing-header"  # a line of Claude Code's system prompt that differs in every request

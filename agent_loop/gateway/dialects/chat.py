@@ -13,7 +13,7 @@ from rl_async.agent_loop.chat_formats.format import Answer
 from rl_async.agent_loop.gateway.dialects.fields import content_refused
 from rl_async.agent_loop.gateway.dialects.formats import JsonFormat
 from rl_async.errors import RequestRefused
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 ASSISTANT = "assistant"
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors

@@ -23,7 +23,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
 from rl_async.agent_loop.gateway.dialects.fields import OPENAI, not_supported, tool_refused, unobeyed
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.errors import RequestRefused
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 # What an assistant said in a message, beside its content and tool calls, and how to send it instead.

@@ -34,7 +34,7 @@ from rl_async.agent_loop.gateway.dialects.fields import (
 from rl_async.agent_loop.gateway.dialects.formats import take_format
 from rl_async.agent_loop.gateway.dialects.openai import Limit
 from rl_async.errors import RequestRefused
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 
 SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
 ENCRYPTED = "reasoning.encrypted_content"

@@ -24,7 +24,7 @@ from rl_async.agent_loop.tools.mcp.sessions import ToolFailed
 from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES, BoundedBody, Measure, server_process
 from rl_async.errors import ConfigError, McpServerLost
 from rl_async.process import guard
-from rl_async.process.strays import kill_marked
+from rl_async.process.kernel import kill_marked
 
 log = logging.getLogger("rl_async.agent_loop")
 

@@ -10,8 +10,8 @@ from rl_async.agent_loop.tools.mcp.descriptions import Listed, Offer, chosen, of
 from rl_async.agent_loop.tools.mcp.servers import McpServer
 from rl_async.agent_loop.tools.mcp.sessions import FIRST_PAUSE_S, OPENINGS, Connect, Connection, McpSessions
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
+from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.errors import McpServerLost
-from rl_async.tasks import to_the_end, together
 
 STARTS_AT_ONCE = 8  # sessions of one server that begin together
 
@@ -51,7 +51,7 @@ class McpToolbox:
 
     async def __aenter__(self) -> Self:
         try:
-            found = await together(*(self._listed(place) for place in range(len(self._servers))))
+            found = await gather_or_cancel(*(self._listed(place) for place in range(len(self._servers))))
             named = [(s.key, s.config.name, tools) for (s, _), tools in zip(self._servers, found, strict=True)]
             self._offers = offers(named, self._taken)
         except BaseException:

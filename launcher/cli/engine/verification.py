@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.engines import EngineKind
 from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.connect import connect
-from rl_async.tasks import together
 
 TEMPERATURE = 0.7
 PROMPT_TOKENS = (1, 4, 16, 31)
@@ -127,6 +127,6 @@ async def _ask(kind: EngineKind, url: str, token: str, requests: list[GenerateRe
             return await engine.generate(request)
 
     try:
-        return await together(*map(ask, requests))
+        return await gather_or_cancel(*map(ask, requests))
     finally:
         await engine.close()

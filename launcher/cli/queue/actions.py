@@ -16,13 +16,13 @@ from rl_async.errors import AccessDenied, QueueLost, UserError
 from rl_async.launcher.cli.queue.text import groups_text, inspection_text, trained_line, trajectory_text
 from rl_async.launcher.plan.ports import HOST
 from rl_async.messages import GroupRecord, Refused, Task
-from rl_async.process.endpoints import FILE as ENDPOINTS
-from rl_async.process.endpoints import Endpoints, read_endpoints, write_endpoints
 from rl_async.process.http_auth import TOKEN_FILE, make_tokens, run_token, token_from_environment
-from rl_async.process.signals import heeded
+from rl_async.process.role import heeded
+from rl_async.process.run_files import ENDPOINTS_FILE as ENDPOINTS
+from rl_async.process.run_files import Endpoints, read_endpoints, write_endpoints
+from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import client_keys
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 5.0
 TAIL_WAIT_S = 10.0  # of one request
@@ -144,7 +144,7 @@ def forget(run: str, consumer: str) -> int:
 
 def write(run: str, file: Path) -> int:
     """Export the stored rows. Raises UserError if the file cannot be written."""
-    from rl_async.transfer_queue.reports.parquet import export
+    from rl_async.transfer_queue.parquet import export
 
     with connected(run) as queue:
         moved = export(queue, file)
@@ -155,7 +155,7 @@ def write(run: str, file: Path) -> int:
 
 def bring(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: float) -> int:
     """Import a file. Raises UserError naming the group that the queue refuses."""
-    from rl_async.transfer_queue.reports.parquet import import_ready, import_tasks
+    from rl_async.transfer_queue.parquet import import_ready, import_tasks
 
     with connected(run) as queue:
         moved = {"ready": import_ready, "tasks": import_tasks}[kind](queue, file, timeout_s)
@@ -177,8 +177,8 @@ def _metrics_token(folder: Path | None) -> str:
 
 def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int, metrics_port: int) -> int:
     """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_standalone`` does."""
-    from rl_async.transfer_queue.reports.metrics import serve_metrics
-    from rl_async.transfer_queue.server.standalone import serve_standalone
+    from rl_async.transfer_queue.server import serve_standalone
+    from rl_async.transfer_queue.telemetry import serve_metrics
 
     stopped = threading.Event()
     for number in heeded(signal.SIGTERM, signal.SIGINT):
@@ -216,7 +216,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
 def _tasks(path: str | None) -> list[Task]:
     if path is None:
         return []
-    from rl_async.transfer_queue.data.dataset import open_rows, to_task
+    from rl_async.transfer_queue.dataset import open_rows, to_task
 
     rows = open_rows(path)
     if rows.generated:

@@ -143,7 +143,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.queue.actions import serve
-    from rl_async.transfer_queue.server.standalone import standalone_settings
+    from rl_async.transfer_queue.server import standalone_settings
 
     settings = standalone_settings(
         group_size=arguments.group_size,

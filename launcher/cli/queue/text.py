@@ -7,7 +7,7 @@ import msgspec
 from rl_async.launcher.watch.terminal import printable
 from rl_async.launcher.watch.trajectory_view import reward_parts, reward_text
 from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Trajectory
-from rl_async.transfer_queue.state.groups import State
+from rl_async.transfer_queue.book import State
 
 
 def inspection_text(report: Inspection) -> str:

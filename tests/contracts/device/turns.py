@@ -11,7 +11,7 @@ import torch
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
-from rl_async.torch_device import give_back
+from rl_async.torch_shared import give_back
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.weight_sync.fleet import Fleet, Weights
 from rl_async.weight_sync.phases import TakeTurns

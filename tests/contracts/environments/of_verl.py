@@ -12,7 +12,7 @@ from verl.tools.tool_registry import initialize_tools_from_config
 from rl_async.agent_loop.environments.session import Session
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
 from rl_async.reward_loop.api import Score
-from rl_async.transfer_queue.data.dataset import open_rows, to_task
+from rl_async.transfer_queue.dataset import open_rows, to_task
 from tests.contracts.environments.playing import session
 
 MODULES = Path(__file__).with_name("modules")

@@ -37,7 +37,7 @@ from rl_async.process.kernel import ENDED, state_of
 from rl_async.reward_loop.api import Score
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.transfer_queue.client.async_client import QueueClient
+from rl_async.transfer_queue.client import QueueClient
 from tests.contracts.queue.peers import FREE_PORT, SETTINGS, RunningQueue, worker
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import run_config

@@ -18,9 +18,9 @@ from rl_async.errors import UserError
 from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Version
-from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.role import bind
+from rl_async.process.run_files import Endpoints, write_endpoints
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue

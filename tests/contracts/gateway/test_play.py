@@ -19,9 +19,9 @@ from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
 from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.launcher.play import keeper
 from rl_async.launcher.play.program import CannotStart, StopPipe, started
-from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.kernel import ENDED, state_of
+from rl_async.process.run_files import Endpoints, write_endpoints
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config

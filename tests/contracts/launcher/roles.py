@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_async.process.lifeline import watch_lifeline
+from rl_async.process.role import watch_lifeline
 
 if TYPE_CHECKING:  # it imports NumPy, which most of these processes do not need
     from rl_async.messages import Task
@@ -40,12 +40,12 @@ class NoTasks:
 def queue(folder: Path, port: int) -> None:
     import zmq
 
+    from rl_async.transfer_queue.admission import QueueSettings
     from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-    from rl_async.transfer_queue.policy.admission import QueueSettings
-    from rl_async.transfer_queue.server.loop import bind, serve
-    from rl_async.transfer_queue.server.queue_server import QueueServer
-    from rl_async.transfer_queue.state.store import Store
-    from rl_async.transfer_queue.state.transitions import Feed
+    from rl_async.transfer_queue.server import QueueServer
+    from rl_async.transfer_queue.server_loop import bind, serve
+    from rl_async.transfer_queue.store import Store
+    from rl_async.transfer_queue.transitions import Feed
 
     journal = SqliteJournal(folder, "fake")
     feed = Feed(journal.append)
@@ -78,7 +78,7 @@ def answer_probes(port: int, what: list[str]) -> None:
 
 def trainer(folder: Path, port: int, resumed: bool) -> None:
     """Trains until ``FOLDER/go`` exists."""
-    from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+    from rl_async.transfer_queue.client import SyncQueueClient
 
     with (folder / "trainer.resumed").open("a") as file:
         file.write(f"{resumed}\n")

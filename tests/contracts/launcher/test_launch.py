@@ -13,7 +13,7 @@ from rl_async.launcher.runs import launch as module
 from rl_async.launcher.runs.launch import launch, log_into, make_ready
 from rl_async.launcher.supervise.supervisor import RoleFailed
 from rl_async.launcher.watch.view import View
-from rl_async.process.endpoints import read_endpoints
+from rl_async.process.run_files import read_endpoints
 from tests.support.configs import float32_config
 
 

@@ -16,13 +16,13 @@ from rl_async.errors import UserError
 from rl_async.launcher.doctor.observe import MOST_STACK_BYTES, observe, observe_processes
 from rl_async.launcher.doctor.report import FILE, doctor, write_report
 from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.process.heartbeat import beat
 from rl_async.process.kernel import read_stat
-from rl_async.process.stacks import STACKS
+from rl_async.process.role import STACKS
+from rl_async.process.run_files import beat
 
-ROLE = "from rl_async.process.stacks import *\nanswer_with_stacks()\nimport time\nprint(1, flush=True)\ntime.sleep(60)"
+ROLE = "from rl_async.process.role import *\nanswer_with_stacks()\nimport time\nprint(1, flush=True)\ntime.sleep(60)"
 BUSY = """
-from rl_async.process.stacks import *
+from rl_async.process.role import *
 answer_with_stacks()
 import threading, time
 def work():

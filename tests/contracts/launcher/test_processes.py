@@ -10,14 +10,14 @@ from pathlib import Path
 from rl_async.launcher.doctor.observe import request_stacks
 from rl_async.launcher.supervise.process import Child, Lifeline
 from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.process.heartbeat import beat, who_is_missing
 from rl_async.process.kernel import catches, read_stat, state_of
-from rl_async.process.shared_memory import SEGMENTS
-from rl_async.process.stacks import ASK, STACKS
+from rl_async.process.private_folder import SEGMENTS
+from rl_async.process.role import ASK, STACKS
+from rl_async.process.run_files import beat, who_is_missing
 
 SLEEPER = """
 import sys, threading, time
-from rl_async.process.stacks import answer_with_stacks
+from rl_async.process.role import answer_with_stacks
 answer_with_stacks()
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 def deep():
@@ -29,7 +29,7 @@ deep()
 LEAVES_MEMORY = """
 import time
 from multiprocessing.shared_memory import SharedMemory
-from rl_async.process.shared_memory import segment_name
+from rl_async.process.private_folder import segment_name
 segment = SharedMemory(segment_name(), create=True, size=8)
 print(segment.name, flush=True)
 time.sleep(60)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_async.launcher.play import keeper
-from rl_async.process import guard, strays
+from rl_async.process import guard, kernel
 from rl_async.process.kernel import ENDED, state_of
 
 MARK = "RL_ASYNC_TEST_STRAYS"
@@ -24,7 +24,7 @@ def test_what_has_the_variable_is_killed() -> None:
         subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked,
         subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: "other"}) as other,
     ):
-        strays.kill_marked(MARK, value)
+        kernel.kill_marked(MARK, value)
         assert marked.wait() < 0 and other.poll() is None
         other.kill()
 
@@ -32,11 +32,11 @@ def test_what_has_the_variable_is_killed() -> None:
 def test_what_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     value = os.urandom(8).hex()
     with subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked:
-        while f"{MARK}={value}".encode() not in strays._environment(marked.pid):
+        while f"{MARK}={value}".encode() not in kernel._environment(marked.pid):
             assert marked.poll() is None
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="rl_async.process"):
-            patch.setattr(strays.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
-            strays.kill_marked(MARK, value, within_s=0.0)
+            patch.setattr(kernel.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
+            kernel.kill_marked(MARK, value, within_s=0.0)
         assert str(marked.pid) in caplog.text
         marked.kill()
 

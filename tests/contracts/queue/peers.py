@@ -10,28 +10,17 @@ import numpy as np
 import zmq
 
 from rl_async.configs.schema.queue import QueueLimits
-from rl_async.messages import (
-    SCHEMA,
-    Done,
-    Hello,
-    LeasedGroup,
-    Sampling,
-    Trajectory,
-    VersionRun,
-)
+from rl_async.messages import SCHEMA, Done, Hello, LeasedGroup, Sampling, Trajectory, VersionRun
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.authenticator import Authenticator
-from rl_async.transfer_queue.auth.keys import ServerKeys
-from rl_async.transfer_queue.auth.sockets import is_file
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.journal.interface import Journal
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.loop import bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted, numbered
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, is_file
+from rl_async.transfer_queue.client import QueueClient
+from rl_async.transfer_queue.delivery import Counted, numbered
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 
 FREE_PORT = "tcp://127.0.0.1:*"
 PATIENCE_MS = 60_000

@@ -18,16 +18,9 @@ from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import AccessDenied, ProtocolError, QueueLost
 from rl_async.messages import Reserved, Status, StatusReport, Version
-from rl_async.transfer_queue.auth.keys import (
-    ClientKeys,
-    make_client_keys,
-    make_keys,
-    read_client_keys,
-    server_keys,
-)
+from rl_async.transfer_queue.auth.keys import ClientKeys, make_client_keys, make_keys, read_client_keys, server_keys
 from rl_async.transfer_queue.auth.roles import Role
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from tests.contracts.queue.peers import HELLO, ID, PATIENCE_MS, SETTINGS, RunningQueue, disconnected, put_all
 
 OPEN = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))

@@ -5,15 +5,7 @@ import asyncio
 import msgspec
 import zmq
 
-from rl_async.messages import (
-    Done,
-    Lease,
-    LeasedGroup,
-    Refused,
-    Reserved,
-    Status,
-    Version,
-)
+from rl_async.messages import Done, Lease, LeasedGroup, Refused, Reserved, Status, Version
 from rl_async.transfer_queue import wire
 from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, ask, put_all, trajectory, worker
 

@@ -13,8 +13,8 @@ from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages import Done, Media, Refused, Reserved, Status, StatusReport, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.client import SyncQueueClient
 from tests.contracts.queue.peers import (
     HELLO,
     ID,

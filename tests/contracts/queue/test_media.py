@@ -8,13 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.errors import ProtocolError
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from tests.contracts.queue.peers import RunningQueue, trajectory
 from tests.contracts.queue_storage.journals import journals
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards

@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from rl_async.errors import ProtocolError, TrainerReplaced
-from rl_async.messages import (
-    Done,
-    NotReady,
-    Refused,
-    Reserved,
-    Version,
-)
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.messages import Done, NotReady, Refused, Reserved, Version
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.client import SyncQueueClient
 from tests.contracts.queue.peers import RunningQueue, put_all, trajectory, worker
 
 

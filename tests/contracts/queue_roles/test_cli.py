@@ -19,11 +19,11 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Inspection, Task, ToolCall, Turn, Version
-from rl_async.process.endpoints import Endpoints, write_endpoints
 from rl_async.process.http_auth import bearer, run_token
+from rl_async.process.run_files import Endpoints, write_endpoints
 from rl_async.transfer_queue import SyncQueueClient, serve
-from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.auth.keys import read_client_keys
+from rl_async.transfer_queue.auth.roles import AllowList
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
 

@@ -10,8 +10,8 @@ import pytest
 from rl_async.errors import UserError
 from rl_async.process.http_auth import bearer
 from rl_async.transfer_queue import SyncQueueClient, serve
-from rl_async.transfer_queue.reports.metrics import serve_metrics
-from rl_async.transfer_queue.state.tasks import numbered
+from rl_async.transfer_queue.delivery import numbered
+from rl_async.transfer_queue.telemetry import serve_metrics
 from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
 

@@ -10,7 +10,7 @@ import pytest
 from rl_async.errors import QueueLost, UserError
 from rl_async.messages import Done, Leased, Refused, Task
 from rl_async.transfer_queue import QueueDataset, SyncQueueClient, read_batches, serve
-from rl_async.transfer_queue.state.tasks import numbered
+from rl_async.transfer_queue.delivery import numbered
 from tests.contracts.queue.peers import trajectory
 
 ROOT = Path(__file__).parents[3]

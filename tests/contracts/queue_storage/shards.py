@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rl_async import messages as m
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
+from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.shard.__main__ import run_shard
 from tests.contracts.queue.peers import RunningQueue
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from rl_async import filesystems
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
-from rl_async.transfer_queue.journal.interface import JOURNAL_SCHEMA
+from rl_async.transfer_queue.journal import sqlite
+from rl_async.transfer_queue.journal.journal import JOURNAL_SCHEMA
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from tests.contracts.queue_storage.journals import (
     Driver,
@@ -91,7 +91,7 @@ def test_a_journal_on_a_file_system_that_hosts_share_is_refused(
     """Its locks and its log are those of one host; two queues could write one file."""
     table = tmp_path / "mountinfo"
     table.write_text(f"30 22 0:26 / {tmp_path} rw shared:2 - nfs4 server:/home rw\n")
-    monkeypatch.setattr(filesystems, "MOUNTS", table)
+    monkeypatch.setattr(sqlite, "MOUNTS", table)
     with pytest.raises(JournalError, match=r"nfs4.*queue\.journal_folder"):
         Driver(sqlite_journals(tmp_path))
     assert list(tmp_path.iterdir()) == [table]

@@ -11,12 +11,12 @@ import redis
 
 from rl_async.errors import JournalError
 from rl_async.messages import Done, Version
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
+from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.redis import RedisJournal
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.server import JournalRecorder, recover
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 from tests.contracts.queue_storage.journals import (
     EVAL_TASK,
     SETTINGS,

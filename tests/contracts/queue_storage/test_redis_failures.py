@@ -14,7 +14,7 @@ import redis
 from rl_async.errors import JournalError
 from rl_async.messages import Version
 from rl_async.transfer_queue.journal.redis import RedisJournal
-from rl_async.transfer_queue.state.transitions import GrantVoided
+from rl_async.transfer_queue.transitions import GrantVoided
 from tests.contracts.queue_storage.journals import (
     Driver,
     payload,

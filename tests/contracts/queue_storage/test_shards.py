@@ -8,19 +8,17 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import AccessDenied, QueueLost, RowsChanged, RowsLost
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import server_keys
-from rl_async.transfer_queue.client.async_client import QueueClient
-from rl_async.transfer_queue.client.readers import read_groups, rows_of
-from rl_async.transfer_queue.client.sync_client import SyncQueueClient
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.tasks import numbered
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient, read_groups, rows_of
+from rl_async.transfer_queue.delivery import numbered
 from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
 from tests.support.queue_clients import make_run_keys, sync_client

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.concurrency import in_daemon_thread
 from rl_async.process.private_folder import RENDEZVOUS
-from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.transports.rendezvous import joined_store
 from tests.support.forked import Forked, start_ranks
 from tests.support.ports import free_port

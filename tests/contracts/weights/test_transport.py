@@ -15,7 +15,7 @@ import torch
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
-from rl_async.process.shared_memory import PREFIX, SEGMENTS, prefix_for
+from rl_async.process.private_folder import SEGMENT_PREFIX, SEGMENTS, prefix_for
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.buckets.adapters import as_adapters
 from rl_async.weight_sync.buckets.buckets import Bucket
@@ -123,7 +123,7 @@ def serves(value: float, version: str) -> dict:
 @pytest.fixture
 def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
     """The names of shared memory that this process has made and that is still there."""
-    monkeypatch.setenv(PREFIX, prefix_for(tmp_path))
+    monkeypatch.setenv(SEGMENT_PREFIX, prefix_for(tmp_path))
     return lambda: {path.name for path in SEGMENTS.glob(f"{prefix_for(tmp_path)}*")}
 
 

@@ -13,7 +13,7 @@ from rl_async.accelerators import (
     select_devices,
 )
 from rl_async.errors import UserError
-from rl_async.torch_device import pick_device
+from rl_async.torch_shared import pick_device
 
 NODES = {"NVIDIA": "nvidia{}", "AMD": "dri/renderD{}", "Ascend": "davinci{}"}
 

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from rl_async import codec
 from rl_async.errors import ProtocolError
-from rl_async.messages import codec
 
 
 class Sample(msgspec.Struct):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.filesystems import file_system, require_local
+from rl_async.transfer_queue.journal.sqlite import file_system, require_local
 
 MOUNTS = """22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
 30 22 0:26 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.process.heartbeat import Beat, beat, missing_ranks, read_beats
-from rl_async.process.stacks import main_thread
+from rl_async.process.role import main_thread
+from rl_async.process.run_files import Beat, beat, missing_ranks, read_beats
 
 
 def at(rank: int, step: int, phase: str) -> Beat:

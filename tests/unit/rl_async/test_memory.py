@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from rl_async.process.memory import importing, no_collection
+from rl_async.process.allocation import importing, no_collection
 
 
 @pytest.fixture

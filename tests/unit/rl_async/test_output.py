@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.process.output import KEPT_BYTES, CheckedOutput, OutputFailed, ReaderGone, SteadyOutput, steady_file
+from rl_async.process.role import KEPT_BYTES, CheckedOutput, OutputFailed, ReaderGone, SteadyOutput, steady_file
 
 FULL = Path("/dev/full")
 CLI = [sys.executable, "-P", "-m", "rl_async.launcher.cli"]

@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_async.messages import Sampling
-from rl_async.output_layer import output_logits, widened
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.torch_shared import output_logits, widened
 from rl_async.trainer.model.families import LogitForm
 from rl_async.trainer.model.logprobs import Head, token_stats
 from tests.support.rounding import assert_near, rounding

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.safetensors_files import indexed_files, read_header
+from rl_async.model_files import indexed_files, read_header
 
 HEADER = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
 

@@ -6,7 +6,7 @@ import sys
 
 CHILD = """
 import signal, subprocess, sys
-from rl_async.process.signals import heeded, ignore_alone
+from rl_async.process.role import heeded, ignore_alone
 before = heeded(signal.SIGHUP, signal.SIGTERM)
 ignore_alone(signal.SIGTERM, signal.SIGHUP)
 assert heeded(signal.SIGHUP, signal.SIGTERM) == before

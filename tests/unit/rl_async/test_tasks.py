@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_async import tasks
-from rl_async.tasks import Overdue, to_the_end, together, within
+from rl_async import concurrency
+from rl_async.concurrency import Overdue, gather_or_cancel, to_the_end, within
 
 
 class Work:
@@ -40,7 +40,7 @@ class Work:
         return name
 
 
-@pytest.mark.parametrize("at_once", [together, to_the_end])
+@pytest.mark.parametrize("at_once", [gather_or_cancel, to_the_end])
 async def test_results_come_in_the_order_of_the_work(at_once: Callable[..., Awaitable[list[str]]]) -> None:
     work = Work()
     assert await at_once() == []
@@ -50,7 +50,7 @@ async def test_results_come_in_the_order_of_the_work(at_once: Callable[..., Awai
 async def test_the_others_have_ended_when_the_error_of_one_is_raised() -> None:
     work = Work()
     with pytest.raises(KeyError, match="b"):
-        await together(work.waits("a"), work.raises("b"), work.waits("c"))
+        await gather_or_cancel(work.waits("a"), work.raises("b"), work.waits("c"))
     assert work.ended == {"a": "cancelled", "b": "raised", "c": "cancelled"}
 
 
@@ -61,7 +61,7 @@ async def test_all_is_done_before_an_error_is_raised() -> None:
     assert work.ended == {"a": "raised", "b": "returned", "c": "raised"}
 
 
-@pytest.mark.parametrize("at_once", [together, to_the_end])
+@pytest.mark.parametrize("at_once", [gather_or_cancel, to_the_end])
 async def test_what_is_cancelled_leaves_nothing_behind(at_once: Callable[..., Awaitable[list[str]]]) -> None:
     work = Work()
     task = asyncio.ensure_future(at_once(work.waits("a"), work.waits("b")))
@@ -78,13 +78,13 @@ async def test_work_that_cancels_itself_cancels_the_caller() -> None:
 
     work = Work()
     with pytest.raises(asyncio.CancelledError):
-        await together(work.waits("a"), cancels())
+        await gather_or_cancel(work.waits("a"), cancels())
     assert work.ended == {"a": "cancelled"}
 
 
 def package_sources() -> list[Path]:
-    package = Path(tasks.__file__).parent
-    sources = [file for file in package.glob("**/*.py") if file.name != "tasks.py"]
+    package = Path(concurrency.__file__).parent
+    sources = [file for file in package.glob("**/*.py") if file.name != "concurrency.py"]
     sources += [file for part in package.iterdir() if part.is_symlink() for file in part.resolve().rglob("*.py")]
     assert len(sources) > 300
     return sources

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from rl_async.undecodable import UNDECODABLE
+from rl_async.files import UNDECODABLE
 from tests.unit.test_imports import FILES
 
 WHOLE = {"UNDECODABLE", "DAMAGE"}

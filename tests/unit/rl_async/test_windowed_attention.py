@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_async.windowed_attention import BLOCK, windowed
+from rl_async.torch_shared import BLOCK, windowed
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from rl_async.messages import Done, Leased, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Transition
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Transition
 
 
 def task(number: int) -> Task:

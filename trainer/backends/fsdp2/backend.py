@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.torch_device import to_host
+from rl_async.torch_shared import to_host
 from rl_async.trainer.backends.fsdp2.sharding import allocate, mesh_of, prepare, shard
 from rl_async.trainer.backends.interface import LossFn, OutputName, Outputs, Published
 from rl_async.trainer.backends.schedule import learning_rate_factor

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import OutputName, Outputs
 from rl_async.trainer.batches.tensors import Tensors, empty_tensors

@@ -8,7 +8,7 @@ from rl_async.agent_loop.data.chats import read_chats
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.transfer_queue.data.task_stream import check_first_rows, inspect, make_sources
+from rl_async.transfer_queue.dataset import check_first_rows, inspect, make_sources
 from tests.support.data_forms import CHATS, FORMS, Form, tables, write
 
 PAGE = Path(__file__).parents[4] / "docs/reference/data_forms.md"

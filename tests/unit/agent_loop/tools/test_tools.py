@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_async import threads
+from rl_async import concurrency
 from rl_async.agent_loop.chat_formats.hermes import HERMES
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.registry import get_tool
@@ -81,7 +81,7 @@ async def test_a_hanging_tool_meets_its_deadline() -> None:
 
 
 async def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MOST_OVERDUE", 3)
+    monkeypatch.setattr(concurrency, "MOST_OVERDUE", 3)
     release, started = threading.Event(), list[int]()
 
     def hang() -> None:

@@ -8,7 +8,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import ADVANTAGES
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
 
 
 def config(advantage: str) -> RunConfig:

@@ -6,7 +6,7 @@ import pytest
 from rl_async.launcher.capacity.costs import Costs, EpisodeShape
 from rl_async.launcher.capacity.saturation import QUEUE_ROW_S, Saturation, longest, saturation
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
 
 COSTS = Costs(
     iteration_base_s=0.01, iteration_sequence_s=0.001, turn_s=0.0, train_token_s=1e-6, sync_s=0.0, other_s=0.0

@@ -27,7 +27,7 @@ from rl_async.launcher.capacity.planner import (
 from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.recording import write_trajectories
-from rl_async.transfer_queue.policy.admission import QueueSettings
+from rl_async.transfer_queue.admission import QueueSettings
 from tests.conftest import make_rows
 from tests.support.configs import float32_config
 

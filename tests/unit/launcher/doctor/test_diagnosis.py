@@ -16,7 +16,7 @@ from rl_async.launcher.doctor.observation import (
 from rl_async.launcher.doctor.report import report
 from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
-from rl_async.process.stacks import Frame
+from rl_async.process.role import Frame
 
 IN_ALL_REDUCE = (Frame("/x/torch/distributed/distributed_c10d.py", "1", "all_reduce"), Frame("/x/u.py", "2", "update"))
 IN_MY_LOSS = (Frame("/home/me/loss.py", "7", "my_loss"), Frame("/x/u.py", "3", "update"))

@@ -8,8 +8,8 @@ from rl_async.configs.load.loader import load_config, load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.folder.run_folder import create, new_run, resumed_run, unfinished
 from rl_async.launcher.plan.artifacts import checkpoints
-from rl_async.transfer_queue.reports.ledger import Ledger
-from rl_async.transfer_queue.state.transitions import RolledBack, RunFinished, Transition
+from rl_async.transfer_queue.ledger import Ledger
+from rl_async.transfer_queue.transitions import RolledBack, RunFinished, Transition
 
 RESUMED = RolledBack(step=3, lineage=1, fresh=False, next_group=0, max_staleness=1)
 

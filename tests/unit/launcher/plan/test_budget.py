@@ -12,7 +12,7 @@ from rl_async.launcher.plan.budget import STAGES
 from rl_async.launcher.plan.dry_run import memory_tables
 from rl_async.launcher.plan.memory import CONTEXT_BYTES, ModelSize, decoding_bytes, trainer_bytes
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.process.memory_budget import DeviceBudget, Holder, MemoryBudget, Part, Stage, read_budget, write_budget
+from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage, read_budget, write_budget
 from tests.support.configs import float32_config
 
 RUN = Path("runs/x")

@@ -8,8 +8,8 @@ from rl_async.launcher.plan.memory import ModelSize
 from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, plan
 from rl_async.launcher.plan.ports import PortWish
 from rl_async.launcher.plan.spec import fill
-from rl_async.process.endpoints import Endpoints
 from rl_async.process.private_folder import private_folder
+from rl_async.process.run_files import Endpoints
 from tests.support.configs import float32_config
 
 PORTS = {"queue": 1001, "engine-0": 1002, "engine-1": 1003, "rendezvous": 1004}

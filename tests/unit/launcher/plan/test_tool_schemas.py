@@ -8,7 +8,7 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
-from rl_async.transfer_queue.data.prompt_lengths import read_schemas
+from rl_async.transfer_queue.chat_messages import read_schemas
 
 
 def test_a_users_tool_is_loaded_in_a_process_of_its_own(tmp_path: Path) -> None:

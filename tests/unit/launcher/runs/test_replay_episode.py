@@ -19,7 +19,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.replay_episode import find_episode
 from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.reward_loop.service import RewardService
-from rl_async.transfer_queue.data.task_stream import find_task
+from rl_async.transfer_queue.dataset import find_task
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 
 CALL = '<tool_call>\n{"name":"price","arguments":{"item":"x"}}\n</tool_call>'

@@ -17,8 +17,8 @@ from rl_async.launcher.timeline.lanes import (
     thinned,
 )
 from rl_async.messages import Activity
-from rl_async.process import heartbeat
-from rl_async.process.timeline import Entered
+from rl_async.process import run_files
+from rl_async.process.run_files import Entered
 
 
 def entered(writer: str, lane: str, at: float, stage: str, step: int = -1, version: str = "") -> Entered:
@@ -33,7 +33,7 @@ def shown(lanes: list[Lane]) -> dict[tuple[str, str], list[tuple[float, float, s
 
 
 def test_each_phase_of_a_rank_has_a_kind() -> None:
-    assert set(PHASES) == set(heartbeat.PHASES)
+    assert set(PHASES) == set(run_files.PHASES)
 
 
 def test_a_stage_lasts_until_the_next_one() -> None:

@@ -14,7 +14,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.timeline.perfetto import write_trace
 from rl_async.launcher.timeline.recorded import episodes, read_processes
 from rl_async.messages import Activity
-from rl_async.process.timeline import FOLDER, Entered, read_timeline
+from rl_async.process.run_files import TIMELINE_FOLDER, Entered, read_timeline
 from tests.conftest import make_rows
 from tests.support.recordings import make_run, write_step
 
@@ -42,8 +42,8 @@ def run(tmp_path: Path) -> Path:
     lines.append(Entered(writer="trainer-0", lane="trainer-0", at=BEGAN + 4 * STEP_S))
     lines.append(Entered(writer="weights", lane="engine-0", at=BEGAN + 9.0, stage="pause", version="0.1"))
     lines.append(Entered(writer="weights", lane="engine-0", at=BEGAN + 9.5, version="0.1"))
-    (folder / FOLDER).mkdir()
-    (folder / FOLDER / "all.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+    (folder / TIMELINE_FOLDER).mkdir()
+    (folder / TIMELINE_FOLDER / "all.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
     return folder
 
 
@@ -106,7 +106,7 @@ def test_only_the_steps_that_are_asked_for_are_in_it(run: Path, capsys: pytest.C
 
 
 def test_a_run_of_before_has_the_steps_of_its_metrics(run: Path) -> None:
-    (run / FOLDER / "all.jsonl").unlink()
+    (run / TIMELINE_FOLDER / "all.jsonl").unlink()
     with (run / "metrics.jsonl").open("w") as metrics:
         for step in range(3):
             record = {"step": step, "time": BEGAN + 10 * (step + 1), "time/step_s": 10, "time/wait_batch_s": 4}

@@ -10,7 +10,7 @@ from rl_async.launcher.timeline.recorded import episodes
 from rl_async.launcher.timeline.updates import newest_updates
 from rl_async.launcher.timeline.window import DETAILED, NEWEST, PIXELS, window
 from rl_async.messages import Activity
-from rl_async.process.timeline import FOLDER, Entered, read_timeline
+from rl_async.process.run_files import TIMELINE_FOLDER, Entered, read_timeline
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows
 from tests.support.recordings import make_run, write_step
@@ -27,8 +27,8 @@ def recorded(folder: Path, steps: int, length: float = 10.0) -> Path:
         for stage, offset in (("waiting for a batch", 0.0), ("training", length / 2)):
             lines.append(Entered(writer="trainer-0", lane="trainer-0", at=at + offset, stage=stage, step=step))
     lines.append(Entered(writer="trainer-0", lane="trainer-0", at=BEGAN + steps * length))
-    (run / FOLDER).mkdir()
-    (run / FOLDER / "trainer-0.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
+    (run / TIMELINE_FOLDER).mkdir()
+    (run / TIMELINE_FOLDER / "trainer-0.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, lines)) + b"\n")
     return run
 
 

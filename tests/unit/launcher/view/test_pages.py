@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rl_async.errors import RequestRefused
-from rl_async.evaluation.statistics import wilson
+from rl_async.evaluation import wilson
 from rl_async.launcher.evaluation.compare import compare as by_files
 from rl_async.launcher.evaluation.recorded import read_evaluation
 from rl_async.launcher.folder.token_texts import tokenizer_of

@@ -16,8 +16,8 @@ from rl_async.launcher.supervise.roster import ProcessRecord
 from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
 from rl_async.launcher.view.runs import ViewedRuns
 from rl_async.launcher.view.server import ViewServer
-from rl_async.process.heartbeat import beat
 from rl_async.process.http_server import server_of
+from rl_async.process.run_files import beat
 from rl_async.recording import evaluation_file
 from tests.conftest import make_rows
 from tests.fuzz.http_served import Served

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from rl_async.evaluation.statistics import EXACT, mean_change_of, mean_of, paired_p, pass_at, wilson
+from rl_async.evaluation import EXACT, mean_change_of, mean_of, paired_p, pass_at, wilson
 
 
 @pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 3, 4)])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rl_async.evaluation.summary import Answer, summarize, summarize_with_total
+from rl_async.evaluation import Answer, summarize, summarize_with_total
 
 
 def test_a_total_is_added_to_several_sources_alone() -> None:

@@ -11,8 +11,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_async.process.http_auth import bearer, make_tokens, run_token
-from rl_async.telemetry.exposition import exposed, gauge
-from rl_async.telemetry.targets import Target, write_targets
+from rl_async.process.http_server import exposed, gauge
+from rl_async.process.run_files import Target, write_targets
 
 
 class Apples:

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, WHOLE, write_model
 from rl_async.trainer.checkpoints.shards import own_parts, write_shards
 from rl_async.trainer.model.families import FAMILIES

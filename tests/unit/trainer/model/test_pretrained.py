@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_async.errors import UserError
-from rl_async.safetensors_files import INDEX
+from rl_async.model_files import INDEX
 from rl_async.trainer.model.heads import build_headed
 from rl_async.trainer.model.pretrained import ONE_FILE
 from tests.unit.trainer.model.test_families import saved

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.router_replay import distance, perturbed, sampled
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
-from rl_async.experts import experts_of
+from rl_async.model_files import experts_of
 from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
 from rl_async.trainer.backends.interface import Outputs

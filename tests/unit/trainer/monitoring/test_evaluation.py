@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rl_async.errors import RlAsyncError
-from rl_async.evaluation.statistics import wilson
+from rl_async.evaluation import wilson
 from rl_async.messages import Done, NotReady, Reserved, RowKey, Task, Trajectory, Version, VersionRun
 from rl_async.trainer.monitoring.evaluation import Evaluator, FinishedEvaluation
 from tests.conftest import make_rows

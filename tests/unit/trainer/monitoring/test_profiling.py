@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from rl_async.process.heartbeat import Phase
+from rl_async.process.run_files import Phase
 from rl_async.trainer.monitoring import profiling
 from rl_async.trainer.monitoring.profile_request import traces, write_request
 from rl_async.trainer.monitoring.profiling import StepProfiler

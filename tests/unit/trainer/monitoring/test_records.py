@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from rl_async import codec
 from rl_async.configs.schema.correction import RULES
 from rl_async.errors import UserError
-from rl_async.messages import Trajectory, codec
+from rl_async.messages import Trajectory
 from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.rows import Rows

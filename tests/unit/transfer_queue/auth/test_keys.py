@@ -12,7 +12,6 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.transfer_queue.auth.allow_list import AllowList
 from rl_async.transfer_queue.auth.keys import (
     client_keys,
     make_client_keys,
@@ -21,7 +20,7 @@ from rl_async.transfer_queue.auth.keys import (
     read_client_keys,
     server_keys,
 )
-from rl_async.transfer_queue.auth.roles import ROLES
+from rl_async.transfer_queue.auth.roles import ROLES, AllowList
 
 
 def config(**queue: object) -> RunConfig:

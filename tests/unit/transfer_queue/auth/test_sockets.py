@@ -6,7 +6,7 @@ import pytest
 
 from rl_async.errors import QueueLost, UserError
 from rl_async.transfer_queue.auth.keys import make_keys, read_client_keys
-from rl_async.transfer_queue.client.session import Session
+from rl_async.transfer_queue.conversations import Session
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])

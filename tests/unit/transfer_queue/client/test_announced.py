@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
+from rl_async import codec
 from rl_async.errors import RowsChanged, RowsLost
-from rl_async.messages import codec
-from rl_async.transfer_queue.client.announced import announced_rows
-from rl_async.transfer_queue.client.conversations import parcel
+from rl_async.transfer_queue.conversations import announced_rows, parcel
 from tests.conftest import make_rows
 
 ROWS = make_rows(0, groups=1, samples=3)

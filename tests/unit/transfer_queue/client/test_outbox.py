@@ -7,9 +7,9 @@ import pytest
 
 from rl_async.errors import ProtocolError, QueueLost
 from rl_async.messages import Done, Refused, Sampling, Trajectory
-from rl_async.transfer_queue.client import outbox
-from rl_async.transfer_queue.client.conversations import Parcel, parcel
-from rl_async.transfer_queue.client.outbox import Outbox
+from rl_async.transfer_queue import client
+from rl_async.transfer_queue.client import Outbox
+from rl_async.transfer_queue.conversations import Parcel, parcel
 
 
 def row(sample: int, tokens: int = 4) -> Trajectory:
@@ -70,7 +70,7 @@ def test_what_comes_while_a_message_is_on_its_way_shares_the_next() -> None:
 
 
 def test_a_message_has_a_largest_size_and_a_larger_sample_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_BYTES", 2000)
+    monkeypatch.setattr(client, "MAX_BYTES", 2000)
 
     async def check() -> None:
         queue = Queue()
@@ -84,8 +84,8 @@ def test_a_message_has_a_largest_size_and_a_larger_sample_goes_alone(monkeypatch
 
 
 def test_full_messages_do_not_wait_for_one_another_and_a_growing_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_BYTES", 2000)
-    monkeypatch.setattr(outbox, "AT_ONCE", 3)
+    monkeypatch.setattr(client, "MAX_BYTES", 2000)
+    monkeypatch.setattr(client, "AT_ONCE", 3)
 
     async def check() -> None:
         queue = Queue()

@@ -15,8 +15,7 @@ from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
-from rl_async.transfer_queue.data.dataset import open_first_rows
-from rl_async.transfer_queue.data.task_stream import FIRST_ROWS, check_first_rows, inspect, make_sources
+from rl_async.transfer_queue.dataset import FIRST_ROWS, check_first_rows, inspect, make_sources, open_first_rows
 from tests.support.families import byte_tokenizer
 
 

@@ -12,9 +12,7 @@ from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import ConfigError, DataError
 from rl_async.reward_loop.scorers.reasoning_gym import score as reasoning_gym_score
-from rl_async.transfer_queue.data.dataset import open_rows, to_task
-from rl_async.transfer_queue.data.task_stream import make_sources
-from rl_async.transfer_queue.data.templates import fill, templated
+from rl_async.transfer_queue.dataset import fill, make_sources, open_rows, templated, to_task
 
 ROW = {"question": "What is {x}?", "answer": "2+2 is 4\n#### 4", "meta": {"level": 3}}
 

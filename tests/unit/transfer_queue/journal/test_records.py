@@ -10,16 +10,15 @@ import pytest
 from rl_async.errors import JournalError, ProtocolError
 from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal import payloads as payloads_module
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.journal.payloads import Payloads, freed_by
-from rl_async.transfer_queue.journal.recovery import JournalRecorder, recover
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.book import Leases, Lost
+from rl_async.transfer_queue.journal import journal as payloads_module
+from rl_async.transfer_queue.journal.journal import MemoryJournal, Payloads, freed_by
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.reports.ledger import Ledger, tells_end
-from rl_async.transfer_queue.state.groups import Leases, Lost
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.transitions import (
+from rl_async.transfer_queue.ledger import Ledger, tells_end
+from rl_async.transfer_queue.server import JournalRecorder, recover
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import (
     EvalClosed,
     Feed,
     GroupDropped,

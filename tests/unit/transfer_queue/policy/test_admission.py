@@ -12,7 +12,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.transfer_queue.policy.admission import (
+from rl_async.transfer_queue.admission import (
     Candidate,
     Choice,
     Occupancy,

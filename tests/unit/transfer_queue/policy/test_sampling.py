@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.transfer_queue.policy.admission import Choice, QueueSettings, choose
-from rl_async.transfer_queue.policy.sampling import ORDERS, Candidate, Sampling, seats_by_source, urgency
+from rl_async.transfer_queue.admission import (
+    ORDERS,
+    Candidate,
+    Choice,
+    QueueSettings,
+    Sampling,
+    choose,
+    seats_by_source,
+    urgency,
+)
 
 SETTINGS = QueueSettings(steps=99, batch_groups=2, group_size=1, max_staleness=4)
 POLICIES: list[Sampling] = ["fifo", "freshest", "priority", "quota"]

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rl_async.errors import DataError
-from rl_async.transfer_queue.reports.audit import SHOWN, audit, main
+from rl_async.transfer_queue.ledger import SHOWN, audit, main
 
 
 def admit(group, samples=2, partition="train"):

@@ -7,8 +7,8 @@ import pytest
 from rl_async import tracing
 from rl_async.messages import Task, TrajectoryHeader, Version
 from rl_async.tracing import Value
-from rl_async.transfer_queue.reports.traces import QueueTraces, traced_samples
-from rl_async.transfer_queue.state.transitions import (
+from rl_async.transfer_queue.telemetry import QueueTraces, traced_samples
+from rl_async.transfer_queue.transitions import (
     Admitted,
     BatchCommitted,
     BatchReserved,

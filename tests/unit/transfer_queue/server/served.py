@@ -5,12 +5,12 @@ from typing import Any
 from rl_async import messages as m
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.queue_server import Outgoing, QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed, Transition
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.server import Outgoing, QueueServer
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed, Transition
 
 LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")

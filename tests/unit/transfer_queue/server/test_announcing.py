@@ -3,8 +3,8 @@
 import pytest
 
 from rl_async import messages as m
-from rl_async.transfer_queue.server.announcing import ANSWER_S
-from rl_async.transfer_queue.state.transitions import EnginesChanged
+from rl_async.transfer_queue.transitions import EnginesChanged
+from rl_async.transfer_queue.verbs import ANSWER_S
 from tests.unit.transfer_queue.server.served import Served
 
 WAIT_S = 30.0

@@ -15,13 +15,13 @@ from rl_async import messages as m
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import JournalError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.loop import MOST_REQUESTS, OTHER_FILES, PROBE_S, PROBES, bind, serve
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.server import QueueServer
+from rl_async.transfer_queue.server_loop import MOST_REQUESTS, OTHER_FILES, PROBE_S, PROBES, bind, serve
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
 
 
 class Router:
@@ -205,7 +205,7 @@ def test_the_kernel_probes_the_hosts_of_clients() -> None:
 LISTENS = """
 import logging, resource, sys, zmq
 from rl_async.configs.schema.queue import QueueLimits
-from rl_async.transfer_queue.server.loop import bind
+from rl_async.transfer_queue.server_loop import bind
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, int(sys.argv[1])))
 with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=300)):

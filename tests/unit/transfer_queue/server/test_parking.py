@@ -3,9 +3,8 @@
 import pytest
 
 from rl_async import messages as m
-from rl_async.transfer_queue.server.parking import Parking
-from rl_async.transfer_queue.server.serving import Incoming
-from rl_async.transfer_queue.server.verbs import VERBS
+from rl_async.transfer_queue.server import Parking
+from rl_async.transfer_queue.verbs import VERBS, Incoming
 
 ENGINES, SHARDS = (next(verb for verb in VERBS if verb.request is kind) for kind in (m.ListEngines, m.ListShards))
 

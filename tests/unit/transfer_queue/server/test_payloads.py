@@ -5,7 +5,7 @@ import hashlib
 import msgspec
 
 from rl_async import messages as m
-from rl_async.transfer_queue.state.transitions import SamplesStored
+from rl_async.transfer_queue.transitions import SamplesStored
 from tests.unit.transfer_queue.server.served import HEADER, Served
 
 MEDIUM = b"m" * 1000

@@ -8,17 +8,16 @@ import pytest
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.allow_list import AllowList
+from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import make_client_keys, make_keys, read_client_keys
-from rl_async.transfer_queue.auth.roles import ROLES
-from rl_async.transfer_queue.journal.memory import MemoryJournal
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.server.queue_server import QueueServer
-from rl_async.transfer_queue.server.verbs import SHARD_VERBS, VERBS
+from rl_async.transfer_queue.auth.roles import ROLES, AllowList
+from rl_async.transfer_queue.delivery import Counted
+from rl_async.transfer_queue.journal.journal import MemoryJournal
+from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.shard.__main__ import ShardServer
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted
-from rl_async.transfer_queue.state.transitions import Feed
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.verbs import SHARD_VERBS, VERBS
 
 ENGINE = m.RegisterEngine(engine_id="mine", url="http://192.0.2.1:9", kind="embedded")
 LEASE = m.Lease(worker="w", max_groups=1, wait_s=0.0)

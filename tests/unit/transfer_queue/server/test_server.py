@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from rl_async import codec
 from rl_async import messages as m
 from rl_async.configs.derived.code import ListedCode
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
-from rl_async.messages import codec
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.server.peers import IDLE_S
-from rl_async.transfer_queue.server.queue_server import Outgoing
-from rl_async.transfer_queue.state.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
+from rl_async.transfer_queue.server import Outgoing
+from rl_async.transfer_queue.server_loop import IDLE_S
+from rl_async.transfer_queue.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
 from tests.unit.transfer_queue.server.served import EVAL_TASK, HEADER, LEASE_S, Served
 
 

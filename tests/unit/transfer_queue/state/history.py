@@ -4,12 +4,12 @@ import msgspec
 from hypothesis import strategies as st
 
 from rl_async.messages import LeasedGroup, Task, TrajectoryHeader, Version, VersionRun
-from rl_async.transfer_queue.client.conversations import chosen
-from rl_async.transfer_queue.journal.payloads import freed_by
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.delivery import NO_SIGNAL
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.transitions import (
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.conversations import chosen
+from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.transfer_queue.journal.journal import freed_by
+from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.transitions import (
     Admitted,
     DeadLettered,
     GroupDropped,

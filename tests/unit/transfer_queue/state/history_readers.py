@@ -1,7 +1,7 @@
 """The model of other readers: where each began, and which groups it has acknowledged since."""
 
 from rl_async.messages import ConsumerRecord, Delivered, Done, Refused, Subscription, Task
-from rl_async.transfer_queue.state.store import Store
+from rl_async.transfer_queue.store import Store
 from tests.unit.transfer_queue.state.history import BATCH, STEPS, Announced
 from tests.unit.transfer_queue.state.history_batches import Batches
 

@@ -1,6 +1,6 @@
 """Whether anybody plays: workers always, gateways only while their programs are there."""
 
-from rl_async.transfer_queue.state.attendance import HEARD_S, REMEMBERED, Attendance
+from rl_async.transfer_queue.store import HEARD_S, REMEMBERED, Attendance
 
 
 def test_without_workers_nobody_is_known_to_be_away() -> None:

@@ -1,11 +1,11 @@
 """What a person sees of the queue: who holds what, for how long, what failed, how fast it goes."""
 
 from rl_async.messages import FAILED, Done, GroupList, LeaseRecord, NotReady, Peeked, Refused
-from rl_async.transfer_queue.state import observe
-from rl_async.transfer_queue.state.book import DEAD_LETTERS_KEPT, ERROR_SHOWN
-from rl_async.transfer_queue.state.delivery import MOST_CAUSES
-from rl_async.transfer_queue.state.observe import Rates
-from rl_async.transfer_queue.state.transitions import BatchReserved, GroupReady, SamplesStored
+from rl_async.transfer_queue import store
+from rl_async.transfer_queue.book import DEAD_LETTERS_KEPT, ERROR_SHOWN
+from rl_async.transfer_queue.delivery import MOST_CAUSES
+from rl_async.transfer_queue.store import Rates
+from rl_async.transfer_queue.transitions import BatchReserved, GroupReady, SamplesStored
 
 
 def test_an_inspection_names_the_oldest_lease_and_the_age_of_every_state(make_rig):
@@ -75,7 +75,7 @@ def test_dead_letters_keep_their_task_and_error_and_survive_a_recovery(make_rig)
         other.store.recover(dump, transitions, 0.0)
         assert other.store.inspect(0.0, {}).dead_letters == [letter]
         assert other.store.dump() == rig.store.dump()
-    peeked = observe.peek(rig.store.book, 0, 0.0)
+    peeked = store.peek(rig.store.book, 0, 0.0)
     assert isinstance(peeked, Refused) and peeked.code == "dead_letter" and "boom" in peeked.reason
 
 
@@ -140,7 +140,7 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
     groups = rig.lease(max_groups=4)
     rig.put_all(groups[:1])
     rig.store.delivery.put("w", [rig.header(groups[1], 0)], rig.now)
-    first = observe.group_list(rig.store.book, -1, 3, "", 7.0)
+    first = store.group_list(rig.store.book, -1, 3, "", 7.0)
     assert isinstance(first, GroupList)
     assert [(g.group_id, g.state, g.here, g.samples, g.workers) for g in first.groups] == [
         (0, "ready", 2, 2, []),
@@ -148,13 +148,13 @@ def test_listings_go_by_id_and_state_and_say_whether_more_follow(make_rig):
         (2, "leased", 0, 2, ["w"]),
     ]
     assert first.more and first.groups[0].nbytes == 20 and first.groups[0].age_s == 5.0
-    rest = observe.group_list(rig.store.book, 2, 3, "", 7.0)
+    rest = store.group_list(rig.store.book, 2, 3, "", 7.0)
     assert isinstance(rest, GroupList)
     assert [g.group_id for g in rest.groups] == [3] and not rest.more
-    ready = observe.group_list(rig.store.book, -1, 3, "ready", 7.0)
+    ready = store.group_list(rig.store.book, -1, 3, "ready", 7.0)
     assert isinstance(ready, GroupList)
     assert [g.group_id for g in ready.groups] == [0] and not ready.more
-    wrong = observe.group_list(rig.store.book, -1, 3, "red", 7.0)
+    wrong = store.group_list(rig.store.book, -1, 3, "red", 7.0)
     assert isinstance(wrong, Refused) and wrong.code == "unknown_state" and "red" in wrong.reason
 
 
@@ -164,12 +164,12 @@ def test_peeking_changes_nothing(make_rig):
     groups = rig.lease(max_groups=2)
     rig.put_all(groups[:1])
     before, seen = rig.store.dump(), len(rig.seen)
-    peeked = observe.peek(rig.store.book, 0, 1.0)
+    peeked = store.peek(rig.store.book, 0, 1.0)
     assert isinstance(peeked, Peeked)
     assert [header.key for header in peeked.headers] == [(0, 0, 0), (0, 1, 0)]
     assert peeked.task == groups[0].task
     assert rig.store.dump() == before and len(rig.seen) == seen
-    missing = observe.peek(rig.store.book, 77, 1.0)
+    missing = store.peek(rig.store.book, 77, 1.0)
     assert isinstance(missing, Refused) and missing.code == "unknown_group"
 
 

@@ -8,9 +8,9 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Done, NotReady, Reserved, Resumed
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.delivery import NO_SIGNAL
-from rl_async.transfer_queue.state.transitions import GroupDropped
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.delivery import NO_SIGNAL
+from rl_async.transfer_queue.transitions import GroupDropped
 
 
 def put(rig, group, rewards, scored=(True, True)):

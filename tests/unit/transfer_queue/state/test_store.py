@@ -5,13 +5,8 @@ import math
 import pytest
 
 from rl_async.messages import Done, NotReady, Refused, Reserved, Version
-from rl_async.transfer_queue.state.groups import EVAL_GROUPS
-from rl_async.transfer_queue.state.transitions import (
-    DeadLettered,
-    LeaseLost,
-    SamplesStored,
-    Tightened,
-)
+from rl_async.transfer_queue.book import EVAL_GROUPS
+from rl_async.transfer_queue.transitions import DeadLettered, LeaseLost, SamplesStored, Tightened
 from tests.unit.transfer_queue.conftest import members, train_step
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_async.messages import Done, NotReady, Reserved, Version, VersionRun
-from rl_async.transfer_queue.state.transitions import GroupDropped, SamplesStored
+from rl_async.transfer_queue.transitions import GroupDropped, SamplesStored
 from tests.unit.transfer_queue.conftest import members, train_step
 
 

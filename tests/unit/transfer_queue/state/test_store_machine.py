@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl_async.messages import Done, LeasedGroup, NotReady, Refused, Reserved, Resumed, ShardRecord, Task, Version
-from rl_async.transfer_queue.policy.admission import QueueSettings
-from rl_async.transfer_queue.state.groups import EVAL_GROUPS, OpenCounts, State
-from rl_async.transfer_queue.state.store import Store
-from rl_async.transfer_queue.state.tasks import Counted, numbered
+from rl_async.transfer_queue.admission import QueueSettings
+from rl_async.transfer_queue.book import EVAL_GROUPS, OpenCounts, State
+from rl_async.transfer_queue.delivery import Counted, numbered
+from rl_async.transfer_queue.store import Store
 from tests.support.effort import examples
 from tests.support.tasks import easy_or_hard
 from tests.unit.transfer_queue.state.history import BATCH, LEASE_S, STEPS, Announced, headers, queue_settings

@@ -7,9 +7,9 @@ import pytest
 
 from rl_async.messages import Done, Reserved, Resumed, Version
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.state.snapshot import QueueSnapshot
-from rl_async.transfer_queue.state.tasks import numbered
-from rl_async.transfer_queue.state.transitions import LeaseLost, ReadmittedGroup, RolledBack, RunFinished, ShardLost
+from rl_async.transfer_queue.batches import QueueSnapshot
+from rl_async.transfer_queue.delivery import numbered
+from rl_async.transfer_queue.transitions import LeaseLost, ReadmittedGroup, RolledBack, RunFinished, ShardLost
 from tests.unit.transfer_queue.conftest import members, train_step
 
 

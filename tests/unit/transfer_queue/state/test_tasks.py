@@ -4,8 +4,8 @@ import pytest
 
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused
-from rl_async.transfer_queue.state.tasks import MOST_SUBMITTED, TaskList, TaskStream
-from rl_async.transfer_queue.state.transitions import Admitted, Requeued, Submitted
+from rl_async.transfer_queue.delivery import MOST_SUBMITTED, TaskList, TaskStream
+from rl_async.transfer_queue.transitions import Admitted, Requeued, Submitted
 from tests.unit.transfer_queue.conftest import Rig, task
 
 

@@ -7,9 +7,9 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
+from rl_async.concurrency import in_daemon_thread
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
-from rl_async.threads import in_daemon_thread
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.ranks.meeting import followed, led
 from rl_async.weight_sync.ranks.outlet import Outlet

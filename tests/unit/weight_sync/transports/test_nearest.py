@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_async.errors import WeightSyncError
-from rl_async.process.shared_memory import SEGMENTS
+from rl_async.process.private_folder import SEGMENTS
 from rl_async.weight_sync.buckets.buckets import verify
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.nearest import NearestReceiver, NearestSender

@@ -1,0 +1,188 @@
+"""Coroutines at once, none of which outlives the call, deadlines, and blocking work in threads.
+
+When one coroutine fails under ``asyncio.gather``, the others go on, beside what their caller closes. The timer of
+``asyncio.timeout`` fires after a pause of the machine before the answers are read that came meanwhile. A daemon
+thread, unlike an executor's, never holds up the end of its process, however long it blocks.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+T = TypeVar("T")
+
+# One look at a deadline counts this much at most.
+LOOK_S = 1.0
+# A deadline that is as near as this is taken to have passed.
+SOON_S = 1e-4
+
+
+class Overdue(TimeoutError):
+    """A deadline of ``within`` has passed."""
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """Return the result of ``work``. Raises Overdue after ``seconds``, when the work was cancelled and has ended.
+
+    The time in which this process stood still (stopped, swapped out, in a machine that was suspended) counts for
+    LOOK_S at most.
+    """
+    task, left = asyncio.ensure_future(work), seconds
+    try:
+        while not task.done():
+            if left < SOON_S:
+                raise Overdue
+            began, look = time.monotonic(), min(left, LOOK_S)
+            await asyncio.wait([task], timeout=look)
+            left -= min(time.monotonic() - began, look)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    return task.result()
+
+
+async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
+    """Do all of it at once; return the results in order.
+
+    If one fails, the others are cancelled, and its error is raised when they have ended.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if not tasks:
+        return []
+    failed: list[asyncio.Future[T]] = []
+    pending = set(tasks)
+    try:
+        while pending and not failed:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failed = [task for task in tasks if task in done and (task.cancelled() or task.exception() is not None)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return [task.result() for task in failed or tasks]
+
+
+async def to_the_end(*work: Awaitable[T]) -> list[T]:
+    """Do all of it at once, each to its end whatever becomes of the others; raise the first error of any then."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if not tasks:
+        return []
+    try:
+        await asyncio.wait(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return [task.result() for task in tasks]
+
+
+async def outcomes(*work: Awaitable[T]) -> list[T | BaseException]:
+    """Do all of it at once, each to its end; return each result, or the error in its place."""
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+class Closeable(Protocol):
+    """What must be closed by whoever opened it."""
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closeable)
+
+MOST_OVERDUE = 64  # threads of one kind that go on past their deadline, which nothing can end
+
+
+def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
+    """Start ``work`` in a thread of its own; the future has its result or its exception, and cannot be cancelled.
+
+    Coroutines await it through ``asyncio.wrap_future``.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on only the thread settles it
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # raised again where the future is awaited
+            future.set_exception(error)
+        except BaseException as error:  # SystemExit, say, must not end whoever awaits
+            future.set_exception(RuntimeError(f"thread {name} ended by {error!r}"))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+async def opened_in_thread(opening: Callable[[], C], name: str) -> C:
+    """Await what ``opening`` returns, called in a daemon thread. A caller that is cancelled meanwhile does not get it;
+    then it is closed once it is open.
+    """
+    future = in_daemon_thread(opening, name)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(_close_opened)
+        raise
+
+
+def _close_opened(future: "Future[C]") -> None:
+    if future.exception() is None:
+        future.result().close()
+
+
+def run_in_threads(works: Sequence[Callable[[], T]], name: str) -> list[T]:
+    """Do all at the same time, the first in this thread, and return what they return.
+
+    If some fail, the error of the first of them is raised once all have ended.
+    """
+    others = [in_daemon_thread(work, name) for work in works[1:]]
+    try:
+        mine = [work() for work in works[:1]]
+    finally:
+        for other in others:
+            other.exception()
+    return mine + [other.result() for other in others]
+
+
+class DaemonCalls:
+    """Blocking calls of users' code, each in a daemon thread of its own, which their callers may stop waiting for.
+
+    ``key``: the config key of their deadline, for the error.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        self._name, self._key = name, key
+        self._overdue: set[Future[Any]] = set()
+
+    @property
+    def overdue(self) -> int:
+        """How many calls still run whose callers have stopped waiting."""
+        return len(self._overdue)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call ``function`` and await its result. Raises RuntimeError once too many calls are overdue."""
+        if len(self._overdue) >= MOST_OVERDUE:
+            raise RuntimeError(f"{MOST_OVERDUE} earlier calls still run past their deadline ({self._key})")
+        work = in_daemon_thread(function, self._name)
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            if not work.done():
+                self._overdue.add(work)
+                work.add_done_callback(self._overdue.discard)
+
+
+P = ParamSpec("P")
+
+SHORT = 16_384  # characters or bytes, tokenised within a few milliseconds
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="tokenise")  # more would only take the cores from the event loop
+
+
+async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function``, in a thread if it works on a text longer than SHORT, of ``size`` characters or bytes."""
+    if size <= SHORT:
+        return function(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*args, **kwargs))

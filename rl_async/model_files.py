@@ -1,0 +1,68 @@
+"""What the files of a Hugging Face model say without torch: headers of safetensors files, and the number of experts.
+
+A header is 8 bytes with its length, then JSON with the type, shape and place of each tensor. Headers and the index
+that names such files are checked, since they may come from strangers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_async.files import UNDECODABLE
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, as the format's own library has it
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """The entry of a tensor in a header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises ValueError, naming the file, for what is no safetensors file."""
+    with file.open("rb") as content:
+        size, length = file.stat().st_size, int.from_bytes(content.read(8), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER):
+            raise ValueError(f"{file} is damaged, or no safetensors file: its header would have {length} bytes")
+        text = content.read(length)
+    try:
+        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()}
+    except UNDECODABLE as error:
+        raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        start, end = tensor.data_offsets
+        if not 0 <= start <= end <= size - 8 - length:
+            raise ValueError(f"{file} ends before its tensor {name}, or its header is damaged")
+    return tensors
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Return the files that an index names, each in the index's folder.
+
+    Raises ValueError, naming the index, if it is none, or names something elsewhere.
+    """
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except UNDECODABLE as error:
+        raise ValueError(f"cannot read {index}: {error}") from error
+    for name in names:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{index} names {name!r}, which is not a file of its folder")
+    return sorted(names)
+
+
+def experts_of(config: Any) -> int:
+    """Return the number of experts in a layer of a model with this Hugging Face config; 0 for a dense one."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(config, name, None))), 0)

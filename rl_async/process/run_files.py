@@ -1,0 +1,336 @@
+"""Files in a run's folder by which its processes tell one another, and the commands, what they do.
+
+    RUN/endpoints.json             addresses, for programs that join the run
+    RUN/prometheus/NAME.json       addresses for Prometheus, in the format of ``file_sd_configs``
+    RUN/memory.json                how much of a device's memory each process may have, by phase of a step
+    RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
+    RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
+
+The launcher plans the memory (``launcher/plan/budget.py``) and sets it on the engines; trainer ranks compare what they
+measure. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rl_async.errors import UserError
+from rl_async.files import UNDECODABLE, replace_file, undamaged
+from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, describe, state_of
+
+ENDPOINTS_FILE = "endpoints.json"
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses of a run; empty for what the run does not have."""
+
+    queue: str
+    reward_model: str = ""
+    gateway: str = ""
+
+
+def write_endpoints(run: Path, endpoints: Endpoints) -> None:
+    """Write the addresses, in place of those of an earlier start."""
+    replace_file(run / ENDPOINTS_FILE, msgspec.json.encode(endpoints) + b"\n")
+
+
+def gateway_url(run: Path) -> str:
+    """Return the URL of the run's own gateway. Raises UserError if it has none."""
+    url = read_endpoints(run).gateway
+    if not url:
+        raise UserError(f"{run} has no gateway of its own (agent.gateway); name the one that you added with --url")
+    return url
+
+
+def read_endpoints(run: Path) -> Endpoints:
+    """Read the addresses of the last start. Raises UserError if the run was never started."""
+    try:
+        return msgspec.json.decode((run / ENDPOINTS_FILE).read_bytes(), type=Endpoints)
+    except (OSError, *UNDECODABLE) as error:
+        raise UserError(f"{run} is not the folder of a running run: {error}") from error
+
+
+TARGETS_FOLDER = "prometheus"
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One process: ``name`` and ``role`` become labels of everything that it reports."""
+
+    address: str  # HOST:PORT
+    role: str
+    name: str
+
+    @classmethod
+    def at(cls, url: str, role: str, name: str) -> "Target":
+        """Return the target of a process that serves HTTP at ``url``."""
+        return cls(urlsplit(url).netloc, role, name)
+
+
+def write_targets(run: Path, file: str, targets: Iterable[Target]) -> None:
+    """Replace the targets of ``file``; without any the file is removed."""
+    found = [
+        {"targets": [target.address], "labels": {"run": run.resolve().name, "role": target.role, "name": target.name}}
+        for target in targets
+    ]
+    path = run / TARGETS_FOLDER / f"{file}.json"
+    if not found:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+
+
+@contextmanager
+def listed(wanted: bool, run: Path, target: Target) -> Iterator[None]:
+    """Let Prometheus find a process while the block runs, if that is ``wanted``."""
+    if not wanted:
+        yield
+        return
+    write_targets(run, target.name, [target])
+    try:
+        yield
+    finally:
+        write_targets(run, target.name, [])
+
+
+BUDGET_FILE = "memory.json"
+
+Stage = Literal["start", "rollout", "train", "gather", "load"]
+Part = Literal[
+    "runtime",
+    "weights",
+    "reference",
+    "optimizer",
+    "gradients",
+    "activations",
+    "batch",
+    "KV cache",
+    "bucket",
+    "published",
+]
+Parts = Mapping[Part, int]  # bytes
+
+TRAINER_REMEDY: Mapping[Part, str] = {
+    "runtime": "use fewer trainer.ranks on this device",
+    "weights": "raise trainer.ranks, over which they are sharded, or set trainer.cpu_offload",
+    "reference": "raise trainer.ranks, over which it is sharded, or set algorithm.kl.coef=0",
+    "optimizer": "raise trainer.ranks, over which it is sharded, or set trainer.cpu_offload",
+    "gradients": "raise trainer.ranks, or train fewer weights with trainer.lora",
+    "activations": "lower trainer.max_tokens_per_microbatch, or set trainer.activation_checkpointing",
+    "batch": "lower data.train_batch_groups or rollout.max_model_len",
+    "bucket": "lower weight_sync.bucket_bytes",
+    "published": "set model.dtype=bfloat16; on a GPU also set weight_sync.transport=disk, which has it on the host, "
+    "or raise trainer.ranks, over which it is divided without weight_sync.delta, weight_sync.adapters and SGLang",
+}
+ENGINE_REMEDY: Mapping[Part, str] = {
+    "runtime": "use fewer rollout.engines on this device",
+    "weights": "raise rollout.tensor_parallel, over which they are divided, or set model.dtype=bfloat16",
+    "activations": "lower rollout.max_batch_size",
+    "KV cache": "lower rollout.cache_bytes, rollout.max_batch_size or rollout.max_model_len",
+    "bucket": "lower weight_sync.bucket_bytes",
+    "published": "leave out weight_sync.delta, weight_sync.staged and weight_sync.adapters",
+}
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """What one process, or one rank of an engine, may have on a device in each stage."""
+
+    process: str
+    role: Literal["trainer", "engine"]
+    stages: dict[Stage, dict[Part, int]]
+
+    def total(self, stage: Stage) -> int:
+        """Return the bytes of all its parts."""
+        return sum(self.stages[stage].values())
+
+    def remedy(self, stage: Stage) -> str:
+        """Return what to do if it needs less in this stage: by its largest part that is not the runtime's."""
+        parts = self.stages[stage]
+        part = max(parts, key=lambda part: (part != "runtime") * parts[part])
+        remedies = TRAINER_REMEDY if self.role == "trainer" else ENGINE_REMEDY
+        return f"most of it is for {part}: {remedies[part]}"
+
+
+class DeviceBudget(msgspec.Struct, frozen=True):
+    """The holders of one device's memory. ``capacity``: what it has, in bytes; None: unknown. ``limit``: the share of
+    that with which the run plans."""
+
+    device: str
+    capacity: int | None
+    limit: int | None
+    holders: tuple[Holder, ...]
+
+    def total(self, stage: Stage) -> int:
+        """Return the bytes that all holders may have together."""
+        return sum(holder.total(stage) for holder in self.holders)
+
+
+class MemoryBudget(msgspec.Struct, frozen=True):
+    """The budgets of all devices of a run; none if the model's size is unknown."""
+
+    devices: tuple[DeviceBudget, ...] = ()
+
+    def of(self, process: str) -> tuple[DeviceBudget, Holder] | None:
+        """Return the budget of a process, and its device's; None if there is none."""
+        found = ((device, holder) for device in self.devices for holder in device.holders)
+        return next(((device, holder) for device, holder in found if holder.process == process), None)
+
+
+def write_budget(run: Path, budget: MemoryBudget) -> None:
+    """Write the budget, in place of that of an earlier start."""
+    replace_file(run / BUDGET_FILE, msgspec.json.encode(budget) + b"\n")
+
+
+def read_budget(run: Path) -> MemoryBudget:
+    """Read the budget of the last start; one without devices if the run was started by hand."""
+    file = run / BUDGET_FILE
+    return msgspec.json.decode(file.read_bytes(), type=MemoryBudget) if file.is_file() else MemoryBudget()
+
+
+MOST_BYTES = 1 << 20
+TIMELINE_FOLDER = "timeline"
+OLDER = ".older"
+
+
+class Entered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A lane, such as a trainer rank or an engine, has entered a stage."""
+
+    writer: str  # whose file it is in
+    lane: str
+    at: float  # Unix time
+    stage: str = ""  # empty: it does nothing
+    step: int = -1  # to which the stage belongs
+    version: str = ""  # of the weights that it is about
+    about: str = ""
+
+
+def enter(run: Path, writer: str, lane: str, stage: str, *, step: int = -1, version: str = "", about: str = "") -> None:
+    """Append a line to the file of ``writer``, by which no other process writes. Costs about 50 µs."""
+    folder = run / TIMELINE_FOLDER
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{writer}.jsonl"
+    line = Entered(writer=writer, lane=lane, at=time.time(), stage=stage, step=step, version=version, about=about)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # by a power cut
+        os.write(file, b"\n" * torn + msgspec.json.encode(line) + b"\n")
+    finally:
+        os.close(file)
+    if size > MOST_BYTES:
+        path.replace(folder / f"{writer}{OLDER}.jsonl")
+
+
+class TimelineReader:
+    """Reads what all processes of a run entered, of each file only what was added since the last call.
+
+    ``read`` may be called on several threads.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._folder, self._lock = run / TIMELINE_FOLDER, threading.Lock()
+        self._files: dict[bytes, _Read] = {}  # by the first line, which a file keeps when it becomes the older one
+
+    def read(self) -> list[Entered]:
+        """Return everything that the files hold, oldest first. Lines that a power cut tore are left out."""
+        with self._lock:
+            found: dict[bytes, _Read] = {}
+            for path in self._folder.glob("*.jsonl"):
+                with suppress(FileNotFoundError), path.open("rb") as file:  # it has become the older one
+                    first = file.readline()
+                    found[first] = self._files.get(first, _Read(0, [])).advanced(file)
+            self._files = found
+            entered = [one for read in found.values() for one in read.entered]
+        return sorted(entered, key=lambda one: one.at)
+
+
+class _Read(NamedTuple):
+    """What was read of a file, up to ``offset``."""
+
+    offset: int
+    entered: list[Entered]
+
+    def advanced(self, file: BinaryIO) -> "_Read":
+        file.seek(self.offset)
+        whole, newline, _ = file.read().rpartition(b"\n")
+        for line in whole.splitlines():
+            with suppress(*UNDECODABLE):
+                self.entered.append(msgspec.json.decode(line, type=Entered))
+        return _Read(self.offset + len(whole) + len(newline), self.entered)
+
+
+def read_timeline(run: Path) -> list[Entered]:
+    """Read what all processes of a run entered, oldest first. Lines that a power cut tore are left out."""
+    return TimelineReader(run).read()
+
+
+Phase = Literal[
+    "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
+]
+PHASES: tuple[str, ...] = get_args(Phase)  # in the order of a step
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank does, and since when (Unix time). ``step`` counts from 0."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    since: float
+    host: str = ""  # the machine's name
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Step and phase, which compare as the progress of two ranks."""
+        return self.step, PHASES.index(self.phase) if self.phase in PHASES else 0
+
+
+def beat(run: Path, rank: int, step: int, phase: Phase) -> None:
+    """Record the phase that this rank enters. Writes a few hundred bytes, twice."""
+    folder = run / "ranks"
+    folder.mkdir(exist_ok=True)
+    now = Beat(rank=rank, pid=os.getpid(), step=step, phase=phase, since=time.time(), host=socket.gethostname())
+    replace_file(folder / f"{rank}.json", msgspec.json.encode(now) + b"\n")
+    enter(run, f"trainer-{rank}", f"trainer-{rank}", phase, step=step)
+
+
+def read_beats(run: Path) -> list[Beat]:
+    """Read the last heartbeat of each rank, in order of rank. Raises UserError for a damaged file."""
+    found = []
+    for file in (run / "ranks").glob("*.json"):
+        with undamaged(file):
+            found.append(msgspec.json.decode(file.read_bytes(), type=Beat))
+    return sorted(found, key=lambda beat: beat.rank)
+
+
+def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[Beat]:
+    """Return the ranks that probably did not arrive in the collective in which rank ``mine`` waits.
+
+    ``states`` are process states by rank. These are the ranks that cannot run; else those that are behind; else all
+    others, since a phase has several collectives.
+    """
+    own = next((beat for beat in beats if beat.rank == mine), None)
+    others = [beat for beat in beats if beat.rank != mine]
+    halted = [beat for beat in others if states.get(beat.rank, GONE) in (*HALTED, *ENDED)]
+    behind = [beat for beat in others if own is not None and beat.place < own.place]
+    return halted or behind or others
+
+
+def who_is_missing(run: Path, mine: int, world: int) -> str:
+    """Describe which of the ``world`` ranks did not arrive, and why, after a collective of rank ``mine`` failed."""
+    beats = [beat for beat in read_beats(run) if beat.rank < world]  # a run may continue with fewer ranks
+    states = {beat.rank: state_of(beat.pid) if beat.host == socket.gethostname() else REMOTE for beat in beats}
+    return "; ".join(
+        f"rank {beat.rank} (pid {beat.pid}) did not arrive: it {describe(states[beat.rank])}, "
+        f"{beat.phase} of step {beat.step} for {time.time() - beat.since:.0f} s"
+        for beat in missing_ranks(beats, mine, states)
+    )

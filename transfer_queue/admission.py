@@ -1,0 +1,403 @@
+"""Which task may be admitted, what may be leased, and which groups a step takes: pure functions.
+
+Why staleness stays within the bound S. Let p be the published step, B the groups per step, and n the next step to
+reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
+published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
+take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
+deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
+only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
+unfinished one only while that remains true (``choose``), and so may one that a sampling policy prefers (``select``):
+of the groups left behind, those with the deadline d or an earlier one never outnumber the seats of the steps up to d.
+Where admission fills all slots at each publication, that forces every seat; fewer slots than the bound allows
+(``slack``) leave the policy a choice, and the bound as it is. A group that is pinned to a step, after a rollback or
+because its payload was lost, has a seat of its own there, and is leased when the bound allows that
+(``may_lease_for``).
+
+How a policy orders the ready groups while their deadlines bind it. Let need(d) be how many of the groups that are
+left, with the deadline d or an earlier one, find no seat in the steps after this one and until d. So many ready groups
+of these deadlines must be taken now, whichever a policy prefers, and taking the earliest deadlines does it. A group
+that a policy prefers is taken if the seats left then still suffice for the needs. The needs are nested (need(d) counts
+towards every later deadline), so the largest unmet one says how many seats that takes, and the greedy choice is the
+best one for the order (they form a matroid). A policy may also ask to wait for unfinished groups, but only for those
+that are ``coming``, so that it always ends. To add a policy: an entry in ORDERS, and a name in the config's schema.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from rl_async.configs.derived.code import ListedCode, listed_code
+from rl_async.configs.derived.data import Points, labels, parts, points_of, shares_by_label
+from rl_async.configs.derived.queue import slack
+from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.schema.run import RunConfig
+
+Sampling = Literal["fifo", "freshest", "priority", "quota"]
+
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly over the unit interval
+_ROUNDING = 1e-9  # a share of a batch that is this little below a whole number is that number
+
+
+class Candidate(NamedTuple):
+    """An unreserved group, as far as the choice of a batch is concerned."""
+
+    group: int
+    ready: bool
+    deadline: int | None  # last step that may train it; None: not leased yet, so there is none
+    coming: bool = True  # unfinished, and a worker has it or may have it now
+    priority: float = 0.0
+    source: str = ""  # data set
+
+
+class Later(NamedTuple):
+    """The steps after ``step``; ``pinned`` counts their seats that are given away, by step."""
+
+    step: int
+    batch_groups: int
+    pinned: Mapping[int, int]
+
+    def seats_until(self, deadline: int) -> int:
+        """Free seats of the steps after this one until ``deadline``; fewer than 0 if it is over."""
+        seats = (deadline - self.step) * self.batch_groups
+        return seats - sum(count for at, count in self.pinned.items() if self.step < at <= deadline)
+
+
+class Selection(NamedTuple):
+    """``take`` is the choice; it is empty when ``wait_for`` is not."""
+
+    take: list[int]
+    wait_for: list[int]
+
+
+def urgency(candidate: Candidate) -> tuple[bool, int, int]:
+    """The line: earliest deadline first, then in order of admission."""
+    deadline = candidate.deadline
+    return deadline is None, deadline or 0, candidate.group
+
+
+def _freshest(candidate: Candidate) -> Any:
+    return -math.inf if candidate.deadline is None else -candidate.deadline, candidate.group
+
+
+def _priority(candidate: Candidate) -> Any:
+    return -candidate.priority, urgency(candidate)
+
+
+ORDERS: dict[Sampling, Callable[[Candidate], Any]] = {
+    "fifo": urgency,
+    "freshest": _freshest,
+    "priority": _priority,
+    "quota": urgency,
+}
+
+
+def select(
+    sampling: Sampling,
+    window: int,
+    weights: Mapping[str, Points],
+    candidates: Sequence[Candidate],
+    seats: int,
+    later: Later,
+    *,
+    passing: bool = False,
+) -> Selection:
+    """Choose ``seats`` of the ready ``candidates``, of which there are enough, most urgent first; or whom to wait for.
+
+    ``passing``: unfinished groups need no seat in time. ``weights`` are those of the data sets, for ``quota``. The same
+    arguments give the same choice.
+    """
+    eligible, awaited = _within(window, candidates, seats)
+    if awaited:
+        return Selection([], awaited)
+    taking = _Taking(seats, _needs(candidates, seats, later, passing))
+    ready = sorted((c for c in eligible if c.ready), key=ORDERS[sampling])
+    if sampling == "quota":
+        shares = shares_by_label(weights, later.step)
+        left = Counter(seats_by_source(shares, seats, later.step))
+        for candidate in ready:
+            if left[candidate.source] > 0 and taking.offer(candidate):
+                left[candidate.source] -= 1
+        missing = [c.group for c in eligible if not c.ready and c.coming and left[c.source] > 0]
+        if missing and taking.free:
+            return Selection([], missing)
+    for candidate in ready:
+        taking.offer(candidate)
+    return Selection(list(taking.taken), [])
+
+
+def _within(window: int, candidates: Sequence[Candidate], seats: int) -> tuple[Sequence[Candidate], list[int]]:
+    """The head of the line, or the groups to wait for; the whole line if no coming group could fill the batch."""
+    head = candidates[:window] if window else candidates
+    if sum(c.ready for c in head) >= seats:
+        return head, []
+    return candidates, [c.group for c in head if not c.ready and c.coming]
+
+
+def _needs(candidates: Sequence[Candidate], seats: int, later: Later, passing: bool) -> list[tuple[int, int]]:
+    """(deadline, ready groups with this or an earlier one that must be taken now), where there are any."""
+    needs: list[tuple[int, int]] = []
+    waiting = ready = 0
+    bound = [c for c in candidates if c.deadline is not None and (c.ready or not passing)]
+    for place, candidate in enumerate(bound, start=1):
+        assert candidate.deadline is not None
+        waiting, ready = place, ready + candidate.ready
+        if place < len(bound) and bound[place].deadline == candidate.deadline:
+            continue
+        need = min(waiting - max(0, later.seats_until(candidate.deadline)), ready, seats)
+        if need > 0:
+            needs.append((candidate.deadline, need))
+    return needs
+
+
+class _Taking:
+    """Seats being given away, so that those which are needed stay free for those who need them."""
+
+    def __init__(self, seats: int, needs: Sequence[tuple[int, int]]) -> None:
+        self._seats, self._unmet = seats, list(needs)
+        self.taken: dict[int, Candidate] = {}  # by group
+
+    @property
+    def free(self) -> int:
+        """Seats that no group needs to meet its deadline."""
+        return self._seats - len(self.taken) - max(0, 0, *(need for _, need in self._unmet))
+
+    def offer(self, candidate: Candidate) -> bool:
+        """Take it, unless it has a seat, or then too few would be left for those who need them."""
+        if candidate.group in self.taken:
+            return False
+        unmet = [(deadline, need - _until(candidate, deadline)) for deadline, need in self._unmet]
+        if len(self.taken) + 1 + max(0, 0, *(need for _, need in unmet)) > self._seats:
+            return False
+        self.taken[candidate.group], self._unmet = candidate, unmet
+        return True
+
+
+def _until(candidate: Candidate, deadline: int) -> bool:
+    return candidate.deadline is not None and candidate.deadline <= deadline
+
+
+def seats_by_source(shares: Mapping[str, float], seats: int, step: int) -> dict[str, int]:
+    """``seats`` divided by ``shares``, which sum to 1; over many steps each data set gets just its share.
+
+    Whole seats first. What is left of the shares lies end to end on a line, on which points one apart, shifted from
+    step to step, give the other seats away: systematic sampling (Madow, Annals of Mathematical Statistics 20, 1949).
+    """
+    whole = {name: math.floor(share * seats + _ROUNDING) for name, share in shares.items()}
+    rest = seats - sum(whole.values())
+    point = (step * _GOLDEN) % 1.0
+    start = 0.0
+    for place, (name, share) in enumerate(shares.items(), start=1):
+        part = max(0.0, share * seats - whole[name])
+        end = float(rest) if place == len(shares) else min(rest, start + part)
+        whole[name] += math.ceil(end - point) - math.ceil(start - point)
+        start = end
+    return whole
+
+
+OnStraggler = Literal["wait", "drop", "mask"]
+
+
+class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers that the store needs of the config."""
+
+    steps: int  # of the whole run
+    batch_groups: int  # groups per step
+    group_size: int  # trajectories per training group
+    eval_samples: int = 1  # trajectories per held-out task
+    max_staleness: int = 1
+    on_straggler: OnStraggler = "wait"
+    lease_s: float = 15.0
+    max_lease_s: float = 14400.0
+    max_attempts: int = 3
+    max_bytes: int = 1 << 30
+    max_refills: int = 0  # groups without signal given up per batch; 0: none
+    replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
+    sampling: Sampling = "fifo"
+    slack: int = 0  # steps of the bound that admission leaves to the sampling policy
+    consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
+    window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
+    weights: dict[str, Points] = {}  # of each data set, by step
+    reward_limit: float = sys.float_info.max  # of a reward and of those of its parts that are named below
+    reward_parts: tuple[str, ...] = ()
+    code: ListedCode | None = None  # that tasks of clients may name; None: any
+    replays: bool = False  # recorded groups alone, so clients submit none
+
+    @property
+    def slots(self) -> int:
+        """Most training groups between their first token and the publication of what they trained."""
+        return (self.max_staleness + 1) * self.batch_groups
+
+    def slots_at(self, max_staleness: int) -> int:
+        """Most of them between admission and that publication, for a bound that the trainer may have tightened."""
+        return (min(max_staleness, self.max_staleness - self.slack) + 1) * self.batch_groups
+
+    @property
+    def refill_allowance(self) -> int:
+        """Most groups without signal given up before the next batch is complete: the slots fill this many batches."""
+        return (self.max_staleness + 1) * self.max_refills
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "QueueSettings":
+        """Derive the settings from the run's config.
+
+        In a replay, one batch is admitted at a time and taken whole, whatever the policy of sampling and the age of its
+        tokens, so that each step trains what it trained when it was recorded.
+        """
+        settings = cls._sampled(config)
+        if not config.rollout.replay:
+            return settings
+        return msgspec.structs.replace(
+            settings, max_staleness=0, slack=0, sampling="fifo", window=0, max_refills=0, replays=True
+        )
+
+    @classmethod
+    def _sampled(cls, config: RunConfig) -> "QueueSettings":
+        return cls(
+            steps=config.trainer.steps,
+            batch_groups=config.data.train_batch_groups,
+            group_size=samples_per_group(config),
+            eval_samples=config.eval.samples,
+            max_staleness=config.queue.max_staleness,
+            on_straggler=config.queue.on_straggler,
+            lease_s=config.queue.lease_s,
+            max_lease_s=config.queue.max_lease_s,
+            max_attempts=config.queue.max_attempts,
+            max_bytes=config.queue.max_bytes,
+            replicas=config.queue.replicas if config.queue.shards else 0,
+            max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
+            sampling=config.queue.sampling,
+            slack=slack(config.queue),
+            window=config.queue.window,
+            consumer_bytes=config.queue.consumer_bytes,
+            weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
+            reward_limit=config.reward.limit,
+            reward_parts=tuple(term.name for term in config.reward.functions),
+            code=listed_code(config),
+        )
+
+
+class Occupancy(NamedTuple):
+    """How full the queue is, as far as admission is concerned."""
+
+    slots: int  # that may be held; fewer than the settings' while the bound is tightened
+    alive: int  # training groups that hold a slot
+    unreserved: int  # of these, in no batch yet
+    wanted: int  # training groups that the steps without a batch take
+    expected_bytes: int  # payload bytes held, and those still to come for admitted groups
+    group_bytes: int  # expected of one more group
+
+
+def may_admit(settings: QueueSettings, occupancy: Occupancy) -> bool:
+    """Whether one more training group may be admitted.
+
+    Slots and the run's length are hard limits. The byte budget yields when the next batch could not be filled
+    otherwise: a budget smaller than a batch must slow the run down, not stop it.
+    """
+    fits = occupancy.expected_bytes + occupancy.group_bytes <= settings.max_bytes
+    return _has_slot(occupancy) and (fits or occupancy.unreserved < settings.batch_groups)
+
+
+def is_short_of_bytes(settings: QueueSettings, occupancy: Occupancy) -> bool:
+    """Whether nothing but the byte budget keeps the next training group out."""
+    return _has_slot(occupancy) and not may_admit(settings, occupancy)
+
+
+def _has_slot(occupancy: Occupancy) -> bool:
+    return occupancy.alive < occupancy.slots and occupancy.unreserved < occupancy.wanted
+
+
+def may_lease(settings: QueueSettings, active: int, *, oldest: int | None, published: int) -> bool:
+    """Whether a waiting training group, whose oldest token is of the version ``oldest``, may be leased.
+
+    ``active`` groups have tokens already. Refuses only after a rollback: weights as old as those published then would
+    be too old when the group's turn comes. A group with tokens that are no younger than these becomes no older, also
+    where a resumed run has fewer slots than there are active groups.
+    """
+    if oldest is not None and oldest <= published:
+        return True
+    return active + (oldest is None) <= settings.slots
+
+
+def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:
+    """Whether a group that ``step`` waits for may be leased: what is sampled from the ``published`` weights on is
+    young enough then. Its seat is its own, so no other group's deadline depends on it."""
+    return step <= published + settings.max_staleness
+
+
+class Choice(NamedTuple):
+    """``take`` is the batch; it is empty when ``blocked_by`` must be waited for. ``drop`` is given up for it."""
+
+    take: list[int]
+    drop: list[int]
+    blocked_by: list[int]
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    step: int,
+    seats: int,
+    settings: QueueSettings,
+    pinned: Mapping[int, int],
+) -> Choice:
+    """Choose ``seats`` ready groups for ``step``: those that their deadlines force, and by the sampling policy.
+
+    ``pinned`` counts, by later step, the seats that are already given away (after a rollback). With ``mask`` stragglers
+    are passed freely, their stale tokens being masked by the trainer.
+    """
+    ordered = sorted(candidates, key=urgency)
+    ready = [c for c in ordered if c.ready]
+    unfinished = [c for c in ordered if not c.ready]
+    if len(ready) < seats:
+        return Choice([], [], [c.group for c in unfinished])
+    later = Later(step, settings.batch_groups, pinned)
+    mask = settings.on_straggler == "mask"
+    late = [] if mask else _too_late(sorted(ready[seats:] + unfinished, key=urgency), later)
+    if late and settings.on_straggler == "wait":
+        return Choice([], [], late)
+    kept = [c for c in ordered if c.group not in late]
+    chosen = select(settings.sampling, settings.window, settings.weights, kept, seats, later, passing=mask)
+    if chosen.wait_for:
+        return Choice([], [], chosen.wait_for)
+    return Choice(chosen.take, late, [])
+
+
+def is_blocked(
+    unfinished: Mapping[int, int], ready: Mapping[int, int], pinned: int, step: int, settings: QueueSettings
+) -> bool:
+    """Whether a straggler keeps ``choose`` from taking anything for ``step``, given a batch of ready groups.
+
+    ``unfinished`` and ``ready`` count groups by the step of their oldest token. The most urgent ready groups fill the
+    seats of this step. Of the others, those with the deadline d or an earlier one need seats of the steps after this
+    one until d; if they outnumber these and an unfinished one is among them, it is waited for. So the counts suffice.
+    False, and no answer, if groups are ``pinned`` or stragglers are not waited for: then ``choose`` must look.
+    """
+    if pinned or settings.on_straggler != "wait":
+        return False
+    stragglers = complete = 0  # as old as this or older
+    for oldest in sorted({*unfinished, *ready}):
+        stragglers += unfinished.get(oldest, 0)
+        complete += ready.get(oldest, 0)
+        left = stragglers + max(0, complete - settings.batch_groups)
+        if stragglers and left > (oldest + settings.max_staleness - step) * settings.batch_groups:
+            return True
+    return False
+
+
+def _too_late(left: Sequence[Candidate], later: Later) -> list[int]:
+    """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
+    late: list[int] = []
+    ahead: list[Candidate] = []  # kept so far, all of them at least as urgent as the next
+    for candidate in left:
+        if candidate.deadline is None:
+            break
+        ahead.append(candidate)
+        if len(ahead) > later.seats_until(candidate.deadline):
+            straggler = next((c for c in ahead if not c.ready), None)
+            if straggler is not None:
+                ahead.remove(straggler)
+                late.append(straggler.group)
+    return late

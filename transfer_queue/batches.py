@@ -1,0 +1,556 @@
+"""The trainer's side of the store: batches of steps, slots, going back to a checkpoint, and evaluations.
+
+An evaluation's held-out tasks are admitted outside the slots and never trained. A checkpoint keeps a snapshot of the
+queue: enough to generate again what was not trained.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from rl_async.errors import DataError
+from rl_async.files import UNDECODABLE
+from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Task, Version
+from rl_async.transfer_queue import transitions as t
+from rl_async.transfer_queue.admission import Candidate, choose, is_blocked, may_lease
+from rl_async.transfer_queue.book import EVAL, EVAL_GROUPS, TRAIN, Book, Group, Sample, State, given_up_text
+from rl_async.transfer_queue.delivery import Delivery, TaskSource
+from rl_async.transfer_queue.transitions import (
+    Admitted,
+    Effects,
+    EvalAnswered,
+    EvalClosed,
+    EvalOpened,
+    ReadmittedGroup,
+    Transition,
+)
+
+
+class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the queue: enough to generate again what was not trained."""
+
+    next_group: int
+    cursor: bytes  # of the task source, behind next_group
+    groups: list[ReadmittedGroup]  # not trained yet
+
+
+def decode_snapshot(body: bytes, step: int) -> QueueSnapshot:
+    """Decode the snapshot of a checkpoint after ``step`` steps. Raises ValueError if it makes no sense.
+
+    Its cursor is opaque here; the task source judges it.
+    """
+    snapshot = msgspec.msgpack.decode(body, type=QueueSnapshot)
+    if step < 0 or not 0 <= snapshot.next_group <= EVAL_GROUPS:
+        raise ValueError(f"step {step}, next_group={snapshot.next_group}")
+    ids = [group.group for group in snapshot.groups]
+    if len(set(ids)) < len(ids) or not all(0 <= group_id < snapshot.next_group for group_id in ids):
+        raise ValueError(f"groups {ids} are not different ones below {snapshot.next_group}")
+    if late := [group.group for group in snapshot.groups if group.step is not None and group.step < step]:
+        raise ValueError(f"groups {late} belong to steps before {step}")
+    return snapshot
+
+
+class StepBatch(msgspec.Struct):
+    """The groups of one step, and how far training has come with them."""
+
+    groups: list[int]
+    committed: bool = False
+    released: bool = False  # gave back its slots
+    retired: bool = False  # its groups are forgotten
+
+
+class BatchesState(msgspec.Struct, kw_only=True):
+    """The dump of Batches: all batches, and where the trainer is."""
+
+    batches: dict[int, StepBatch]
+    next_step: int
+    retired: int
+    resumed: tuple[int, int, Resumed] | None
+
+
+Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
+
+
+class Batches:
+    """Batches by step, in order: a step is reserved once, trained, published and at last retired.
+
+    The verbs decide and ``change``; the methods in the past tense say what a change does.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        change: Callable[[t.Transition], None],
+        delivery: Delivery,
+        source: TaskSource,
+        divide: Divide,
+    ) -> None:
+        """``divide`` splits retired groups into those to forget and those to keep for other readers."""
+        self._book, self._change, self._delivery, self._source = book, change, delivery, source
+        self._divide = divide
+        self._batches: dict[int, StepBatch] = {}
+        self._retired = 0  # steps before this one are forgotten
+        self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
+        self.effects: t.Effects = {
+            t.BatchReserved: self.batch_reserved,
+            t.BatchCommitted: self.batch_committed,
+            t.Published: self.version_published,
+            t.Retired: self.steps_retired,
+            t.Tightened: self.bound_tightened,
+            t.RolledBack: self.rolled_back,
+        }
+
+    # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
+
+    def reserve(self, step: int, now: float) -> Reserved | NotReady | Refused:
+        """Fix the batch of ``step``, or say what is missing. Answers the same however often it is asked.
+
+        Only if payloads are lost with their shard, its members come again with what was generated in their place.
+        """
+        batch = self._batches.get(step)
+        if batch is not None and not batch.retired:
+            lost = [group_id for group_id in batch.groups if group_id in self._book.regenerating]
+            return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
+        if step != self._book.next_step:
+            return Refused(code="wrong_step", reason=f"the next step to reserve is {self._book.next_step}, not {step}")
+        if self.is_short(step):
+            return self._not_ready(step, self._book.first_unfinished(step), now)
+        if isinstance(members := self._members(step, now), NotReady):
+            return members
+        settings = self._book.settings
+        left = min(self._book.refills_left + settings.max_refills, settings.refill_allowance)
+        self._change(t.BatchReserved(step=step, groups=sorted(members), refills_left=left))
+        return self._answer(step, self._batches[step])
+
+    def is_short(self, step: int) -> bool:
+        """Whether ``step`` is next and the counts of groups tell that it has no batch, without a walk over them."""
+        book, counts = self._book, self._book.open_counts
+        return step == self._book.next_step and (
+            book.count(State.READY) < book.settings.batch_groups
+            or is_blocked(counts.unfinished, counts.ready, counts.pinned, step, book.settings)
+        )
+
+    def _members(self, step: int, now: float) -> list[int] | NotReady:
+        """The groups pinned to the step, and others for the seats that are left: a walk over all open groups."""
+        book, settings = self._book, self._book.settings
+        pinned: Counter[int] = Counter()
+        members: list[int] = []
+        candidates: list[Candidate] = []
+        for group in book.open.values():
+            if group.pinned == step:
+                members.append(group.group_id)
+            elif group.pinned is not None:
+                pinned[group.pinned] += 1
+            else:
+                candidates.append(self._candidate(group))
+        unfinished = [group_id for group_id in members if book.groups[group_id].state is not State.READY]
+        if unfinished:
+            return self._not_ready(step, unfinished, now)
+        candidates = self._without_expired(candidates, step)
+        seats = max(0, settings.batch_groups - len(members))
+        choice = choose(candidates, step, seats, settings, pinned)
+        for group_id in choice.drop:
+            self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
+        if len(members) + len(choice.take) < settings.batch_groups:
+            return self._not_ready(step, choice.blocked_by, now)
+        return members + choice.take
+
+    def _without_expired(self, candidates: list[Candidate], step: int) -> list[Candidate]:
+        """Give up groups whose tokens are too old for any step to come.
+
+        There are none unless a resumed run has smaller batches, or a tighter bound, than the run that sampled them.
+        """
+        settings = self._book.settings
+        if settings.replays or settings.on_straggler == "mask":
+            return candidates
+        expired = {c.group for c in candidates if c.deadline is not None and c.deadline < step}
+        for group_id in sorted(expired):
+            self._delivery.drop(group_id, f"too late for its staleness bound when step {step} was reserved")
+        return [c for c in candidates if c.group not in expired]
+
+    def _candidate(self, group: Group) -> Candidate:
+        book = self._book
+        leasable = book.published is not None and may_lease(
+            book.settings, book.active, oldest=group.oldest, published=book.published.step
+        )
+        return Candidate(
+            group.group_id,
+            group.state is State.READY,
+            None if group.oldest is None else group.oldest + book.settings.max_staleness,
+            coming=group.state is State.LEASED or leasable,
+            priority=group.task.priority,
+            source=group.task.source,
+        )
+
+    def _not_ready(self, step: int, blocked_by: list[int], now: float) -> NotReady:
+        book = self._book
+        why = (
+            f"step {step} needs {book.settings.batch_groups} groups: {book.count(State.READY)} ready, "
+            f"{book.count(State.LEASED)} leased, {book.count(State.WAITING)} waiting"
+        )
+        if failed := book.counters["dead_letters"]:
+            why += f"; {given_up_text(failed, book.last_failure)}"
+        if book.published is None:
+            why += "; no version is published"
+        if book.draining:
+            why += "; the queue is draining, so no task is admitted (rl-async queue drain RUN --undo)"
+        if blocked_by:
+            group = book.groups[blocked_by[0]]
+            here = sum(sample.here for sample in group.samples)
+            workers = sorted({sample.worker for sample in group.samples if sample.worker is not None})
+            ages = [book.leases.age(worker, group.group_id, now) for worker in workers]
+            why += f"; first unfinished: group {group.group_id} with {here} of {len(group.samples)} samples"
+            why += f", leased by {', '.join(workers)} for {max(ages):.0f} s" if workers else ", leased by nobody"
+        return NotReady(why=why)
+
+    def _answer(self, step: int, batch: StepBatch) -> Reserved | Refused:
+        groups = [self._book.groups[group_id] for group_id in batch.groups]
+        partial = [group.group_id for group in groups if group.lacks_rows()]
+        if partial and not batch.committed:
+            return Refused(code="incomplete", reason=f"samples of the groups {partial} of step {step} are missing")
+        return Reserved(
+            step=step,
+            headers=[header for group in groups for header in group.headers()],
+            tasks={group.group_id: group.task for group in groups},
+        )
+
+    def commit(self, step: int) -> Done | Refused:
+        """Record that the batch of ``step`` was trained."""
+        batch = self._batches.get(step)
+        if batch is None:
+            if 0 <= step < self._retired:
+                return Done()
+            return Refused(code="wrong_step", reason=f"step {step} has no batch")
+        if not batch.committed:
+            self._change(t.BatchCommitted(step=step))
+        return Done()
+
+    def publish(self, version: Version) -> Done | Refused:
+        """Record that engines serve ``version``: the groups of all steps before it free their slots."""
+        book = self._book
+        if refused := book.fence(version.lineage):
+            return refused
+        if book.published is not None and version < book.published:
+            return Refused(code="wrong_step", reason=f"{book.published} is published already")
+        trained = [(step, batch) for step, batch in self._batches.items() if step < version.step]
+        untrained = [step for step, batch in trained if not batch.committed]
+        if untrained or version.step > self._book.next_step:
+            first = min(untrained, default=book.next_step)
+            return Refused(code="wrong_step", reason=f"{version} before step {first}")
+        if version != book.published:
+            released = [group for _, batch in trained if not batch.released for group in batch.groups]
+            self._change(t.Published(version=version, released=released))
+        return Done()
+
+    def retire(self, step: int) -> Done | Refused:
+        """Steps before ``step`` are in a durable checkpoint: forget their groups and payloads."""
+        if step > self._book.next_step or any(not b.committed for s, b in self._batches.items() if s < step):
+            return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
+        if step <= self._retired:
+            return Done()
+        ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
+        forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
+        self._change(t.Retired(step=step, groups=forgotten, shelved=kept))
+        return Done()
+
+    def tighten(self, max_staleness: int) -> Done | Refused:
+        """Admit for this bound, at most the configured one. Admitted groups stay, so it takes effect gradually."""
+        book = self._book
+        if max_staleness < 0:
+            return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
+        bound = min(max_staleness, book.settings.max_staleness)
+        if bound != book.max_staleness:
+            self._change(t.Tightened(max_staleness=bound))
+        return Done()
+
+    # --- checkpoint and resume --------------------------------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """What is not trained yet, and where the task source stands."""
+        steps = {group: step for step, batch in self._batches.items() for group in batch.groups if not batch.committed}
+        groups = [
+            t.ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
+            for group in self._book.untrained()
+        ]
+        snapshot = QueueSnapshot(
+            next_group=self._book.next_group,
+            cursor=self._book.cursor,
+            groups=sorted(groups, key=lambda group: group.group),
+        )
+        return msgspec.msgpack.encode(snapshot)
+
+    def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+        """Go back to ``step`` completed steps. Nothing is leased until the new lineage publishes a version."""
+        if self.has_resumed(step, lineage):
+            return self._resume_answer()
+        if self._resumed is not None and lineage == self._book.lineage:
+            return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
+        untouched = self._book.next_group == 0 and self._book.next_step == 0
+        if untouched or (snapshot and not self._reaches(step)):
+            return self._restore(step, lineage, snapshot)
+        return self._roll_back(step, lineage)
+
+    def has_resumed(self, step: int, lineage: int) -> bool:
+        """Whether the newest resume was this one, so that the same again changes nothing."""
+        return self._resumed is not None and self._resumed[:2] == (step, lineage)
+
+    def _reaches(self, step: int) -> bool:
+        """Whether the batches from ``step`` on are known, and those before it trained."""
+        trained = all(batch.committed for at, batch in self._batches.items() if at < step)
+        return trained and self._retired <= step <= self._book.next_step
+
+    def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
+        """Steps from ``step`` on get the same batches again, of the trajectories that are still here."""
+        book = self._book
+        if not self._reaches(step):
+            reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
+            return Refused(code="wrong_step", reason=reason)
+        # Samples in generation would continue with weights older than their lease promised.
+        too_new = book.published is not None and book.published.step > step
+        bound = book.settings.max_staleness
+        self._change(
+            t.RolledBack(step=step, lineage=lineage, fresh=False, next_group=book.next_group, max_staleness=bound)
+        )
+        if too_new:
+            self._delivery.revoke_all()
+        return self._resume_answer()
+
+    def _restore(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+        """Take over from a queue that is gone, or whose journal ends before the checkpoint.
+
+        Its unfinished groups are generated again, under their old ids.
+        """
+        book = self._book
+        if not snapshot and step != 0:
+            return Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
+        if not snapshot:
+            state = QueueSnapshot(next_group=0, cursor=book.cursor, groups=[])
+        else:
+            try:
+                state = decode_snapshot(snapshot, step)
+                self._source.seek(state.cursor)
+            except (*UNDECODABLE, ValueError, DataError) as error:
+                return Refused(code="bad_snapshot", reason=str(error))
+        self._change(
+            t.RolledBack(
+                step=step,
+                lineage=lineage,
+                fresh=True,
+                next_group=state.next_group,
+                max_staleness=book.settings.max_staleness,
+                readmitted=state.groups,
+                samples=book.settings.group_size,
+                given_up=max(0, state.next_group - step * book.settings.batch_groups - len(state.groups)),
+                cursor=state.cursor,
+            )
+        )
+        return self._resume_answer()
+
+    def _resume_answer(self) -> Resumed:
+        assert self._resumed is not None
+        return self._resumed[2]
+
+    def committed_from(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """The steps from ``step`` on that were trained, up to the first that was not, with their groups."""
+        while (batch := self._batches.get(step)) is not None and batch.committed:
+            yield step, batch.groups
+            step += 1
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def batch_reserved(self, event: t.BatchReserved) -> None:
+        """Apply `BatchReserved`: the step has its groups, all of them complete; raise ValueError if not."""
+        groups = [self._book.groups[group_id] for group_id in event.groups]
+        if any(group.state is not State.READY for group in groups):
+            raise ValueError(f"groups of step {event.step} are not complete")
+        self._batches[event.step] = StepBatch(event.groups)
+        self._book.next_step = event.step + 1
+        self._book.refills_left = event.refills_left
+        for group in groups:
+            self._book.move(group, State.RESERVED)
+
+    def batch_committed(self, event: t.BatchCommitted) -> None:
+        """Apply `BatchCommitted`: the groups of the step are COMMITTED."""
+        batch = self._batches[event.step]
+        batch.committed = True
+        for group_id in batch.groups:
+            self._book.trained(self._book.groups[group_id])
+
+    def version_published(self, event: t.Published) -> None:
+        """Apply `Published`: the steps before the version free their slots."""
+        for step in [at for at in self._batches if at < event.version.step]:
+            batch = self._batches[step]
+            if not batch.released:
+                batch.released = True
+                self._book.alive -= len(batch.groups)
+            if batch.retired:
+                del self._batches[step]
+        self._book.published = event.version
+
+    def steps_retired(self, event: t.Retired) -> None:
+        """Apply `Retired`: forget the groups of the steps; those not published yet keep their slots."""
+        for step in [at for at, batch in self._batches.items() if at < event.step and not batch.retired]:
+            batch = self._batches[step]
+            batch.retired = True
+            for group_id in batch.groups:
+                self._book.remove(self._book.groups[group_id])
+            if batch.released:
+                del self._batches[step]
+        self._retired = event.step
+
+    def bound_tightened(self, event: t.Tightened) -> None:
+        """Apply `Tightened`: admit groups for this bound."""
+        self._book.max_staleness = event.max_staleness
+
+    def rolled_back(self, event: t.RolledBack) -> None:
+        """Apply `RolledBack`: the steps from ``event.step`` on are to come, and nothing is published."""
+        book = self._book
+        if event.fresh:
+            self._start_over(event)
+        else:
+            self._reopen(event.step)
+        self._book.next_step = event.step
+        book.lineage, book.published, book.finished = event.lineage, None, False
+        book.max_staleness = event.max_staleness
+        self._unpin_surplus()
+        kept = 0 if event.fresh else len(book.open)
+        self._resumed = (event.step, event.lineage, Resumed(kept=kept, readmitted=len(event.readmitted)))
+
+    def _reopen(self, step: int) -> None:
+        for at in range(step, self._book.next_step):
+            batch = self._batches.pop(at)
+            if batch.released:
+                self._book.alive += len(batch.groups)
+            for group_id in batch.groups:
+                group = self._book.groups[group_id]
+                group.pinned = at
+                self._book.reopen(group)
+
+    def _unpin_surplus(self) -> None:
+        """Let any step have the groups that do not fit into the batch that they belonged to, if batches are smaller."""
+        pinned: Counter[int] = Counter()
+        for _, group in sorted(self._book.open.items()):
+            if group.pinned is not None:
+                pinned[group.pinned] += 1
+                if pinned[group.pinned] > self._book.settings.batch_groups:
+                    self._book.pin(group, None)
+
+    def _start_over(self, event: t.RolledBack) -> None:
+        book = self._book
+        book.clear()
+        self._delivery.grants.load([])
+        self._batches.clear()
+        self._retired = event.step
+        book.next_group, book.given_up, book.cursor = event.next_group, event.given_up, event.cursor
+        for readmitted in event.readmitted:
+            samples = [Sample() for _ in range(event.samples)]
+            book.add(Group(readmitted.group, readmitted.task, TRAIN, samples, pinned=readmitted.step))
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> BatchesState:
+        """The state for a dump; equal for equal batches."""
+        batches = {step: self._batches[step] for step in sorted(self._batches)}
+        next_step = self._book.next_step
+        return BatchesState(batches=batches, next_step=next_step, retired=self._retired, resumed=self._resumed)
+
+    def load(self, state: BatchesState) -> None:
+        """Restore a dumped state; only a new store can."""
+        self._batches = state.batches
+        self._book.next_step, self._retired, self._resumed = state.next_step, state.retired, state.resumed
+
+
+class EvalRound(msgspec.Struct):
+    """One evaluation: a round over the held-out tasks."""
+
+    groups: list[int]
+    answered: bool = False  # its result was given out at least once
+
+
+class EvalRounds:
+    """Evaluations by id. One whose result was given out is forgotten when the next begins."""
+
+    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Sequence[Task]) -> None:
+        self._book, self._change, self._tasks = book, change, tasks
+        self._evals: dict[int, EvalRound] = {}
+        self.effects: Effects = {EvalOpened: self.opened, EvalAnswered: self.answered, EvalClosed: self.closed}
+
+    def open(self, eval_id: int) -> Done | Refused:
+        """Admit the held-out tasks; an evaluation that exists is left alone."""
+        if eval_id in self._evals:
+            return Done()
+        if self._book.finished:
+            return Refused(code="finished", reason="the run is over")
+        self.close_answered()
+        samples = self._book.settings.eval_samples
+        first = self._book.next_eval_group
+        groups = list(range(first, first + len(self._tasks)))
+        for group_id, task in zip(groups, self._tasks, strict=True):
+            self._change(Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
+        self._change(EvalOpened(eval_id=eval_id, groups=groups))
+        return Done()
+
+    def result(self, eval_id: int, so_far: bool = False) -> Reserved | NotReady | Refused:
+        """What there is of it ``so_far``, or once nothing more is to come."""
+        evaluation = self._evals.get(eval_id)
+        if evaluation is None:
+            return Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
+        groups = [self._book.groups[group_id] for group_id in evaluation.groups]
+        unfinished = [group for group in groups if group.state is not State.READY]
+        if unfinished and not so_far:
+            first = unfinished[0]
+            return NotReady(
+                why=f"{len(unfinished)} of {len(groups)} groups of evaluation {eval_id} are unfinished, "
+                f"the first is {first.group_id} ({first.state})",
+                finished=len(groups) - len(unfinished),
+                groups=len(groups),
+            )
+        if not unfinished and not evaluation.answered:
+            self._change(EvalAnswered(eval_id=eval_id))
+        return Reserved(
+            step=eval_id,
+            headers=[header for group in groups for header in group.headers()],
+            tasks={group.group_id: group.task for group in groups},
+            failed=[(group.group_id, index) for group in groups for index, s in enumerate(group.samples) if s.dead],
+        )
+
+    def close_answered(self) -> None:
+        """Forget the evaluations whose result was given out."""
+        for eval_id in [key for key, evaluation in self._evals.items() if evaluation.answered]:
+            self._close(eval_id)
+
+    def close_all(self) -> None:
+        """Forget every evaluation and its groups."""
+        for eval_id in list(self._evals):
+            self._close(eval_id)
+
+    def _close(self, eval_id: int) -> None:
+        self._change(EvalClosed(eval_id=eval_id, groups=self._evals[eval_id].groups))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def opened(self, event: EvalOpened) -> None:
+        """Apply `EvalOpened`: the groups just admitted form an evaluation."""
+        self._evals[event.eval_id] = EvalRound(event.groups)
+
+    def answered(self, event: EvalAnswered) -> None:
+        """Apply `EvalAnswered`: the evaluation may be forgotten when the next begins."""
+        self._evals[event.eval_id].answered = True
+
+    def closed(self, event: EvalClosed) -> None:
+        """Apply `EvalClosed`: forget the evaluation and its groups."""
+        del self._evals[event.eval_id]
+        for group_id in event.groups:
+            if group_id in self._book.groups:
+                self._book.remove(self._book.groups[group_id])
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[int, EvalRound]:
+        """The state for a dump; equal for equal evaluations."""
+        return {eval_id: self._evals[eval_id] for eval_id in sorted(self._evals)}
+
+    def load(self, evals: dict[int, EvalRound]) -> None:
+        """Restore a dumped state; only a new store can."""
+        self._evals = evals

@@ -1,0 +1,655 @@
+"""Data sets as tasks: files with verl's columns or any others by templates, mixed into one endless stream.
+
+Rows are read one by one from Parquet, JSONL or reasoning-gym. A data set's templates may make the system message, the
+prompt and the ground truth of any columns. The stream has a cursor from which it continues after a restart. Every
+error names the file, the row and the column. To read another kind of file, implement ``Rows`` and name it in
+``open_rows``.
+"""
+
+import random
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_async.configs.derived.code import ListedCode, code_problem, listed_code
+from rl_async.configs.derived.data import (
+    GENERATED_PREFIX,
+    eval_parts,
+    files_of,
+    label_of,
+    labels,
+    parts,
+    points_of,
+    shares_at,
+)
+from rl_async.configs.schema.data import DataSource
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError
+from rl_async.extraction import extract
+from rl_async.files import UNDECODABLE
+from rl_async.messages import Task
+from rl_async.transfer_queue.chat_messages import (
+    PromptLength,
+    Schemas,
+    as_text,
+    depth_problem,
+    is_number,
+    message_problem,
+    prompt_length,
+    refuse_media,
+    short,
+    to_messages,
+    without_nulls,
+)
+
+GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
+_BATCH = 1024
+# Columns whose keys without a value are taken for Arrow's.
+_NESTED = ("prompt", "messages", "chosen", "rejected", "tools", "reward_model")
+_OTHERS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PAR1": "Parquet"}
+_UTF8_BOM = b"\xef\xbb\xbf"
+EMPTY: Mapping[str, Any] = {}
+
+
+class Rows(Protocol):
+    """A data set: rows by number, as dicts with verl's columns. ``generated``: too many rows to read them all."""
+
+    name: str
+    generated: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+
+def open_rows(path: str, *, seed: int = 0, parameters: Mapping[str, Any] = EMPTY) -> Rows:
+    """Open Parquet or JSONL, in one file or several (``files_of``), or ``reasoning_gym:NAME`` with ``parameters``.
+
+    Raises DataError for a missing, empty or unreadable file.
+    """
+    if path.startswith(GENERATED_PREFIX):
+        return GeneratedRows(path.removeprefix(GENERATED_PREFIX), seed, parameters)
+    files = _open_files(path)
+    return files[0] if len(files) == 1 else FilesRows(path, files)
+
+
+def open_first_rows(path: str, count: int) -> list[Rows]:
+    """Open each file of a data set that is in files, with its first ``count`` rows alone, which is quick.
+
+    Raises DataError as ``open_rows``.
+    """
+    return _open_files(path, count)
+
+
+def _open_files(path: str, first: int | None = None) -> list[Rows]:
+    files = [_open_file(file, first) for file in files_of(path)]
+    if not any(len(rows) for rows in files):
+        raise DataError(f"{path}: it has no rows")
+    return files
+
+
+def _open_file(file: Path, first: int | None) -> Rows:
+    if not file.is_file():
+        raise DataError(f"no file {file}; paths are relative to the working directory")
+    readers: dict[str, Callable[[Path, int | None], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
+    if file.suffix not in readers:
+        raise DataError(f"{file}: unknown kind of data set; known: {', '.join(readers)}, reasoning_gym:NAME")
+    return readers[file.suffix](file, first)
+
+
+class ParquetRows:
+    """A Parquet file, or its ``first`` rows, held as Arrow columns; rows are made on access."""
+
+    generated = False
+
+    def __init__(self, path: Path, first: int | None = None) -> None:
+        self.name = str(path)
+        try:
+            self._table = _all_rows(path) if first is None else _first_rows(path, first)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+        names = self._table.column_names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"{path}: has more than one column {twice[0]}; rename the others")
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        (row,) = self._converted(self._table.slice(number, 1), number)
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self), _BATCH):
+            yield from self._converted(self._table.slice(start, _BATCH), start)
+
+    def _converted(self, table: pa.Table, start: int) -> list[dict[str, Any]]:
+        """Make rows of a part of the table that begins at row ``start``. Raises DataError naming row and column."""
+        columns = {}
+        for name in table.column_names:
+            values = _to_python(table[name], f"{self.name}, row {{}}, column {name}", start)
+            columns[name] = without_nulls(values) if name in _NESTED else values
+        return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def _to_python(column: pa.ChunkedArray, place: str, start: int) -> list[Any]:
+    try:
+        return column.to_pylist(maps_as_pydicts="strict")
+    # Text may not be UTF-8, a date beyond Python's, a key of a map there twice.
+    except (ValueError, OverflowError, KeyError, pa.ArrowException) as error:
+        if len(column) == 1:
+            raise DataError(f"{place.format(start)}: {error}; write it as text in UTF-8") from error
+        return [value for n in range(len(column)) for value in _to_python(column.slice(n, 1), place, start + n)]
+
+
+def _all_rows(path: Path) -> pa.Table:
+    """Read a Parquet file alone: `pq.read_table` would add columns after the names of its folders."""
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _first_rows(path: Path, count: int) -> pa.Table:
+    """Read the first rows of a Parquet file; mapped, so that no more of a row group is read than they need."""
+    with pq.ParquetFile(path, memory_map=True) as file:
+        batches = (batch for batch in file.iter_batches(batch_size=count) if batch.num_rows)
+        return pa.Table.from_batches(list(islice(batches, 1)), schema=file.schema_arrow)
+
+
+class JsonlRows:
+    """A JSONL file, or its ``first`` rows, one object per line; blank lines do not count as rows."""
+
+    generated = False
+
+    def __init__(self, path: Path, first: int | None = None) -> None:
+        self.name = str(path)
+        try:
+            with path.open("rb") as file:
+                self._lines = list(islice(filled_lines(file), first))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        line, text = self._lines[number]
+        return json_row(text, f"{self.name}, row {number} (line {line})")
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+def filled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a JSONL file that are not blank, with their numbers from 1, without UTF-8's mark at the
+    beginning."""
+    for number, line in enumerate(file, 1):
+        text = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
+        if text:
+            yield number, text
+
+
+def json_row(line: bytes, place: str) -> dict[str, Any]:
+    """Decode the JSON object of a line. Raises DataError that names its ``place``."""
+    if kind := next((kind for begin, kind in _OTHERS.items() if line.startswith(begin)), None):
+        raise DataError(f"{place}: the file is {kind}, not JSON lines in UTF-8; convert it, or give it its own suffix")
+    try:
+        row: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error}); convert the file, as `iconv -t UTF-8` does") from error
+    except UNDECODABLE as error:
+        raise DataError(f"{place}: not a JSON object: {error}; write one on each line, as json.dumps does") from error
+    if problem := depth_problem(row):
+        raise DataError(f"{place}: {problem}")
+    return row
+
+
+class FilesRows:
+    """The rows of several files, one after another."""
+
+    generated = False
+
+    def __init__(self, name: str, files: Sequence[Rows]) -> None:
+        self.name, self._files = name, files
+        self._starts = [0, *accumulate(len(file) for file in files)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        file = bisect_right(self._starts, number) - 1
+        return self._files[file][number - self._starts[file]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(self._files)
+
+
+class GeneratedRows:
+    """A reasoning-gym data set, generated row by row. Its scorer generates the row again from ``extra_info``."""
+
+    generated = True
+
+    def __init__(self, dataset: str, seed: int, parameters: Mapping[str, Any] = EMPTY) -> None:
+        self.name = f"reasoning_gym:{dataset}"
+        self._rows = open_reasoning_gym(dataset, seed, parameters)
+        self._from: dict[str, Any] = {"dataset": dataset, "seed": seed, "rows": GENERATED_ROWS}
+        if parameters:
+            self._from["parameters"] = dict(parameters)
+
+    def __len__(self) -> int:
+        return GENERATED_ROWS
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        item = self._rows[number]
+        return {
+            "data_source": self.name,
+            "prompt": [{"role": "user", "content": item["question"]}],
+            "reward_model": {"style": "rule", "ground_truth": str(item["answer"])},
+            "extra_info": {**self._from, "index": number},
+        }
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+def open_reasoning_gym(dataset: str, seed: int, parameters: Mapping[str, Any] = EMPTY) -> Any:
+    """A reasoning-gym data set of GENERATED_ROWS rows.
+
+    Raises ConfigError if it, or the package, is missing, or if it does not take the parameters.
+    """
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"data.path: reasoning_gym:{dataset} needs `pip install rl-async[reasoning-gym]`") from error
+    try:
+        return reasoning_gym.create_dataset(dataset, size=GENERATED_ROWS, seed=seed, **parameters)
+    except ValueError as error:
+        raise ConfigError(f"data.path: reasoning_gym has no data set {dataset!r}: {error}") from error
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(f"data.path: parameters of reasoning_gym:{dataset}: {error}") from error
+
+
+def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
+    """Convert a row to a Task. ``place`` is "file, row n", for errors.
+
+    Columns: prompt (messages, or one user message as text), reward_model.ground_truth, data_source, ability,
+    extra_info, agent_name, tools, priority (a number, which may also stand in extra_info).
+    """
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {short(reward_model)}")
+    truth = reward_model["ground_truth"]
+    extra = row.get("extra_info")
+    if extra is not None and not isinstance(extra, dict):
+        raise DataError(f"{place}, column extra_info: needs a mapping, got {short(extra)}")
+    tools = row.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
+        raise DataError(f"{place}, column tools: needs a list of names, got {short(tools)}")
+    refuse_media(row, place)
+    prompt = as_messages(row.get("prompt"), place, "prompt")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{place}, column prompt: ends with the assistant's turn, which is the policy's; cut it off")
+    task = Task(
+        task_id=task_id,
+        data_source=_text(row, "data_source", place),
+        prompt=prompt,
+        ground_truth=text_of(truth, f"{place}, column reward_model: its ground_truth"),
+        ability=_text(row, "ability", place),
+        agent=_text(row, "agent_name", place),
+        tools=tools,
+        extra=extra or {},
+        priority=_priority(row, extra or {}, place),
+    )
+    return _sent(task, place)
+
+
+def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:
+    """Return a column's chat messages; a text is one message of ``role``. Raises DataError naming place and column."""
+    return to_messages(value, f"{place}, column {column}", role=role)
+
+
+def text_of(value: Any, place: str) -> str:
+    """Return a value as text. Raises DataError that names ``place`` for one that has no text of its own."""
+    try:
+        return as_text(value)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _sent(task: Task, place: str) -> Task:
+    """Return a task as the processes of a run get it. Raises DataError for one that no message can carry."""
+    for column, value in (("prompt", task.prompt), ("extra_info", task.extra)):
+        if problem := message_problem(value):
+            raise DataError(f"{place}, column {column}: {problem}")
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)
+    # A type may have no encoding, and a text half a character.
+    except (*UNDECODABLE, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{place}: it cannot be sent: {error}") from error
+
+
+def _priority(row: dict[str, Any], extra: dict[str, Any], place: str) -> float:
+    """Return the number in column ``priority``, or in extra_info, where any other value is ignored."""
+    value = row.get("priority")
+    if value is None:
+        inner = extra.get("priority")
+        return float(inner) if is_number(inner) else 0.0
+    if not is_number(value):
+        raise DataError(f"{place}, column priority: needs a finite number, got {short(value)}")
+    return float(value)
+
+
+def _text(row: dict[str, Any], column: str, place: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{place}, column {column}: needs text, got {short(value)}")
+    return value
+
+
+_NAME = r"([A-Za-z_]\w*(?:\.\w+)*)"  # column or column.key
+# {{{name}}} is a value in braces, {{name}} the name in braces as text, {name} a value; other braces, \frac{1}{2}, stay
+_PLACE = re.compile(rf"\{{\{{\{{{_NAME}\}}\}}\}}|\{{\{{{_NAME}\}}\}}|\{{{_NAME}\}}")
+
+
+def templated(row: dict[str, Any], source: DataSource, place: str) -> dict[str, Any]:
+    """Return ``row`` with the prompt and the ground truth that the data set's templates make of its columns.
+
+    ``{prompt}`` is the text of the last user message. Raises DataError naming place and column.
+    """
+    changed = dict(row)
+    if source.prompt or source.system:
+        changed["prompt"] = _messages(row, source, place)
+    given = row.get("reward_model")
+    given = given if isinstance(given, dict) else {}
+    truth = fill(source.ground_truth, row, place) if source.ground_truth else given.get("ground_truth")
+    if source.ground_truth_extract:
+        if truth is None:
+            raise DataError(f"{place}, column reward_model: needs a ground_truth for ground_truth_extract")
+        truth = text_of(truth, f"{place}, column reward_model: its ground_truth")
+        try:
+            found = extract(truth, source.ground_truth_extract)
+        except TimeoutError as error:
+            raise DataError(f"{place}: ground_truth_extract: {error}") from error
+        if found is None:
+            raise DataError(f"{place}: ground_truth_extract finds nothing in {truth!r:.200}")
+        truth = found
+    if source.ground_truth or source.ground_truth_extract:
+        changed["reward_model"] = {**given, "ground_truth": truth}
+    return changed
+
+
+def fill(template: str, row: dict[str, Any], place: str) -> str:
+    """Put columns into a template, all in one pass, so that braces in a column stay text. Raises DataError."""
+
+    def replaced(match: re.Match[str]) -> str:
+        braced, text, name = match.groups()
+        if text:
+            return f"{{{text}}}"
+        return f"{{{_value(row, braced, place)}}}" if braced else _value(row, name, place)
+
+    return _PLACE.sub(replaced, template)
+
+
+def _value(row: dict[str, Any], name: str, place: str) -> str:
+    found: Any = row
+    for key in name.split("."):
+        if not isinstance(found, dict) or key not in found:
+            columns = ", ".join(sorted(row))
+            raise DataError(
+                f"{place}: the template has {{{name}}}, and the row has only {columns}; as text, {{{{{name}}}}}"
+            )
+        found = found[key]
+    if found is None:
+        raise DataError(f"{place}: the template has {{{name}}}, which is null in this row")
+    return text_of(found, f"{place}: the template has {{{name}}}")
+
+
+def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[str, Any]]:
+    given = row.get("prompt")
+    messages = as_messages(given, place, "prompt") if given else []
+    if source.prompt:
+        last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        if last is None:
+            messages.append({"role": "user", "content": fill(source.prompt, columns, place)})
+        else:
+            columns["prompt"] = messages[last]["content"]
+            messages[last] = messages[last] | {"content": fill(source.prompt, columns, place)}
+    if source.system:
+        own = {"role": "system", "content": fill(source.system, row, place)}
+        messages = [own, *(message for message in messages if message["role"] != "system")]
+    return messages
+
+
+NO_SCHEMAS: Schemas = {}
+FIRST_ROWS = 8  # of each file, that are read before a run starts
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    drawn: list[int]  # tasks taken from each source
+    rows: list[int]  # rows of each source, to notice that the data has changed
+    owed: list[float] = []  # tasks by which each source is behind its share; empty: none is
+
+
+class _Source:
+    """One data set, which has another order in each epoch if it is shuffled."""
+
+    def __init__(self, rows: Rows, part: DataSource, label: str, seed: int | None, listed: ListedCode | None) -> None:
+        self.rows, self.label, self.weights = rows, label, points_of(part)
+        self._part, self._listed = part, listed
+        self._seed = seed  # None: in the file's order
+        self._epoch, self._order = -1, list[int]()
+
+    def task(self, drawn: int) -> Task:
+        """Return task number ``drawn``, counted from the beginning of the first epoch."""
+        epoch, position = divmod(drawn, len(self.rows))
+        number = position
+        if self._seed is not None and not self.rows.generated:  # generated rows are random already
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, list(range(len(self.rows)))
+                random.Random(f"{self._seed} {self.label} {epoch}").shuffle(self._order)
+            number = self._order[position]
+        return self.at(number)
+
+    def at(self, number: int) -> Task:
+        """Return the task of the row with this number."""
+        task = self._task(self.rows[number], number, f"{self.label}:{number}")
+        return msgspec.structs.replace(task, source=self.label)
+
+    def _task(self, row: dict[str, Any], number: int, task_id: str) -> Task:
+        """Convert a row. Raises DataError naming it if it is bad or names code that the config does not list."""
+        place = f"{self.rows.name}, row {number}"
+        task = to_task(templated(row, self._part, place), place, task_id)
+        if problem := code_problem(task, self._listed):
+            raise DataError(f"{place}, column {problem}")
+        return task
+
+    def check(self, length: PromptLength, longest: int) -> None:
+        """Raise DataError for the first row that is not a task, or whose prompt has more than ``longest`` tokens."""
+        if self.rows.generated:
+            return
+        for number, row in enumerate(self.rows):
+            place, task = f"{self.rows.name}, row {number}, column prompt", self._task(row, number, "")
+            try:
+                tokens = length(task)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            if tokens > longest:
+                raise DataError(
+                    f"{place}: {tokens} tokens with the template's own text and the tools, more than "
+                    f"data.max_prompt_tokens={longest}"
+                )
+
+
+class TaskStream:
+    """Endless tasks from several data sets in proportion to their weights. Implements the queue's Protocol.
+
+    The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
+    was taken of each, and by how much each is behind: weights may change from step to step.
+    """
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._sources = sources
+        self._drawn = [0] * len(sources)
+        self._owed = [0.0] * len(sources)
+
+    def next(self, step: int = 0) -> Task:
+        """Return the next task, trained at about ``step``, from the data set that is furthest behind its share.
+
+        One whose share is 0 gives none.
+        """
+        shares = shares_at([source.weights for source in self._sources], step)
+        self._owed = [owed + share for owed, share in zip(self._owed, shares)]
+        chosen = max((n for n, share in enumerate(shares) if share), key=self._owed.__getitem__)
+        task = self._sources[chosen].task(self._drawn[chosen])
+        self._drawn[chosen] += 1
+        self._owed[chosen] -= 1.0
+        return task
+
+    def cursor(self) -> bytes:
+        """Return the position after the last task taken, opaque to the queue."""
+        return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
+
+    def seek(self, cursor: bytes) -> None:
+        """Continue from a cursor. Raises DataError if it was taken from other data sets."""
+        try:
+            found = msgspec.msgpack.decode(cursor, type=_Cursor)
+        except UNDECODABLE as error:
+            raise DataError(f"not a cursor of a task stream: {error}") from error
+        rows = [len(source.rows) for source in self._sources]
+        if found.rows != rows or len(found.drawn) != len(rows):
+            raise DataError(
+                f"data.path has changed: the cursor is for data sets of {found.rows} rows, these have {rows}"
+            )
+        self._drawn, self._owed = list(found.drawn), list(found.owed) or [0.0] * len(rows)
+
+
+def find_task(config: RunConfig, task_id: str, partition: str) -> Task:
+    """Return the task that has this id in the data of ``partition``. Raises DataError if there is none any more."""
+    sources = _held_out_sources(config, listed_code(config)) if partition == "eval" else _training_sources(config)
+    label, _, number = task_id.rpartition(":")
+    for source in sources:
+        if source.label == label and number.isdigit() and int(number) < len(source.rows):
+            return source.at(int(number))
+    key = "data.eval_path" if partition == "eval" else "data.path"
+    raise DataError(f"{key} has no task {task_id}; was it made by another data set, or submitted by a client?")
+
+
+def make_sources(config: RunConfig, schemas: Schemas = NO_SCHEMAS) -> tuple[TaskStream, list[Task]]:
+    """Return the training tasks, and the held-out tasks of one evaluation.
+
+    All rows are read once, so that a bad one stops the run before it starts; ``schemas`` are those of the tools that
+    they may name. Raises DataError naming it.
+    """
+    data = config.data
+    length = prompt_length(config, schemas)
+    sources, held_out_sources = _training_sources(config), _held_out_sources(config, listed_code(config))
+    for source in (*held_out_sources, *sources):
+        source.check(length, data.max_prompt_tokens)
+    return TaskStream(sources), _held_out(held_out_sources, config.eval.tasks)
+
+
+def check_first_rows(config: RunConfig) -> None:
+    """Raise DataError, naming the key, for a file that ``make_sources`` would refuse because of its first rows.
+
+    Reads no others, so that it is quick, and leaves out generated data sets.
+    """
+    listed = listed_code(config)
+    for key, found in (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data))):
+        for part in found:
+            if part.path.startswith(GENERATED_PREFIX):
+                continue
+            try:
+                for rows in open_first_rows(part.path, FIRST_ROWS):
+                    source = _Source(rows, part, "", None, listed)
+                    for number in range(len(rows)):
+                        source.at(number)
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from error
+
+
+def first_task(config: RunConfig) -> Task:
+    """Return a task of ``data.path``, to try an environment with. Raises DataError."""
+    part, label = parts(config.data)[0], labels(config.data)[0]
+    if part.path.startswith(GENERATED_PREFIX):
+        rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
+    else:
+        rows = open_first_rows(part.path, FIRST_ROWS)[0]
+    return _Source(rows, part, label, None, listed_code(config)).at(0)
+
+
+def held_out_tasks(config: RunConfig) -> list[Task]:
+    """Return the held-out tasks of one evaluation, however long they are. Raises DataError for a bad row."""
+    return _held_out(_held_out_sources(config, listed_code(config)), config.eval.tasks)
+
+
+def _training_sources(config: RunConfig) -> list[_Source]:
+    data, listed = config.data, listed_code(config)
+    sources = []
+    for part, label in zip(parts(data), labels(data), strict=True):
+        rows = open_rows(part.path, seed=config.seed, parameters=part.parameters)
+        sources.append(_Source(rows, part, label, config.seed if data.shuffle else None, listed))
+    return sources
+
+
+def _held_out_sources(config: RunConfig, listed: ListedCode | None) -> list[_Source]:
+    """Open the held-out data sets, with another seed than training's: a generated set would hold out what is trained.
+
+    A single one is named after its file alone.
+    """
+    found = eval_parts(config.data)
+    return [
+        _Source(
+            open_rows(part.path, seed=config.seed + 1_000_003, parameters=part.parameters),
+            part,
+            label_of(part.path) if len(found) == 1 else f"{number}-{label_of(part.path)}",
+            None,
+            listed,
+        )
+        for number, part in enumerate(found)
+    ]
+
+
+def _held_out(sources: Sequence[_Source], tasks: int) -> list[Task]:
+    """Take the first tasks of each data set, in proportion to the weights; fewer where it has fewer rows."""
+    shares = shares_at([source.weights for source in sources], 0)
+    return [
+        source.at(number)
+        for source, share in zip(sources, shares, strict=True)
+        for number in range(min(max(1, round(tasks * share)), len(source.rows)))
+    ]
+
+
+def inspect(path: str, *, show: int = 2) -> str:
+    """Describe a data set in a few lines of text. Raises DataError for the first bad row."""
+    rows = open_rows(path)
+    total = min(len(rows), 1000) if rows.generated else len(rows)
+    tasks = [to_task(rows[n], f"{path}, row {n}", f"{label_of(path)}:{n}") for n in range(total)]
+    lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
+    different = len({msgspec.json.encode(task.prompt) for task in tasks})
+    lines = [
+        f"{path}: {'generated; the first ' if rows.generated else ''}{total} rows, {different} different prompts",
+        f"prompt characters: shortest {lengths[0]}, median {lengths[total // 2]}, longest {lengths[-1]}",
+        f"data_source: {_counts(task.data_source for task in tasks)}",
+        f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}",
+    ]
+    for task in tasks[:show]:
+        lines.append(f"--- {task.task_id}")
+        lines += [f"{message['role']}: {message['content']}" for message in task.prompt]
+        lines.append(f"ground_truth: {task.ground_truth}")
+    return "\n".join(lines)
+
+
+def _counts(values: Iterable[str]) -> str:
+    return ", ".join(f"{value} {count}" for value, count in Counter(values).most_common(10))

@@ -1,0 +1,619 @@
+"""The registries of the store: readers of trained groups, engines with their versions, and payload shards.
+
+    commit --> log (positions 1, 2, ... by step) --read--> consumers --acknowledge--> cursors
+
+A consumer is a reader beside the trainer, by name, with a cursor that the journal keeps. A group is in the log from
+its commit until the trainer retired it and every consumer has acknowledged it. One that the trainer retires first is
+kept on the shelf, outside slots and admission's bytes, so that no consumer slows training. The shelf holds
+``consumer_bytes``; beyond, its oldest groups are given up, and counted for each consumer that missed them. Positions
+in the log have no gaps, and a consumer's cursor is never below the log's first position less one.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+
+import msgspec
+
+from rl_async.configs.engines import ENGINES
+from rl_async.messages import (
+    ConsumerRecord,
+    Delivered,
+    DeliveredGroup,
+    Done,
+    Elsewhere,
+    EngineList,
+    EngineRecord,
+    Refused,
+    RowKey,
+    ShardList,
+    ShardRecord,
+    Subscription,
+    Swept,
+    Task,
+    TrajectoryHeader,
+    Version,
+    media_sample,
+)
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.book import Book
+from rl_async.transfer_queue.transitions import (
+    Acknowledged,
+    Effects,
+    EngineChanged,
+    EngineRemoved,
+    EnginesChanged,
+    Missed,
+    Retired,
+    RolledBack,
+    ShardLost,
+    ShardsChanged,
+    Subscribed,
+    Transition,
+    Unsubscribed,
+)
+
+MOST_CONSUMERS = 64
+MOST_READ = 256  # groups of one answer
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One group of the log, with the step that trained it."""
+
+    step: int
+    group: int
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A group on the shelf; ``nbytes`` of its rows, its headers and its task."""
+
+    task: Task
+    headers: list[TrajectoryHeader]
+    nbytes: int
+
+
+class Cursor(msgspec.Struct):
+    """Everything up to ``position`` is acknowledged, or was ``skipped``: so many groups since it subscribed."""
+
+    position: int
+    skipped: int = 0
+
+
+class ConsumersState(msgspec.Struct, kw_only=True):
+    """The dump of the consumers: log, shelf and cursors."""
+
+    log: list[Entry] = []
+    end: int = 0
+    logged: int = 0
+    shelf: dict[int, Kept] = {}
+    cursors: dict[str, Cursor] = {}
+
+
+class Consumers:
+    """Readers by name. A verb decides and emits a transition; the methods named in the past tense apply it."""
+
+    def __init__(self, book: Book, change: Callable[[Transition], None]) -> None:
+        self._book, self._change = book, change
+        self._log: dict[int, Entry] = {}  # by position
+        self._places: dict[int, int] = {}  # positions by group
+        self._end = 0  # position of the newest entry
+        self.logged = 0  # steps before this one are in the log, or were
+        # By group, oldest first. A plain dict would pass all that was deleted on the way to its first entry.
+        self._shelf: OrderedDict[int, Kept] = OrderedDict()
+        self._shelf_bytes = 0
+        self._cursors: dict[str, Cursor] = {}
+        self.effects: Effects = {
+            Subscribed: self.subscribed,
+            Acknowledged: self.acknowledged,
+            Unsubscribed: self.unsubscribed,
+            Missed: self.missed,
+        }
+
+    # --- verbs ------------------------------------------------------------------------------------------------------
+
+    def subscribe(self, consumer: str, oldest: bool) -> Subscription | Refused:
+        """Make a consumer, which reads from now on or from the oldest group that is here; one that exists stays."""
+        if consumer not in self._cursors:
+            if not _NAME.fullmatch(consumer):
+                reason = f"consumer {consumer!r}: a name has 1 to 100 letters, digits, and the characters . _ -"
+                return Refused(code="bad_name", reason=reason)
+            if len(self._cursors) >= MOST_CONSUMERS:
+                reason = f"there are {MOST_CONSUMERS} consumers; unsubscribe one of: {', '.join(sorted(self._cursors))}"
+                return Refused(code="full", reason=reason)
+            position = self._first - 1 if oldest else self._end
+            self._change(Subscribed(consumer=consumer, position=position))
+        cursor = self._cursors[consumer]
+        return Subscription(position=cursor.position, skipped=cursor.skipped)
+
+    def read(self, consumer: str, after: int, max_groups: int) -> Delivered | Refused:
+        """The groups behind ``after``, or behind the cursor if that is further on, in order of training."""
+        cursor = self._cursors.get(consumer)
+        if cursor is None:
+            return self._unknown(consumer)
+        if after > self._end:
+            return self._beyond(after)
+        start = max(after, cursor.position) + 1
+        stop = min(self._end + 1, start + max(1, min(max_groups, MOST_READ)))
+        groups = [self._delivered(position) for position in range(start, stop)]
+        finished = self._book.finished and start > self._end
+        return Delivered(groups=groups, skipped=cursor.skipped, finished=finished)
+
+    def acknowledge(self, consumer: str, position: int) -> Done | Refused:
+        """The consumer needs nothing up to ``position`` any more; what it acknowledged before changes nothing."""
+        cursor = self._cursors.get(consumer)
+        if cursor is None:
+            return self._unknown(consumer)
+        if position > self._end:
+            return self._beyond(position)
+        if position > cursor.position:
+            freed = self._read_by_all({**self._positions(), consumer: position})
+            self._change(Acknowledged(consumer=consumer, position=position, freed=freed))
+        return Done()
+
+    def unsubscribe(self, consumer: str) -> Done:
+        """Forget a consumer and what was kept for it alone; an unknown one is already forgotten."""
+        if consumer in self._cursors:
+            left = {name: at for name, at in self._positions().items() if name != consumer}
+            self._change(Unsubscribed(consumer=consumer, freed=self._read_by_all(left)))
+        return Done()
+
+    def divide(self, retired: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Split groups that the trainer retires into those to forget and those to keep for consumers."""
+        lowest = min(self._positions().values(), default=self._end)
+        read: list[int] = []
+        unread: list[int] = []
+        for group in retired:
+            (unread if self._places[group] > lowest else read).append(group)
+        return read, unread
+
+    def trim(self) -> None:
+        """Give up the oldest groups of a shelf that is too full."""
+        excess, freed = self._shelf_bytes - self._book.settings.consumer_bytes, list[int]()
+        for group, kept in self._shelf.items():
+            if excess <= 0:
+                break
+            excess -= kept.nbytes
+            freed.append(group)
+        if freed:
+            self._change(Missed(freed=freed))
+
+    def records(self) -> list[ConsumerRecord]:
+        """Name, position and backlog of each consumer, for inspection."""
+        return [
+            ConsumerRecord(name=name, position=at.position, behind=self._end - at.position, skipped=at.skipped)
+            for name, at in sorted(self._cursors.items())
+        ]
+
+    def keeps(self, group: int) -> bool:
+        """Whether the group is kept on the shelf."""
+        return group in self._shelf
+
+    def kept_headers(self, group: int, sample: int) -> list[TrajectoryHeader]:
+        """Headers of the rows of a sample on the shelf, by segment."""
+        return [header for header in self.headers_of(group) if header.sample == sample]
+
+    def headers_of(self, group: int) -> list[TrajectoryHeader]:
+        """Headers of the rows of a group on the shelf."""
+        kept = self._shelf.get(group)
+        return [] if kept is None else kept.headers
+
+    def kept_samples(self) -> list[TrajectoryHeader]:
+        """The first header of each sample on the shelf."""
+        return [header for kept in self._shelf.values() for header in kept.headers if header.segment == 0]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the groups on the shelf."""
+        return self._shelf_bytes
+
+    @property
+    def _first(self) -> int:
+        return self._end - len(self._log) + 1
+
+    def _positions(self) -> dict[str, int]:
+        return {name: cursor.position for name, cursor in self._cursors.items()}
+
+    def _read_by_all(self, positions: dict[str, int]) -> list[int]:
+        """Groups on the shelf that every consumer has read if they are at these positions.
+
+        The shelf is in the order of positions, so that what consumers have not read is not walked over.
+        """
+        lowest = min(positions.values(), default=self._end)
+        return list(takewhile(lambda group: self._places[group] <= lowest, self._shelf))
+
+    def _delivered(self, position: int) -> DeliveredGroup:
+        entry = self._log[position]
+        kept = self._shelf.get(entry.group)
+        if kept is None:
+            group = self._book.groups[entry.group]
+            kept = Kept(group.task, group.headers(), 0)
+        return DeliveredGroup(
+            position=position, step=entry.step, group_id=entry.group, task=kept.task, headers=kept.headers
+        )
+
+    def _beyond(self, position: int) -> Refused:
+        reason = f"the newest position is {self._end}, and {position} was given, perhaps by a queue before this one"
+        return Refused(code="bad_position", reason=reason)
+
+    def _unknown(self, consumer: str) -> Refused:
+        known = ", ".join(sorted(self._cursors)) or "none"
+        return Refused(code="unknown_consumer", reason=f"no consumer {consumer!r}; subscribed: {known}")
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def subscribed(self, event: Subscribed) -> None:
+        """Apply `Subscribed`: add a cursor."""
+        self._cursors[event.consumer] = Cursor(event.position)
+
+    def acknowledged(self, event: Acknowledged) -> None:
+        """Apply `Acknowledged`: move a cursor forward."""
+        self._cursors[event.consumer].position = event.position
+        self._forget(event.freed)
+
+    def unsubscribed(self, event: Unsubscribed) -> None:
+        """Apply `Unsubscribed`: remove a cursor."""
+        del self._cursors[event.consumer]
+        self._forget(event.freed)
+
+    def missed(self, event: Missed) -> None:
+        """Apply `Missed`: move consumers that have not read these groups past them."""
+        last = self._places[event.freed[-1]]
+        for cursor in self._cursors.values():
+            if cursor.position < last:
+                self._skip(cursor, last)
+        self._forget(event.freed)
+
+    def committed(self, batches: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Append the batches from the step ``logged`` on to the log.
+
+        None is appended again after a rollback: its groups are the same, with the same rows.
+        """
+        for step, groups in batches:
+            self.logged = step + 1
+            for group in groups:
+                self._end += 1
+                self._log[self._end] = Entry(step, group)
+                self._places[group] = self._end
+
+    def retired(self, event: Retired) -> None:
+        """Apply `Retired`: drop groups from the log, or keep them on the shelf; they are still in the book."""
+        for group_id in event.shelved:
+            group = self._book.groups[group_id]
+            headers = group.headers()
+            words = len(msgspec.msgpack.encode((group.task, headers)))
+            self._keep(group_id, Kept(group.task, headers, words + sum(header.nbytes for header in headers)))
+        self._forget(event.groups)
+
+    def lost(self, group: int, sample: int) -> None:
+        """Drop a sample that was lost with its payload shard; consumers get the group without it."""
+        kept = self._shelf[group]
+        gone = sum(header.nbytes for header in kept.headers if header.sample == sample)
+        left = [header for header in kept.headers if header.sample != sample]
+        self._shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
+        self._shelf_bytes -= gone
+
+    def rolled_back(self, event: RolledBack) -> None:
+        """Apply `RolledBack`: a queue that starts over has no earlier rows, so consumers skip to the end of the log."""
+        if not event.fresh:
+            return
+        for cursor in self._cursors.values():
+            self._skip(cursor, self._end)
+        self._log.clear()
+        self._places.clear()
+        self._shelf.clear()
+        self._shelf_bytes, self.logged = 0, event.step
+
+    def _skip(self, cursor: Cursor, position: int) -> None:
+        self._book.counters["consumers_missed"] += position - cursor.position
+        cursor.skipped += position - cursor.position
+        cursor.position = position
+
+    def _keep(self, group: int, kept: Kept) -> None:
+        self._shelf[group] = kept
+        self._shelf_bytes += kept.nbytes
+
+    def _forget(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            position = self._places.pop(group, None)
+            if position is not None:
+                del self._log[position]
+            kept = self._shelf.pop(group, None)
+            if kept is not None:
+                self._shelf_bytes -= kept.nbytes
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> ConsumersState:
+        """The state for a dump; equal for equal consumers."""
+        return ConsumersState(
+            log=[self._log[position] for position in range(self._first, self._end + 1)],
+            end=self._end,
+            logged=self.logged,
+            shelf=dict(self._shelf),
+            cursors={name: self._cursors[name] for name in sorted(self._cursors)},
+        )
+
+    def load(self, state: ConsumersState) -> None:
+        """Restore a dumped state; only a new store can."""
+        self._end, self.logged, self._cursors = state.end, state.logged, state.cursors
+        first = state.end - len(state.log) + 1
+        self._log = dict(enumerate(state.log, first))
+        self._places = {entry.group: position for position, entry in self._log.items()}
+        for group, kept in state.shelf.items():
+            self._keep(group, kept)
+
+
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
+class Engines:
+    """Engines by id. The revision grows with every change, publications included."""
+
+    def __init__(self, change: Callable[[Transition], None]) -> None:
+        self._change = change
+        self._engines: dict[str, EngineRecord] = {}
+        self._list: EngineList | None = None  # of this revision, once it was asked for
+        self.revision = 0
+        self.effects: Effects = {
+            EnginesChanged: self.changed,
+            EngineChanged: self.engine_changed,
+            EngineRemoved: self.engine_removed,
+        }
+
+    def listed(self, published: Version) -> EngineList:
+        """The registry as a reply, in order of registration: the same object until it changes. Not to be modified."""
+        if self._list is None or self._list.published != published:
+            engines = list(self._engines.values())
+            self._list = EngineList(revision=self.revision, engines=engines, published=published)
+        return self._list
+
+    def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
+        """Add an engine; the same again changes nothing. It gets no traffic before it confirms a version."""
+        known = self._engines.get(engine_id)
+        if kind not in ENGINES or not _URL.fullmatch(url):
+            reason = f"engine {engine_id} at {url!r} of kind {kind!r}: give http://HOST:PORT and one of {list(ENGINES)}"
+            return Refused(code="bad_engine", reason=reason)
+        if known is None:
+            self._set(EngineRecord(engine_id=engine_id, url=url, kind=kind))
+        elif (known.url, known.kind) != (url, kind):
+            return Refused(code="conflict", reason=f"engine {engine_id} is registered at {known.url} ({known.kind})")
+        return Done()
+
+    def remove(self, engine_id: str) -> Done:
+        """Forget an engine; an unknown one is already forgotten."""
+        if engine_id in self._engines:
+            self._change(EngineRemoved(revision=self.revision + 1, engine_id=engine_id))
+        return Done()
+
+    def confirm(self, engine_id: str, version: Version) -> Done | Refused:
+        """An engine serves ``version`` now. A late confirmation of an older one changes nothing."""
+        known = self._engines.get(engine_id)
+        if known is None:
+            return Refused(code="unknown_engine", reason=f"engine {engine_id} is not registered")
+        raised = _raised(known, version)
+        if raised is not known:
+            self._set(raised)
+        return Done()
+
+    def withdraw(self, engine_ids: Iterable[str]) -> Done:
+        """Take engines out of traffic until they confirm a version again; unknown ones are passed over."""
+        gone = [self._engines[name] for name in engine_ids if name in self._engines]
+        for engine in gone:
+            if engine.version is not None:
+                self._set(msgspec.structs.replace(engine, version=None))
+        return Done()
+
+    def published(self, engine_ids: Iterable[str], version: Version) -> None:
+        """Record that these engines confirmed the published ``version``; engines removed meanwhile are passed over."""
+        serving = set(engine_ids)
+        self._announce(
+            [_raised(engine, version) if engine.engine_id in serving else engine for engine in self._engines.values()]
+        )
+
+    def unpublished(self) -> None:
+        """Announce a new revision after a rollback: no version is published any more."""
+        self._announce(list(self._engines.values()))
+
+    def forget_all(self) -> None:
+        """Remove all engines: their processes are gone."""
+        if self._engines:
+            self._announce([])
+
+    def _set(self, engine: EngineRecord) -> None:
+        self._change(EngineChanged(revision=self.revision + 1, engine=engine))
+
+    def _announce(self, records: Sequence[EngineRecord]) -> None:
+        self._change(EnginesChanged(revision=self.revision + 1, engines=[*records]))
+
+    def changed(self, event: EnginesChanged) -> None:
+        """Apply the event: replace the registry."""
+        self.revision, self._list = event.revision, None
+        self._engines = {engine.engine_id: engine for engine in event.engines}
+
+    def engine_changed(self, event: EngineChanged) -> None:
+        """Apply the event: add the engine, or replace its record."""
+        self.revision, self._list = event.revision, None
+        self._engines[event.engine.engine_id] = event.engine
+
+    def engine_removed(self, event: EngineRemoved) -> None:
+        """Apply the event: forget the engine."""
+        self.revision, self._list = event.revision, None
+        self._engines.pop(event.engine_id, None)
+
+    def dump(self) -> EnginesChanged:
+        """The state, as the change that would lead to it."""
+        return EnginesChanged(revision=self.revision, engines=[*self._engines.values()])
+
+
+def _raised(engine: EngineRecord, version: Version) -> EngineRecord:
+    """The record at ``version``; itself if it is there or beyond."""
+    behind = engine.version is None or engine.version < version
+    return msgspec.structs.replace(engine, version=version) if behind else engine
+
+
+class ShardsState(msgspec.Struct, kw_only=True):
+    """The registry; when each was heard of is not kept."""
+
+    revision: int
+    shards: list[ShardRecord]
+
+
+class Shards:
+    """Payload shards by id. A shard that was lost never comes back under its id: it starts again with nothing."""
+
+    def __init__(self, book: Book, change: Callable[[Transition], None], consumers: Consumers) -> None:
+        self._book, self._change, self._consumers = book, change, consumers
+        self._shards: dict[str, ShardRecord] = {}
+        self._heard: dict[str, float] = {}
+        self.revision = 0
+        self.effects: Effects = {ShardsChanged: self.changed, ShardLost: self.shard_lost}
+
+    def list(self) -> ShardList:
+        """The registry of payload shards, as a reply."""
+        return ShardList(
+            revision=self.revision, replicas=self._book.settings.replicas, shards=list(self._shards.values())
+        )
+
+    def register(self, record: ShardRecord, now: float) -> Done | Refused:
+        """A shard is ready; the same again changes nothing. Another of its name, which it replaces, is lost."""
+        if not self._book.settings.replicas:
+            return Refused(code="shards", reason="this queue keeps its payloads itself (queue.shards=0)")
+        if record.shard_id not in self._shards:
+            for shard_id in [key for key, other in self._shards.items() if other.name == record.name]:
+                self._lose(shard_id)
+            self._change(ShardsChanged(revision=self.revision + 1, shards=[*self._shards.values(), record]))
+        self._heard[record.shard_id] = now
+        return Done()
+
+    def hear(self, shard_id: str, now: float) -> None:
+        """Note a sign of life of a registered shard."""
+        if shard_id in self._shards:
+            self._heard[shard_id] = now
+
+    def sweep(self, shard_id: str, groups: Sequence[int]) -> Swept | Refused:
+        """Which of these groups are gone. Asking is no sign of life, since the question may have waited for long."""
+        if shard_id not in self._shards:
+            return Refused(
+                code=wire.SHARD_LOST,
+                reason=f"shard {shard_id} is not registered; it must start again without rows",
+            )
+        return Swept(
+            gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
+        )
+
+    def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
+        """The refusal of rows of one sample that no registered shard keeps; None if one does."""
+        shards = headers[0].shards
+        if any(header.shards != shards or header.nbytes <= 0 for header in headers):
+            return Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")
+        if any(shard_id in self._shards for shard_id in shards):
+            return None
+        return Refused(code=wire.SHARD_LOST, reason=f"of the shards {shards} none is known")
+
+    def places(self, rows: Sequence[RowKey]) -> Elsewhere | Refused:
+        """The attempts and shards that hold these rows."""
+        attempts: list[int] = []
+        shards: list[list[str]] = []
+        for key in rows:
+            header = self._header(key)
+            if isinstance(header, Refused):
+                return header
+            attempts.append(header.attempt)
+            shards.append([shard_id for shard_id in header.shards if shard_id in self._shards])
+        urls = {shard_id: self._shards[shard_id].url for shard_id in {each for some in shards for each in some}}
+        return Elsewhere(attempts=attempts, shards=shards, urls=urls)
+
+    def _header(self, key: RowKey) -> TrajectoryHeader | Refused:
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        if index < 0:
+            return self._medium(key)
+        if group is None:
+            headers = self._consumers.kept_headers(group_id, index)
+        else:
+            headers = group.samples[index].headers if 0 <= index < len(group.samples) else []
+            if not headers and 0 <= index < len(group.samples):
+                return Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
+        if not 0 <= segment < len(headers):
+            return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
+        return headers[segment]
+
+    def _medium(self, key: RowKey) -> TrajectoryHeader | Refused:
+        """A header that says where a medium is: beside the rows that refer to it, as attempt 0."""
+        group_id, index, segment = key
+        group = self._book.groups.get(group_id)
+        headers = self._consumers.headers_of(group_id) if group is None else group.headers()
+        for header in headers if segment == 0 else []:
+            if index in map(media_sample, header.media) and not self._shards.keys().isdisjoint(header.shards):
+                return msgspec.structs.replace(header, attempt=0)
+        return Refused(code="unknown_row", reason=f"no medium {key}")
+
+    def expire(self, now: float) -> None:
+        """Remove the shards that were silent for the lease time."""
+        for shard_id in [key for key, heard in self._heard.items() if now - heard >= self._book.settings.lease_s]:
+            self._lose(shard_id)
+
+    def forget_all(self) -> None:
+        """Remove all shards: their processes are gone.
+
+        If the run has shards since its relaunch alone, the rows that the queue kept itself are generated again, too:
+        clients look for rows in shards only.
+        """
+        for shard_id in list(self._shards):
+            self._lose(shard_id)
+        if self._book.settings.replicas:
+            self._lose("")
+
+    def revive(self, now: float) -> None:
+        """After a replay, which knows no times: every shard was heard of just now."""
+        self._heard = dict.fromkeys(self._shards, now)
+
+    def _lose(self, shard_id: str) -> None:
+        left = self._shards.keys() - {shard_id}
+        here = [
+            (group.group_id, index, sample.headers[0])
+            for group in self._book.groups.values()
+            for index, sample in enumerate(group.samples)
+            if sample.here
+        ]
+        here += [(header.group_id, header.sample, header) for header in self._consumers.kept_samples()]
+        samples = [(group, index) for group, index, header in here if left.isdisjoint(header.shards)]
+        if shard_id or samples:
+            self._change(ShardLost(shard_id=shard_id, samples=samples))
+
+    # --- what a change does -----------------------------------------------------------------------------------------
+
+    def changed(self, event: ShardsChanged) -> None:
+        """Apply the event: replace the registry."""
+        self.revision = event.revision
+        self._shards = {shard.shard_id: shard for shard in event.shards}
+
+    def shard_lost(self, event: ShardLost) -> None:
+        """Apply `ShardLost`: remove the shard; samples without another copy wait again."""
+        self.revision += 1
+        self._shards.pop(event.shard_id, None)
+        self._heard.pop(event.shard_id, None)
+        for group_id, index in event.samples:
+            if group_id in self._book.groups:
+                self._book.lost(self._book.groups[group_id], index)
+            else:
+                self._consumers.lost(group_id, index)
+        self._book.counters["shards_lost"] += bool(event.shard_id)
+        self._book.counters["samples_lost"] += len(event.samples)
+
+    def clear(self) -> None:
+        """Remove all shards after a fresh start, when the rows that they keep have no meaning any more."""
+        self.revision += 1
+        self._shards, self._heard = {}, {}
+
+    # --- dump and load ----------------------------------------------------------------------------------------------
+
+    def dump(self) -> ShardsState:
+        """The state for a dump; equal for equal registries."""
+        return ShardsState(revision=self.revision, shards=list(self._shards.values()))
+
+    def load(self, state: ShardsState) -> None:
+        """Restore a dumped state; only a new store can."""
+        self.changed(ShardsChanged(revision=state.revision, shards=state.shards))
