@@ -117,10 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def open_journal(config: RunConfig, run: Path) -> Journal:
     """The journal that ``queue.journal`` names, held by this process alone.
 
@@ -146,3 +142,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
                 raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
             return RedisJournal(config.queue.redis_url, config.name, replicas=config.queue.redis_replicas)
     return MemoryJournal(config.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,11 @@
-"""The exit codes of a role's errors, also of those that come in groups, and how its threads wait."""
+"""The start and end of a process: exit codes, streams whose reader goes, and signals that it was started to ignore."""
 
+import errno
+import io
 import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import EXIT_RESTART, EXIT_USER, ConfigError, QueueLost, RlAsyncError
-from rl_async.process.role import run_role
+from rl_async.process.role import (
+    KEPT_BYTES,
+    CheckedOutput,
+    OutputFailed,
+    ReaderGone,
+    SteadyOutput,
+    run_role,
+    steady_file,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +62,158 @@ def test_threads_of_a_role_started_by_hand_sleep_at_barriers(role: list[str], as
     policies = re.findall(r"OMP_WAIT_POLICY ?= ?'(\w+)'", ended.stderr)
     assert policies
     assert set(policies) == {asked.upper() or "PASSIVE"}
+
+
+FULL = Path("/dev/full")
+CLI = [sys.executable, "-P", "-m", "rl_async.launcher.cli"]
+
+
+def drain(descriptor: int) -> bytes:
+    os.set_blocking(descriptor, False)
+    parts = []
+    try:
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    except BlockingIOError:
+        pass
+    return b"".join(parts)
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    reading, writing = os.pipe()
+    out = SteadyOutput(writing, owned=True)
+    os.close(reading)
+    assert [out.write(b"a line\n") for _ in range(3)] == [7, 7, 7]
+    out.settle()
+    out.close()
+
+
+def test_a_terminal_that_is_gone_ends_nothing() -> None:
+    master, terminal = pty.openpty()
+    out = SteadyOutput(terminal, owned=True)
+    assert out.isatty()
+    os.close(master)
+    assert out.write(b"a line\n") == 7
+    out.close()
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["as opened", "made non-blocking by another process"])
+def test_a_reader_that_sleeps_blocks_nothing_and_gets_every_byte_later(blocking: bool) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, blocking)
+    out = SteadyOutput(writing, owned=True)
+    lines = [b"line %06d\n" % number for number in range(2 * 65536 // 12)]  # more than a pipe holds
+    for line in lines:
+        out.write(line)
+    received = drain(reading)
+    while not received.endswith(lines[-1]):
+        out.settle(0.0)
+        received += drain(reading)
+    assert received == b"".join(lines)
+    out.close()
+    os.close(reading)
+
+
+def test_what_nobody_reads_is_left_out_oldest_first_and_a_line_says_so() -> None:
+    reading, writing = os.pipe()
+    out = SteadyOutput(writing, owned=True)
+    lines = [b"line %06d\n" % number for number in range(2 * KEPT_BYTES // 12)]
+    for line in lines:
+        out.write(line)
+    received = drain(reading)
+    while not received.endswith(lines[-1]):
+        out.settle(0.0)
+        received += drain(reading)
+    words = received.split(b"\n... ")
+    assert len(words) == 2
+    count, _, rest = words[1].partition(b" bytes")
+    assert len(words[0]) + int(count) + len(rest.partition(b"\n")[2]) == len(b"".join(lines))
+    out.close()
+    os.close(reading)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="has no /dev/full: run it on Linux")
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to(FULL)
+    file = steady_file(tmp_path / "log")
+    assert file.write("a line\n") == 7
+    file.flush()
+    file.close()
+
+
+def test_a_file_is_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("before\n")
+    with steady_file(tmp_path / "log") as file:
+        print("now", "\udcff", file=file)
+    assert (tmp_path / "log").read_text() == "before\nnow \\udcff\n"
+
+
+def test_checked_output_tells_its_failures_from_others() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with CheckedOutput(writing, "wb") as out, pytest.raises(ReaderGone):
+        out.write(b"a line\n")
+    if FULL.exists():
+        with io.BufferedWriter(CheckedOutput(os.open(FULL, os.O_WRONLY), "wb")) as out:
+            out.write(b"a line\n")
+            with pytest.raises(OutputFailed) as failed:
+                out.flush()
+            assert isinstance(failed.value.__cause__, OSError) and failed.value.__cause__.errno == errno.ENOSPC
+            out.raw.close()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "errors"),
+    [
+        ("| head -0", 0, False),
+        (">&-", 0, False),
+        ("2>&-", 0, False),
+        ("<&- >&- 2>&-", 0, False),
+        ("> /dev/full", 1, True),
+        ("2> /dev/full", 0, False),
+    ],
+)
+def test_a_report_ends_with_its_reader_and_names_an_output_that_fails(
+    redirection: str, code: int, errors: bool, tmp_path: Path
+) -> None:
+    command = f"'{sys.executable}' -P -m rl_async.launcher.cli config list {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert ("standard output" in done.stderr) == errors
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="has no /dev/full: run it on Linux")
+def test_an_error_keeps_its_exit_code_where_nobody_can_read_it(tmp_path: Path) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run([*CLI, "config", "show", "absent"], cwd=tmp_path, stdout=full, stderr=full, timeout=120)
+    assert done.returncode == 2
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="has no /dev/full: run it on Linux")
+def test_what_a_role_prints_raises_nothing_on_a_full_disk(tmp_path: Path) -> None:
+    role = "import sys\nfrom rl_async.process.role import run_role\ndef work():\n    print('x' * 10000, flush=True)\n"
+    role += "    print('y' * 10000, file=sys.stderr)\nsys.exit(run_role('role', work))"
+    with FULL.open("w") as full:
+        done = subprocess.run([sys.executable, "-c", role], stdout=full, stderr=full, timeout=120)
+    assert done.returncode == 0
+
+
+CHILD = """
+import signal, subprocess, sys
+from rl_async.process.role import heeded, ignore_alone
+before = heeded(signal.SIGHUP, signal.SIGTERM)
+ignore_alone(signal.SIGTERM, signal.SIGHUP)
+assert heeded(signal.SIGHUP, signal.SIGTERM) == before
+signal.raise_signal(signal.SIGTERM)
+assert subprocess.run([sys.executable, "-c", "import signal; signal.raise_signal(signal.SIGTERM)"]).returncode == -15
+print(*before)
+"""
+
+
+def test_an_ignored_signal_stays_so_and_is_not_handed_to_children() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    done = subprocess.run([sys.executable, "-c", CHILD], preexec_fn=ignore, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGHUP)}\n"), done.stderr

@@ -1,4 +1,4 @@
-"""Key files: who may read them, what is refused, and who is on the list."""
+"""Key files: who may read them, what is refused, who is on the list, and who may be behind a socket file."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ import zmq
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import UserError
+from rl_async.errors import QueueLost, UserError
 from rl_async.transfer_queue.auth.keys import (
     client_keys,
     make_client_keys,
@@ -21,6 +21,7 @@ from rl_async.transfer_queue.auth.keys import (
     server_keys,
 )
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList
+from rl_async.transfer_queue.conversations import Session
 
 
 def config(**queue: object) -> RunConfig:
@@ -142,3 +143,15 @@ def test_a_folder_that_was_away_counts_again_when_it_is_back(tmp_path: Path) -> 
     (tmp_path / "away").rename(tmp_path / "clients")
     allowed.refresh()
     assert allowed.roles == roles != {}
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_folder_that_others_can_enter_is_shown_no_key(tmp_path: Path, mode: int) -> None:
+    make_keys(tmp_path / "keys")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    keys = read_client_keys(tmp_path / "keys", "worker")
+    with pytest.raises(UserError, match="open"):
+        Session(f"ipc://{tmp_path}/open/queue", "test", "t", keys).check_place()
+    with pytest.raises(QueueLost, match="none"):
+        Session(f"ipc://{tmp_path}/none/queue", "test", "t", keys).check_place()

@@ -10,11 +10,19 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import EVAL_GROUPS, OpenCounts, State
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.store import Store
+from tests.simulation.schedules import simulate
 from tests.support.effort import examples
 from tests.support.tasks import easy_or_hard
-from tests.unit.transfer_queue.state.history import BATCH, LEASE_S, STEPS, Announced, headers, queue_settings
-from tests.unit.transfer_queue.state.history_batches import Batches
-from tests.unit.transfer_queue.state.history_readers import Readers
+from tests.unit.transfer_queue.history import (
+    BATCH,
+    LEASE_S,
+    STEPS,
+    Announced,
+    Batches,
+    Readers,
+    headers,
+    queue_settings,
+)
 
 WORKERS = ["a", "b"]
 
@@ -403,3 +411,12 @@ TestHistories = pytest.mark.timeout(600)(Histories.TestCase)
 TestHistories.settings = settings(
     max_examples=examples(150), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_every_rule_holds_in_some_schedules() -> None:
+    struck, broken = simulate(range(examples(300)))
+    assert not broken, broken
+    assert {"message lost", "message doubled", "journal lost", "trainer killed", "worker killed"} <= struck.keys()
+    assert {"trainer frozen", "replaced trainer refused by the queue"} <= struck.keys()
+    assert {"queue held up", "slow disk", "worker held up", "machine held up"} <= struck.keys()
+    assert {"queue killed: before the flush", "queue killed: after the flush"} <= struck.keys()

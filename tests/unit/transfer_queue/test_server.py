@@ -1,4 +1,4 @@
-"""The server without its socket: what parked requests of silent and lost workers get."""
+"""The server without its socket: its verbs, and how parked requests are found and answered."""
 
 import gc
 import math
@@ -14,10 +14,11 @@ from rl_async.configs.derived.code import ListedCode
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.server import Outgoing
+from rl_async.transfer_queue.server import Outgoing, Parking
 from rl_async.transfer_queue.server_loop import IDLE_S
 from rl_async.transfer_queue.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
-from tests.unit.transfer_queue.server.served import EVAL_TASK, HEADER, LEASE_S, Served
+from rl_async.transfer_queue.verbs import VERBS, Incoming
+from tests.unit.transfer_queue.served import EVAL_TASK, HEADER, LEASE_S, Served
 
 
 @pytest.fixture
@@ -419,3 +420,35 @@ def test_the_trainer_is_told_that_all_agent_programs_are_away(served: Served) ->
     served.ask("b", m.Renew(worker="b"))
     (answer,) = served.ask("t", status)
     assert answer.response.reply.unattended_s == 0.0, "an agent worker plays"
+
+
+ENGINES, SHARDS = (next(verb for verb in VERBS if verb.request is kind) for kind in (m.ListEngines, m.ListShards))
+
+
+@pytest.fixture
+def parking() -> Parking:
+    """Two requests of different verbs with one id, from one connection."""
+    parking = Parking(VERBS)
+    parking.add(ENGINES, engines(), 1.0)
+    parking.add(SHARDS, shards(), 2.0)
+    return parking
+
+
+def engines() -> Incoming[m.ListEngines]:
+    return Incoming(b"a", b"id", m.ListEngines(after=0, wait_s=9.0))
+
+
+def shards() -> Incoming[m.ListShards]:
+    return Incoming(b"a", b"id", m.ListShards(after=0, wait_s=9.0))
+
+
+def test_each_of_two_requests_with_one_id_is_answered(parking: Parking) -> None:
+    for now, verb, incoming in ((1.0, ENGINES, engines()), (2.0, SHARDS, shards())):
+        assert parking.due(now) == [(verb, incoming)]
+        parking.remove(verb, incoming)
+    assert not parking.holds(ENGINES, b"id") and not parking.holds(SHARDS, b"id")
+
+
+def test_a_lost_connection_waits_for_neither(parking: Parking) -> None:
+    parking.forget(b"a")
+    assert parking.due(2.0) == []
