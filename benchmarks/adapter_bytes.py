@@ -27,11 +27,10 @@ from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import collate
-from rl_async.trainer.publishing.publisher import EnginePublisher
-from rl_async.trainer.publishing.weights import GatheredWeights
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import collate
+from rl_async.trainer.publishing import EnginePublisher, GatheredWeights
 from rl_async.weight_sync.buckets.delta import deltas
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.phases import Overlapped

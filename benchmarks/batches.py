@@ -34,14 +34,13 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Sampling, Task, Trajectory, Version, VersionRun
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.data_parallel import DataParallel
-from rl_async.trainer.batches.layout import layout
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.step.models import Models
-from rl_async.trainer.step.update import update
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.batch_layout import RowCost, layout
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.models import Models
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.ranks import DataParallel
+from rl_async.trainer.update import update
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import Book
 from rl_async.transfer_queue.registry import Consumers, ConsumersState, Cursor, Entry, Kept

@@ -7,7 +7,7 @@ gradients and AdamW's moments). With ``--device cpu`` a tiny one, so that this f
 nothing then.
 
 step_tokens_per_s        tokens of the rows over the seconds of a whole optimizer step, the median of some
-mfu                      3 x the operations of a forward pass (trainer/batches/cost.py) over seconds and the data
+mfu                      3 x the operations of a forward pass (trainer/batch_layout.py) over seconds and the data
                          sheet's dense bfloat16 peak (Chowdhery et al., arXiv:2204.02311, appendix B); null for an
                          unknown device
 step_vs_matmul           the same over what one large matmul in bfloat16 reaches here
@@ -40,11 +40,11 @@ from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.torch_shared import pick_device
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.cost import row_cost_of
-from rl_async.trainer.batches.tensors import collate
-from rl_async.trainer.step.performance import device_name
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batch_layout import row_cost_of
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.models import device_name
+from rl_async.trainer.packing import collate
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan

@@ -45,12 +45,11 @@ from benchmarks.processes.command_line import save
 from benchmarks.processes.ranks import run_ranks
 from benchmarks.processes.trainer_arms import resident
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.fsdp2.sharding import mesh_of, shard
-from rl_async.trainer.backends.interface import Backend
-from rl_async.trainer.checkpoints.export import write_model
-from rl_async.trainer.model.heads import Headed
-from rl_async.trainer.model.parts import own_part
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.export import write_model
+from rl_async.trainer.fsdp2 import Fsdp2Backend, mesh_of, shard
+from rl_async.trainer.model import Headed
+from rl_async.trainer.pretrained import own_part
 
 DEADLINE_S = 600
 SAMPLED_S = 0.001
@@ -166,7 +165,7 @@ def fsdp2(folder: Path) -> Fsdp2Backend:
 
 def megatron(folder: Path) -> Backend:
     """Two tensor-parallel ranks if there are several; the rest are data-parallel."""
-    from rl_async.trainer.backends.megatron.backend import MegatronBackend
+    from rl_async.trainer.megatron.backend import MegatronBackend
 
     tensor = min(2, dist.get_world_size())
     config = TrainerConfig(backend="megatron", tensor_parallel=tensor, checkpoint_hf=False)

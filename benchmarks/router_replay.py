@@ -31,8 +31,8 @@ from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.tensors import collate
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import collate
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 24, 80
 NOISE = 0.02  # of the standard deviation of a router's weights

@@ -32,7 +32,7 @@ ROLES = {
     "queue": "rl_async.transfer_queue.__main__",
     "worker": "rl_async.agent_loop.process",
     "engine": "rl_async.rollout_server.embedded.process",
-    "trainer": "rl_async.trainer.process",
+    "trainer": "rl_async.trainer.rank",
 }
 IMPORT = """
 import json, resource, sys

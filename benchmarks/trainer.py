@@ -51,14 +51,13 @@ from benchmarks.processes.trainer_arms import (
 from benchmarks.processes.whole_run import INSTALL
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import TrajectoryHeader
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.layout import layout
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.model.attention import NAME as PACKED_ATTENTION
-from rl_async.trainer.model.families import LogitForm
-from rl_async.trainer.model.logprobs import Head, token_stats
+from rl_async.trainer.attention import NAME as PACKED_ATTENTION
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batch_layout import RowCost, layout
+from rl_async.trainer.families import LogitForm
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import LogitHead, token_stats
+from rl_async.trainer.packing import Tensors
 
 REPEATS = 2
 PASS_ROWS, PASS_VOCAB, PASS_HIDDEN, NAIVE_SHARE = 16 * 4096, 32_000, 64, 16
@@ -119,7 +118,7 @@ def logprob_peak(arm: str) -> None:
     before = resident("VmRSS")
     with torch.no_grad():
         if arm == "chunked":
-            token_stats(hidden, Head(weight, None, LogitForm()), targets, temperature)
+            token_stats(hidden, LogitHead(weight, None, LogitForm()), targets, temperature)
         else:
             (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])
     print(resident("VmHWM") - before)

@@ -38,7 +38,7 @@ def _parse() -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> None:
     with importing():
-        from rl_async.trainer.process import run_rank
+        from rl_async.trainer.rank import run_rank
 
     run_rank(arguments.run, arguments.queue, arguments.replay, host=arguments.host, resume=arguments.resume)
 

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_async.configs.load.loader import load_config
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
-from rl_async.trainer.batches.tensors import Tensors, collate, empty_tensors
+from rl_async.trainer.packing import Tensors, collate, empty_tensors
 
 VOCAB = 200
 BUDGET = 16384  # tokens per forward pass

@@ -3,7 +3,7 @@
     python -m benchmarks.processes.trainer_memory [--config calculator ...] [--rows N] [--set KEY=VALUE ...]
 
 For each config processes of their own, trainer.ranks of them, make the model of its warm start, with random weights,
-and take two steps of ``trainer/step/update.py`` on random rows of ``rollout.max_model_len`` tokens: as many as a batch
+and take two steps of ``trainer/update.py`` on random rows of ``rollout.max_model_len`` tokens: as many as a batch
 of the config has, or N. Of several ranks the largest peak counts.
 """
 
@@ -21,11 +21,11 @@ from benchmarks.processes.trainer_arms import resident, rows_of
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
-from rl_async.trainer import process as trainer_process  # what a rank imports
+from rl_async.trainer import rank as trainer_process  # what a rank imports
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import update
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.models import build_models
+from rl_async.trainer.update import update
 
 DEADLINE_S = 600
 

@@ -15,7 +15,7 @@ from subprocess import Popen
 from benchmarks.queue.arms import lengths
 from benchmarks.queue.costs import put
 from rl_async import messages as m
-from rl_async.trainer.batches.partition import karmarkar_karp
+from rl_async.trainer.batch_layout import karmarkar_karp
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.conversations import expect
 

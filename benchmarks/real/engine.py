@@ -22,8 +22,8 @@ from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors
 
 AT_ONCE = (8, 32, 64)
 NEW = 24  # sampled tokens per request

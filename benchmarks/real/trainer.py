@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.real.setting import Setting
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import Tensors, collate
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors, collate
 
 SHAPES = {"prefix_sharing_speedup": (8, 8, 40), "prefix_sharing_speedup_long": (2, 16, 400)}  # groups, size, prompt
 ANSWERS = 16, 32  # tokens

@@ -105,8 +105,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from rl_async.trainer.checkpoints.export import export
-    from rl_async.trainer.checkpoints.folder import folder_of
+    from rl_async.trainer.checkpoints import folder_of
+    from rl_async.trainer.export import export
 
     step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
     print(f"wrote {arguments.out} from {folder_of(arguments.run / 'checkpoints', step)}")

@@ -173,7 +173,7 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
     Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights, and hold the reference
     in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole replica. With
     ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base is. The numbers per
-    token of the whole batch are on the host of each rank (``trainer/step/whole_batch.py``).
+    token of the whole batch are on the host of each rank (``trainer/batches.py``).
     """
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
@@ -218,7 +218,7 @@ def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
     A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after norm and
     rotation and the attention output (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
     one layer take as much again. With activation checkpointing a layer keeps only its input, and one layer at a time
-    keeps all of that. Logits exist for one chunk of tokens (``trainer/model/logprobs.py``), twice. Ranks that share
+    keeps all of that. Logits exist for one chunk of tokens (``trainer/model.py``), twice. Ranks that share
     rows hold an equal part of the tokens each; around attention they hold whole rows of a part of the heads.
 
     Rows are distributed over the replicas of the model; that Megatron's other ranks divide a row's layers is not

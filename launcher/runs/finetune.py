@@ -41,7 +41,7 @@ from rl_async.launcher.watch.finetune_view import FinetuneView, summary
 from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.render import load_tokenizer
-from rl_async.trainer.finetune.rows import HELD_OUT, ROWS, ChatRows, total_steps
+from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 
 DATA_FILE = "data.json"
 KEPT = (

@@ -10,7 +10,7 @@ from rl_async.launcher.doctor.observe import launcher_of
 from rl_async.launcher.supervise.roster import read_roster
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import py_spy
-from rl_async.trainer.monitoring.profile_request import FOLDER, traces, write_request
+from rl_async.trainer.profile_request import FOLDER, traces, write_request
 
 POLL_S = 0.2
 ATTACH_S = 60.0  # for py-spy to begin and to write

@@ -75,8 +75,7 @@ def _chat(folder: Path) -> Facts:
 
 
 def _trainers(hf: Any) -> Facts:
-    from rl_async.trainer.backends.megatron.families import why_unsupported
-    from rl_async.trainer.model.families import why_padded
+    from rl_async.trainer.families import why_padded, why_unsupported
 
     padded = why_padded(hf)
     yield "trainer fsdp2", "yes, rows packed" if padded is None else f"yes, rows padded: {padded}"

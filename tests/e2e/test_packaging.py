@@ -18,20 +18,7 @@ EXTRAS = {  # modules that only an extra's package lets one import, by that pack
     "rl_async.rollout_server.vllm.slices": "vllm",
     "rl_async.rollout_server.vllm.int8": "vllm",
     "rl_async.rollout_server.vllm.transfer": "vllm",
-    **{
-        f"rl_async.trainer.backends.megatron.{part}": "megatron"
-        for part in (
-            "backend",
-            "checkpoint",
-            "model",
-            "optimizer",
-            "outputs",
-            "parallel",
-            "passes",
-            "routing",
-            "weights",
-        )
-    },
+    **{f"rl_async.trainer.megatron.{part}": "megatron" for part in ("backend", "model", "weights")},
 }
 
 

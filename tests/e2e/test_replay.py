@@ -17,7 +17,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.recording import write_trajectories
-from rl_async.trainer.checkpoints.folder import list_checkpoints
+from rl_async.trainer.checkpoints import list_checkpoints
 from tests.conftest import make_rows
 from tests.support.forked import Forked
 

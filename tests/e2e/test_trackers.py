@@ -22,7 +22,7 @@ import json, sys
 from pathlib import Path
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig, TrackingConfig
-from rl_async.trainer.monitoring.trackers import Tracking
+from rl_async.trainer.trackers import Tracking
 config = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"),
                    tracking=TrackingConfig(backends=(sys.argv[2],)), name="test")
 for start, end in ((0, 3), (2, 5)):  # resumed, with one step trained again

@@ -14,10 +14,10 @@ from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.step.models import build_models
-from rl_async.trainer.step.update import update
+from rl_async.trainer.batch_layout import RowCost
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.models import build_models
+from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets.buckets import unpack
 from tests.conftest import make_rows
 from tests.support.buckets import make_buckets

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import Tensors, collate
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors, collate
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 

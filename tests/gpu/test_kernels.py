@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.processes.ranks import run_ranks
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import collate
-from rl_async.trainer.model import attention
-from rl_async.trainer.model.attention import packed_attention
+from rl_async.trainer import attention
+from rl_async.trainer.attention import packed_attention
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import collate
 from tests.conftest import make_rows
 
 NO_GPU = None if torch.cuda.is_available() else "no CUDA device on this machine"

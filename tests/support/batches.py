@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from rl_async.messages import Trajectory
-from rl_async.trainer.batches.batch import Batch
-from rl_async.trainer.batches.data_parallel import DataParallel
-from rl_async.trainer.batches.layout import MiniBatch
-from rl_async.trainer.step.whole_batch import WholeBatch, assemble
+from rl_async.trainer.batch_layout import MiniBatch
+from rl_async.trainer.batches import Batch, WholeBatch, assemble
+from rl_async.trainer.ranks import DataParallel
 
 
 def whole_batch(rows: Sequence[Trajectory], step: int = 0, max_staleness: int | None = None) -> WholeBatch:

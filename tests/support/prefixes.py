@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.prefixes import prefix_tree
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.packing import Tensors, empty_tensors, prefix_tree
 
 OPENING = 8  # tokens with which all rows begin
 PROMPTS = {8: (3, 5, 5, 1, 9), 12: (2, 4), 0: (7,)}  # its own tokens -> those of its answers

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.backend import Backend
 from rl_async.weight_sync.layout import Layout, Shard, whole
 from rl_async.weight_sync.reshard.execute import reshard
 from rl_async.weight_sync.reshard.plan import plan

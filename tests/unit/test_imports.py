@@ -38,7 +38,7 @@ HOME_OF = {
         "reward_loop/server",
         "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
-    "megatron": {"trainer/backends/megatron"},
+    "megatron": {"trainer/megatron"},
     "ray": {"launcher/ray/executor.py"},
     "vllm": {"rollout_server/vllm"},
     "sglang": set(),
@@ -208,7 +208,7 @@ def _words(path: Path) -> set[str]:
 
 def test_one_module_names_makes_of_accelerators() -> None:
     """What else names one runs on that make only: Megatron-Core calls CUDA itself."""
-    home, megatron = ROOT / "rl_async" / "accelerators.py", ROOT / "trainer" / "backends" / "megatron"
+    home, megatron = ROOT / "rl_async" / "accelerators.py", ROOT / "trainer" / "megatron"
     files = [*FILES, *(ROOT / "benchmarks").rglob("*.py")]
     found = {path: words for path in files if (words := {word for word in _words(path) if MAKE.search(word)})}
     assert {path for path in found if path != home and path.parent != megatron} == set(), found

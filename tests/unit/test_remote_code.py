@@ -22,7 +22,7 @@ def describe(folder: Path) -> Any:
 
 
 def train(folder: Path) -> Any:
-    from rl_async.trainer.model.heads import build_headed
+    from rl_async.trainer.model import build_headed
 
     return build_headed(str(folder), "policy")
 

@@ -1,22 +1,31 @@
-"""Advantage estimators: functions of the whole step's batch, and the table that names them.
+"""Advantage estimators, the reward shaping before them, and a critic's values: from rewards to a number per token.
 
-Outcome estimators give one advantage per row, from the rewards of its group, on each of the row's sampled tokens; turn
-rewards enter through the episode's total reward, and an episode alone in its group gets 0 (``remax`` apart). Token
-estimators look at every token: discounted returns, a critic's values, baselines per position.
+Estimators are functions of the whole step's batch. Outcome estimators give one advantage per row, from the rewards of
+its group, on each of the row's sampled tokens; turn rewards enter through the episode's total reward, and an episode
+alone in its group gets 0 (``remax`` apart). Token estimators look at every token: discounted returns, a critic's
+values, baselines per position. To add one: write the function here, name it in ``ADVANTAGES``, and declare its traits
+in ``configs/schema/formulas.py``.
 
-To add one: write the function here, name it in ``ADVANTAGES``, and declare its traits in
-``configs/schema/formulas.py``.
+Shaping comes before, as pure functions of the batch's headers, which every rank sees:
+
+    scored reward ── + overlong penalty ── / scale ── clip ──> advantages ── x repeats ──> loss of the rows that train
+
+Rewards are recorded as they were scored, and the queue's dynamic sampling looks at those. The penalty belongs to the
+reward (DAPO adds it to the correctness reward), scaling sees the reward that is learned from, and clipping bounds the
+result.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AdvantageOptions
+from rl_async.configs.schema.algorithm import AdvantageOptions, ShapingConfig
+from rl_async.messages import TIMEOUT, TrajectoryHeader
 from rl_async.trainer.algorithms.rows import Rows, by_rows, on_tokens, row_sums
-from rl_async.trainer.algorithms.values import gae, whiten
 
 EPSILON = 1e-4  # beside a standard deviation that divides
 
@@ -366,3 +375,207 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
+
+
+VARIANCE_EPSILON = 1e-8
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap: Tensor | None = None,
+    rows: Rows | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns of sampled tokens, float64, 0 elsewhere.
+
+    An episode's steps are the tokens of ``mask``: the state after one is that of the row's next one, whatever the
+    prompt or a tool put in between, and after the last one it is over (value 0).
+
+        delta_k = r_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lam A_{k+1},   return_k = A_k + V_k
+
+    A row of ``bootstrap`` did not end: its last state is worth what the one before it was, since no value of the state
+    behind the last token was computed.
+
+    Source: Schulman et al. (arXiv:1506.02438), eq. 16, for episodes that end. Bootstrapping at a limit: Pardo et al.
+    (arXiv:1712.00378), section 3.2.
+
+    Args:
+        token_rewards: [N, T], or packed [M] with their ``rows``, as all tensors per token
+        values: [N, T], of the state in which each token was chosen
+        mask: bool [N, T]; rewards and values elsewhere do not matter
+        bootstrap: bool [N]; none by default
+        rows: where packed rows stand
+    """
+    value, counts = values[mask].double(), row_sums(mask, rows).long()
+    ends, row = counts.cumsum(0), torch.arange(len(counts)).repeat_interleave(counts)
+    last = ends[counts > 0] - 1
+    following = value.roll(-1)
+    following[last] = 0.0 if bootstrap is None else torch.where(bootstrap[counts > 0], value[last], 0.0)
+    delta = token_rewards[mask].double() + gamma * following - value
+    # The steps at equal distance from the ends of their rows are taken at once: ``order`` puts them beside each other,
+    # with those of the rows that have the most steps first.
+    rank = torch.empty_like(counts).scatter_(0, counts.argsort(descending=True), torch.arange(len(counts)))
+    distance = ends[row] - 1 - torch.arange(len(row))
+    order = (distance * len(counts) + rank[row]).argsort()
+    steps, start, advantage = delta[order], 0, delta[:0]
+    for number in torch.bincount(distance).tolist():
+        advantage = steps[start : start + number] + gamma * lam * advantage[:number] if start else steps[:number]
+        steps[start : start + number] = advantage
+        start += number
+    delta[order] = steps
+    advantages = torch.zeros_like(mask, dtype=torch.float64).masked_scatter_(mask, delta)
+    return advantages, torch.zeros_like(advantages).masked_scatter_(mask, delta + value)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale values to mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere.
+
+    Values that are all equal, which leave nothing to tell apart but rounding, become 0, and so does a single one.
+
+    (A - mean) / sqrt(var + 1e-8) with the unbiased variance, as verl and TRL have it. No part of the paper, but
+    of its authors' ``ppo2`` (openai/baselines), there over a mini-batch and biased.
+    """
+    picked = values[mask]
+    if len(picked) < 2 or bool(picked.min() == picked.max()):
+        return torch.zeros_like(values)
+    return torch.where(mask, (values - picked.mean()) * torch.rsqrt(picked.var() + VARIANCE_EPSILON), 0.0)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Squared error of each value [B, T], at least that of the value kept within ``clip`` of the old one.
+
+    0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2); without ``clip`` 0.5 * (V - R)^2. A value that
+    has moved further than ``clip`` towards its return gets no gradient.
+
+    The PPO paper (arXiv:1707.06347, eq. 9) has the plain squared error; the clipped form is that of its authors'
+    ``baselines/ppo2/model.py`` (openai/baselines).
+    """
+    error = (values - returns) ** 2
+    if clip is None:
+        return 0.5 * error
+    kept = old_values + (values - old_values).clamp(-clip, clip)
+    return 0.5 * torch.maximum(error, (kept - returns) ** 2)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(R - V) / Var(R) over the tokens of ``mask``: 1 is perfect, 0 no better than a constant.
+
+    0 when the returns do not vary: there is nothing to explain.
+    """
+    if not mask.any():
+        return 0.0
+    target, guess = returns[mask].double(), values[mask].double()
+    variance = target.var(unbiased=False).item()
+    return 1.0 - (target - guess).var(unbiased=False).item() / variance if variance > 0 else 0.0
+
+
+SHAPING_EPSILON = 1e-8
+RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
+# Finish reasons of trajectories that reached a limit on tokens or time, and of all that a limit cut.
+CUT_OFF = ("length", TIMEOUT)
+LIMITS = (*CUT_OFF, "max_turns")
+BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
+
+
+def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
+    """Compute the rewards that advantages see, float64 [N]; those of unscored rows are 0."""
+    scored = torch.tensor([h.scored for h in headers])
+    values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
+    values = torch.where(scored, values + overlong_penalties(headers, options), 0.0)
+    values = values / reward_divisor(headers, options)
+    if options.reward_clip is not None:
+        values = values.clamp(-options.reward_clip, options.reward_clip)
+    return values
+
+
+def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
+    """Compute the soft overlong punishment, float64 [N], from -overlong_factor to 0.
+
+    With L sampled tokens in all rows of the episode, or of its role in it, which have one reward: 0 up to max - cache,
+    ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13; there the factor is 1.
+    """
+    sampled = Counter[tuple[str, str]]()
+    for h in headers:
+        sampled[h.episode_id, h.role] += h.sampled
+    lengths = torch.tensor([sampled[h.episode_id, h.role] for h in headers], dtype=torch.float64)
+    if options.overlong_max_tokens is None:
+        return torch.zeros_like(lengths)
+    begins = options.overlong_max_tokens - options.overlong_cache_tokens
+    return options.overlong_factor * ((begins - lengths) / options.overlong_cache_tokens).clamp(-1.0, 0.0)
+
+
+def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
+    """Return the divisor of outcome and turn rewards: the biased standard deviation of the scored outcomes that train.
+
+    Penalties are included. 1 if the deviation is 0 or ``reward_scale`` is none.
+
+    The mean is not taken away, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by
+    the deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its
+    batch alone and a checkpoint has nothing to keep.
+    """
+    penalised = torch.tensor([h.reward for h in headers], dtype=torch.float64) + overlong_penalties(headers, options)
+    known = penalised[torch.tensor([h.scored and not h.baseline for h in headers])]
+    if options.reward_scale == "none" or not known.numel():
+        return 1.0
+    deviation = known.std(correction=0).item()
+    return deviation if deviation > SHAPING_EPSILON else 1.0
+
+
+def trainable_rows(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
+    """Which rows train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
+    return torch.tensor([not (options.overlong_filter and h.finish_reason in CUT_OFF) for h in headers])
+
+
+def cut_rows(headers: Sequence[TrajectoryHeader]) -> Tensor:
+    """Which rows ended because of a limit on tokens, turns or time, bool [N]: the episode could have gone on."""
+    return torch.tensor([h.finish_reason in LIMITS for h in headers])
+
+
+def row_repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: int, step: int) -> Tensor:
+    """Count how often each row is drawn, float64 [N]: N_scored draws with replacement, fixed by (seed, step).
+
+    Source: PF-PPO (arXiv:2409.06957) keeps rows whose rewards are reliable. The weights are those of verl's
+    ``compute_pf_ppo_reweight_data``, over the whole batch; the paper's own table of weights was not at hand.
+
+    A row that counts k times has its advantage multiplied by k, which is k copies of it in every loss that is linear in
+    positive factors of the advantage. The loss is divided by the counts of the batch as it was, and KL and entropy
+    terms see every row once.
+    """
+    scored = torch.tensor([h.scored and not h.baseline for h in headers])
+    counts = torch.ones(len(headers), dtype=torch.float64)
+    values = shaped_rewards(headers, options)
+    if options.resample == "none" or not scored.any() or not values.isfinite().all():
+        return counts  # an infinite reward makes the loss diverge, which names the step
+    odds = resample_weights(values[scored].numpy(), options)
+    draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
+    counts[scored] = torch.from_numpy(draw.multinomial(len(odds), odds / odds.sum())).double()
+    return counts
+
+
+def resample_weights(values: np.ndarray, options: ShapingConfig) -> np.ndarray:
+    """Weigh the scored rewards for drawing, float64 [n], never 0."""
+    match options.resample:
+        case "pow":
+            weights = np.abs(values) ** options.resample_power
+        case "max_min":
+            weights = ((values == values.max()) | (values == values.min())).astype(np.float64)
+        case "max_random":
+            weights = np.where(values == values.max(), *BEST_AND_OTHERS)
+        case _:
+            weights = np.ones_like(values)
+    return weights + SHAPING_EPSILON
+
+
+def shaping_metrics(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> dict[str, float]:
+    """Report what shaping did to a batch; empty if no option changes rewards or rows."""
+    if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling, max_refills=options.max_refills):
+        return {}
+    scored = torch.tensor([h.scored and not h.baseline for h in headers])
+    return {
+        "shaping/reward_mean": shaped_rewards(headers, options)[scored].mean().item(),
+        "shaping/overlong_penalty_mean": overlong_penalties(headers, options).mean().item(),
+        "shaping/filtered_fraction": 1.0 - trainable_rows(headers, options).double().mean().item(),
+    }

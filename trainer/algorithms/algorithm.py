@@ -1,22 +1,44 @@
-"""The algorithm that a config names, as functions: looked up once, before training begins."""
+"""The algorithm that a config names, as functions: looked up once, before training begins.
+
+Users' own advantages, losses and corrections are loaded here, and tried on a tiny batch before anything is trained.
+They have the signatures of the built-in ones:
+
+    advantage   (AdvantageInputs) -> float [N, T]
+    loss        (LossInputs) -> float [B, T], or a PolicyLoss
+    correction  (target, behaviour, mask, age: [N, T]) -> Corrected
+
+A loss sees micro-batches. An advantage and a correction may average over the whole batch, and a PolicyLoss may pick
+tokens over a mini-batch, so they get these whole, padded: for them alone the batch takes rows times the longest row.
+Every loader raises ConfigError naming the key, the function, and the problem: missing, raising, of another shape or
+type, not finite, without gradient, learning from rows without a reward, or changed by values where the mask is false.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import Correction, resolve, rules
+from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
+from rl_async.configs.schema.correction import RULES, Correction, resolve, rules
 from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
-from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn
-from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
+from rl_async.errors import ConfigError
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageFn, AdvantageInputs
 from rl_async.trainer.algorithms.correction import Corrected, correct
-from rl_async.trainer.algorithms.kl import ESTIMATORS
-from rl_async.trainer.algorithms.losses import LOSSES, PolicyLoss
-from rl_async.trainer.algorithms.user_functions import load_advantage, load_correction, load_loss
-from rl_async.trainer.backends.interface import OutputName
-from rl_async.userload import is_user_reference
+from rl_async.trainer.algorithms.losses import (
+    AGGREGATIONS,
+    ESTIMATORS,
+    LOSSES,
+    Counts,
+    LossInputs,
+    PolicyLoss,
+    SelectInputs,
+)
+from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.backend import OutputName
+from rl_async.userload import is_user_reference, load_user_object
 
 
 @dataclass(frozen=True)
@@ -84,4 +106,197 @@ def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Callable[...
         return lambda target, behaviour, mask, age, free, rows=None: own(target, behaviour, mask, age, rows)
     return lambda target, behaviour, mask, age, free, rows=None: correct(
         target, behaviour, mask, age, correction, free, rows
+    )
+
+
+Correct = Callable[..., Corrected]  # target, behaviour, mask, age: [N, T]; or packed [M], and their rows
+
+# Two rows of three tokens; whatever stands where the mask is false must not matter.
+MASK = torch.tensor([[True, True, False], [False, True, True]])
+GARBAGE = (0.0, 7.0)
+REWARDS = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A user's object and the config key that names it."""
+
+    key: str
+    reference: str
+
+    def error(self, what: str) -> ConfigError:
+        """Make the error that names the key and the function."""
+        return ConfigError(f"{self.key}: {self.reference} {what}")
+
+    def load(self) -> Any:
+        """The object. Raises ConfigError unless it is a function or a PolicyLoss."""
+        loaded = load_user_object(self.reference, self.key)
+        if not callable(loaded) and not isinstance(loaded, PolicyLoss):
+            raise self.error(f"is of type {type(loaded).__name__}, not a function")
+        return loaded
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the function on a tiny batch. Raises ConfigError for whatever it raises."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # the user's code may raise anything, and must be named whatever it is
+            raise self.error(f"raised {type(error).__name__} on a tiny batch: {error}") from error
+
+    def tensor(self, value: object, shape: torch.Size, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
+        """The value, if it is a tensor of this shape and type (None: floating, and then finite)."""
+        named = f"gave {name} " if name else "gave "
+        if not isinstance(value, Tensor):
+            raise self.error(f"{named}a {type(value).__name__}, not a tensor")
+        if value.shape != shape:
+            raise self.error(f"{named}shape {list(value.shape)} for a batch of shape {list(shape)}; give one per token")
+        if not (value.is_floating_point() if dtype is None else value.dtype == dtype):
+            raise self.error(f"{named}{value.dtype}, not {dtype or 'a floating type'}")
+        if dtype is None and not value.isfinite().all():
+            raise self.error(f"{named}numbers that are not finite, for a batch of finite ones")
+        return value
+
+    def same(self, values: list[Tensor], mask: Tensor, name: str) -> None:
+        """Raise ConfigError unless garbage outside the mask left the values inside it alone."""
+        if not torch.allclose(values[0][mask], values[1][mask]):
+            raise self.error(f"changes {name} of tokens with what stands at tokens whose mask is false; use the mask")
+
+
+def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> AdvantageFn:
+    """Load a user's advantage estimator; ``critic`` says whether there is one, and with it ``x.values``."""
+    trial = Trial("algorithm.advantage", reference)
+    function: AdvantageFn = trial.load()
+    mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
+    for garbage in GARBAGE:
+        inputs = _advantage_inputs(mask, garbage, options, critic)
+        given.append(trial.tensor(trial.call(function, inputs), mask.shape))
+        if given[-1][mask & ~inputs.scored[:, None]].any():
+            raise trial.error("gave an advantage to a row without a reward; give 0 where x.scored is false")
+    trial.same(given, mask, "the advantage")
+    return padded_estimator(function)
+
+
+def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
+    """Load a user's policy loss, a function or a PolicyLoss, and try it."""
+    trial = Trial("algorithm.loss", reference)
+    loaded = trial.load()
+    loss = loaded if isinstance(loaded, PolicyLoss) else PolicyLoss(loaded)
+    values, gradients = list[Tensor](), list[Tensor]()
+    for garbage in GARBAGE:
+        inputs = _loss_inputs(garbage, options)
+        if loss.select is not None:
+            inputs = replace(inputs, selected=_selected(trial, loss.select, inputs))
+        value = trial.tensor(trial.call(loss.per_token, inputs), MASK.shape)
+        values.append(value.detach())
+        gradients.append(_gradient(trial, value, inputs.logprobs))
+    trial.same(values, MASK, "the loss")
+    trial.same(gradients, MASK, "the gradient")
+    select = loss.select
+    if select is None:
+        return loss
+    return replace(loss, select=lambda x: select(x) if x.rows is None else x.rows.pack(select(x.padded())))
+
+
+def load_correction(reference: str) -> Correct:
+    """Load a user's off-policy correction and try it."""
+    trial = Trial("algorithm.correction", reference)
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected] = trial.load()
+    weights, kept = list[Tensor](), list[Tensor]()
+    for garbage in GARBAGE:
+        age = _with_garbage(torch.tensor([[0, 1, 2], [1, 0, 1]]), garbage)
+        result = trial.call(function, _logprobs(0.05, garbage), _logprobs(0.0, garbage), MASK.clone(), age)
+        if not isinstance(result, Corrected):
+            raise trial.error(
+                f"gave a {type(result).__name__}, not a Corrected (rl_async.trainer.algorithms.correction)"
+            )
+        keep = trial.tensor(result.keep, MASK.shape, torch.bool, "keep as")
+        rule = trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
+        if int(rule.max()) >= len(RULES):
+            raise trial.error(
+                f"gave rule {int(rule.max())}; rules are indexes of RULES (configs/schema/correction.py), 0 for none"
+            )
+        if (keep & ~MASK).any():
+            raise trial.error("keeps tokens whose mask is false")
+        weights.append(torch.where(keep, trial.tensor(result.weights, MASK.shape, name="weights as"), 0.0))
+        kept.append(keep.float())
+        if (weights[-1] < 0).any():
+            raise trial.error("gave a negative weight")
+    trial.same(kept, MASK, "the verdict")
+    trial.same(weights, MASK, "the weight")
+
+    def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, rows: Rows | None = None) -> Corrected:
+        if rows is None:
+            return function(target, behaviour, mask, age)
+        given = function(*(rows.pad_all(tensor) for tensor in (target, behaviour, mask, age)))
+        return Corrected(rows.pack(given.weights), rows.pack(given.keep), rows.pack(given.rule))
+
+    return correct
+
+
+def padded_estimator(function: AdvantageFn) -> AdvantageFn:
+    """Make an estimator that takes packed tensors out of one that takes padded ones."""
+    return lambda x: function(x) if x.rows is None else x.rows.pack(function(x.padded()))
+
+
+def _with_garbage(values: Tensor, garbage: float, mask: Tensor = MASK) -> Tensor:
+    return torch.where(mask, values, torch.full_like(values, garbage))
+
+
+def _logprobs(shift: float, garbage: float) -> Tensor:
+    return _with_garbage(torch.tensor([[-1.0, -0.5, 0.0], [0.0, -2.0, -0.25]]) + shift, -garbage)
+
+
+def _loss_inputs(garbage: float, options: AlgorithmConfig) -> LossInputs:
+    return LossInputs(
+        logprobs=_logprobs(0.05, garbage).requires_grad_(),
+        proximal=_logprobs(0.0, garbage),
+        behaviour=_logprobs(-0.05, garbage),
+        advantages=_with_garbage(torch.tensor([[1.0, 1.0, 0.0], [0.0, -0.5, -0.5]]), garbage),
+        weights=_with_garbage(torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 1.5]]), garbage),
+        mask=MASK.clone(),
+        free=MASK.clone(),
+        options=options,
+    )
+
+
+def _selected(trial: Trial, select: Callable[[SelectInputs], Tensor], x: LossInputs) -> Tensor:
+    inputs = SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, x.options, seed=0)
+    return trial.tensor(trial.call(select, inputs), MASK.shape, torch.bool, "a selection of")
+
+
+def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:
+    """Of the sum over tokens that train, with respect to log pi_theta, [B, T]."""
+    gradient = None
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(value[MASK].sum(), logprobs, allow_unused=True)
+    if gradient is None or not gradient.any():
+        raise trial.error("has no gradient with respect to x.logprobs, so nothing would be learned")
+    if not gradient.isfinite().all():
+        raise trial.error("has a gradient that is not finite")
+    return gradient
+
+
+class _Parts(dict[str, Tensor]):
+    """Any part of the reward by any name: which there will be is known only once something was scored."""
+
+    def __missing__(self, name: str) -> Tensor:
+        return REWARDS.clone()
+
+
+def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions, critic: bool) -> AdvantageInputs:
+    """Two groups of two rows, and one whose only row could not be scored."""
+    last = torch.tensor([[False, True, False], [False, False, True]]).repeat(3, 1)[:5]
+    return AdvantageInputs(
+        rewards=REWARDS.clone(),
+        token_rewards=_with_garbage(torch.where(last, REWARDS[:, None], 0.0), garbage, mask),
+        mask=mask.clone(),
+        groups=torch.tensor([3, 3, 5, 5, 7]),
+        scored=torch.tensor([True, True, True, True, False]),
+        row_weights=torch.ones(5, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
+        turns=torch.where(mask, 0, -1),
+        options=options,
+        parts=_Parts(),
+        values=_with_garbage(torch.full(mask.shape, 0.5, dtype=torch.float64), garbage, mask) if critic else None,
+        logprobs=_with_garbage(torch.full(mask.shape, -0.5, dtype=torch.float64), garbage, mask),
+        cut=torch.tensor([False, True, False, False, False]),
     )

@@ -1,9 +1,17 @@
-"""Policy losses per token, and the table that names them.
+"""Policy losses per token and the table that names them, the KL penalty, and the aggregation to one number.
 
 Notation: w is the correction's weight, r = pi_theta / pi_old, A the advantage; pi_old is mu, the policy that sampled,
-when old log-probabilities are bypassed. Every loss is [B, T] and is aggregated afterwards (``aggregation.py``).
+when old log-probabilities are bypassed. Every loss is [B, T]. To add one: write the function here, name it in
+``LOSSES``, and declare its traits in ``configs/schema/formulas.py``.
 
-To add one: write the function here, name it in ``LOSSES``, and declare its traits in ``configs/schema/formulas.py``.
+Estimators of KL(pi_theta || pi_ref) are in ``ESTIMATORS``; k1, k2, k3: Schulman, "Approximating KL divergence"
+(2020). Of a sampled token only its two log-probabilities are known; ``full`` sums over the vocabulary. As part of a
+loss their gradients differ: that of k2 is an unbiased gradient of the divergence on-policy, those of k1 and k3 are
+not. A name with ``+`` has the estimator's value and the gradient of k2. With d = log pi_theta - log pi_ref, k3 alone
+grows exponentially as d falls, so it alone has a limit.
+
+Aggregations divide by counts of the global mini-batch: every rank divides its micro-batches' sums by the same counts,
+so the gradient does not depend on how the mini-batch was split into micro-batches and ranks.
 """
 
 from collections.abc import Callable
@@ -12,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
+from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig, KlConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 from rl_async.trainer.algorithms.rows import Rows
 
@@ -355,4 +363,137 @@ LOSSES: dict[str, PolicyLoss] = {
     "m2po": PolicyLoss(m2po, select_m2po),
     "clip_cov": PolicyLoss(clip_cov, select_clip_cov),
     "kl_cov": PolicyLoss(kl_cov, select_kl_cov),
+}
+
+
+K3_LIMIT = 10.0  # reached at d = -2.6: one token must not outweigh a whole batch
+
+Estimator = Callable[[Tensor, Tensor], Tensor]  # log pi_theta, log pi_ref -> KL; all [B, T]
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d, [B, T]: unbiased, often negative."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d^2 / 2, [B, T]: biased, never negative."""
+    return (logprobs - reference) ** 2 / 2
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d, at most 10, [B, T]: unbiased up to that limit, never negative.
+
+    A token at the limit has no gradient. The limit is verl's (`low_var_kl`), which slime has under that name too; TRL
+    has none.
+    """
+    d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return ((-d).exp() - 1 + d).clamp(max=K3_LIMIT)
+
+
+def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """|d|, [B, T]: a distance, which does not estimate the divergence."""
+    return (logprobs - reference).abs()
+
+
+def full(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """sum over v of pi_theta(v) (log pi_theta(v) - log pi_ref(v)), [B, T], from log-probabilities [B, T, V]."""
+    return (logprobs.exp() * (logprobs - reference)).sum(-1)
+
+
+def straight_through(estimator: Estimator) -> Estimator:
+    """Give an estimator's value the gradient of k2."""
+
+    def value_of_one_gradient_of_the_other(logprobs: Tensor, reference: Tensor) -> Tensor:
+        carrier = k2(logprobs, reference)
+        return estimator(logprobs, reference).detach() + carrier - carrier.detach()
+
+    return value_of_one_gradient_of_the_other
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1+": straight_through(k1),
+    "k3+": straight_through(k3),
+    "abs+": straight_through(absolute),
+    "full": full,
+}
+
+
+class KlController:
+    """Holds the coefficient of the KL: fixed, or adapted towards ``target``.
+
+    coef *= max(0, 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after each step of n trajectories. Source: Ziegler
+    et al. (arXiv:1909.08593), section 2.2; n / horizon, in place of its constant 0.1, is their published code's.
+    """
+
+    def __init__(self, config: KlConfig) -> None:
+        self._config, self.coef = config, config.coef
+
+    def after_step(self, kl: float, trajectories: int) -> dict[str, float]:
+        """Take in the mean KL per token of a step. Returns the coefficient that the step had, as a metric."""
+        had = self.coef
+        if self._config.controller == "adaptive":
+            error = min(max(kl / self._config.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
+            self.coef *= max(0.0, 1 + error * trajectories / self._config.horizon)
+        return {"kl/coef": had} if had > 0 else {}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The divisors of a mini-batch, over all ranks."""
+
+    tokens: int  # that train
+    sequences: float  # sum of the row weights of all rows, also of those in which no token trains
+    width: int  # tokens of the longest possible response, the constant of seq-mean-token-sum-norm
+
+
+def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
+    """Count a mini-batch from its mask, padded or packed, and row weights [N]; never zero, since they are divisors.
+
+    A row that was rejected whole stays in a mean over rows, as in verl and TRL: the step then shrinks with the share of
+    rejected rows, and does not depend on whether they were rejected before the loss (decoupled) or in it (bypass).
+    """
+    return Counts(tokens=max(int(mask.sum()), 1), sequences=row_weights.sum().item() or 1.0, width=width)
+
+
+def token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Every token of the mini-batch counts the same (DAPO, arXiv:2503.14476, eq. 12)."""
+    return _tokens(values, mask).sum() / counts.tokens
+
+
+def token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Sum over all tokens, not divided by anything."""
+    return _tokens(values, mask).sum()
+
+
+def seq_mean_token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Sum over a sequence's tokens, mean over sequences."""
+    return (_tokens(values, mask).sum(1) * row_weights).sum() / counts.sequences
+
+
+def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """``seq_mean_token_sum`` over a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783)."""
+    return seq_mean_token_sum(values, mask, row_weights, counts) / counts.width
+
+
+def seq_mean_token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
+    """Mean over a sequence's tokens, mean over sequences (GRPO, arXiv:2402.03300, eq. 3)."""
+    means = _tokens(values, mask).sum(1) / mask.sum(1).clamp(min=1)
+    return (means * row_weights).sum() / counts.sequences
+
+
+def _tokens(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0)
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Counts], Tensor]] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "seq-mean-token-mean": seq_mean_token_mean,
 }

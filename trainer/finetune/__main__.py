@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def _run(folder: Path) -> None:
-    from rl_async.trainer.finetune.process import run_rank
+    from rl_async.trainer.finetune.loop import run_rank
 
     run_rank(folder)
 

@@ -9,29 +9,45 @@ killed resumes from its last checkpoint and reaches the same weights as without 
 """
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
+from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.finetune import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import TrainingDiverged
+from rl_async.errors import ConfigError, TrainingDiverged
+from rl_async.files import append_lines, replace_file
 from rl_async.process.run_files import Phase, beat
-from rl_async.trainer.backends.interface import Backend, Outputs
-from rl_async.trainer.backends.schedule import learning_rate_factor
-from rl_async.trainer.batches.layout import layout
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointSchedule, CheckpointState
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.finetune.rows import ChatRows, batch_of, steps_per_epoch
-from rl_async.trainer.monitoring.records import append_evaluation
-from rl_async.trainer.monitoring.stopping import StopRequest
-from rl_async.trainer.monitoring.trackers import Tracking
+from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
+from rl_async.trainer.batch_layout import layout
+from rl_async.trainer.checkpoints import (
+    FORMAT,
+    CheckpointSchedule,
+    CheckpointState,
+    Saver,
+    drop_unfinished,
+    folder_of,
+    load_checkpoint,
+    newest_whole,
+    read_state,
+)
+from rl_async.trainer.export import export
+from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.models import build_models
+from rl_async.trainer.packing import Tensors, empty_tensors
+from rl_async.trainer.ranks import StopRequest, ranks_joined
+from rl_async.trainer.records import append_evaluation, next_lineage, require_newest
+from rl_async.trainer.trackers import Tracking
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -211,3 +227,100 @@ def report(run: Finetuning, step: int, metrics: dict[str, float]) -> None:
     if run.tracking:
         head = {"step": step, "lineage": run.lineage, "time": time.time()}
         run.tracking.log(step, head | metrics)
+
+
+def run_rank(folder: Path) -> None:
+    """Train as one rank and write the model at the end. Raises UserError, RanksLost and other RlAsyncErrors.
+
+    Raises SystemExit if it was asked to stop and steps are left.
+    """
+    stop = StopRequest()
+    stop.listen()
+    disable_progress_bar()
+    rows, held_out = ChatRows.map(folder / ROWS), ChatRows.map(folder / HELD_OUT)
+    config = training_config(load_resolved(folder / "config.yaml"), len(rows))
+    assert config.finetune is not None
+    beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
+    with ranks_joined(config, folder) as (device, _):
+        trainer = config.trainer
+        policy = build_models(config, device).policy
+        step, lineage = resume_point(folder)
+        saver = Saver(
+            folder / "checkpoints",
+            trainer.keep_checkpoints,
+            trainer.collective_timeout_s,
+            step,
+            lambda: require_newest(folder, lineage),
+        )
+        if step:
+            load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
+            log.info("resuming at step %d as lineage %d", step, lineage)
+        run = Finetuning(
+            config=config,
+            finetune=config.finetune,
+            folder=folder,
+            rows=rows,
+            held_out=held_out,
+            policy=policy,
+            saver=saver,
+            stop=stop,
+            start_step=step,
+            lineage=lineage,
+            tracking=Tracking(config, folder) if dist.get_rank() == 0 else None,
+        )
+        ended, writes = finetune(run), dist.get_rank() == 0
+    out = Path(config.finetune.out)
+    if ended and writes and not out.exists():  # after the process group, in which the other ranks would wait too long
+        out.parent.mkdir(parents=True, exist_ok=True)
+        export(folder, out)
+    if not ended:
+        sys.exit(stop.code)
+
+
+def training_config(config: RunConfig, rows: int) -> RunConfig:
+    """Return ``config`` with section ``trainer`` as section ``finetune`` and ``rows`` conversations imply it.
+
+    Raises ConfigError without a section ``finetune``.
+    """
+    own = config.finetune
+    if own is None:
+        raise ConfigError("finetune: this section is missing; start fine-tuning with `rl-async sft`, which writes it")
+    steps = total_steps(rows, own)
+    trainer = msgspec.structs.replace(
+        config.trainer,
+        learning_rate=own.learning_rate,
+        schedule=own.schedule,
+        warmup_steps=round(own.warmup * steps),
+        steps=steps,
+        epochs=1,
+        minibatches=1,
+    )
+    return msgspec.structs.replace(config, trainer=trainer)
+
+
+def resume_point(folder: Path) -> tuple[int, int]:
+    """Return the step of the newest whole checkpoint, 0 if there is none, and a new lineage. A collective.
+
+    Rank 0 deletes the log lines of later steps, which are trained again.
+    """
+    chosen = torch.zeros(2, dtype=torch.int64)
+    if dist.get_rank() == 0:
+        root = folder / "checkpoints"
+        drop_unfinished(root)
+        newest = newest_whole(root)
+        step = 0 if newest is None else read_state(newest).step
+        keep_lines(folder / "metrics.jsonl", "step", step - 1)
+        keep_lines(folder / "evaluations.jsonl", "eval/step", step if step else -1)
+        chosen = torch.tensor([step, next_lineage(folder, True)])
+    dist.broadcast(chosen, 0)
+    step, lineage = chosen.tolist()
+    return step, lineage
+
+
+def keep_lines(path: Path, key: str, highest: int) -> None:
+    """Keep only the JSON lines whose ``key`` is at most ``highest``. No process may be writing the file."""
+    if not path.exists():
+        return
+    append_lines(path).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest), durable=True)

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend
-from rl_async.trainer.checkpoints.export import WHOLE
-from rl_async.trainer.model.heads import MODEL_FOLDER
-from rl_async.trainer.model.pretrained import StoredWeights
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.export import WHOLE
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import MODEL_FOLDER
+from rl_async.trainer.pretrained import StoredWeights
 from tests.contracts.backends.models import TRAINING, whole_batch
 from tests.contracts.backends.worker import exported, step
 from tests.support.whole_weights import whole_weights
@@ -36,7 +36,7 @@ def make(sizes: dict[str, object], folder: str) -> Backend:
     config = msgspec.structs.replace(TRAINING, learning_rate=RATE, weight_decay=0.0, **sizes)
     if config.backend == "fsdp2":
         return Fsdp2Backend(folder, "bfloat16", "cpu", config)
-    from rl_async.trainer.backends.megatron.backend import MegatronBackend
+    from rl_async.trainer.megatron.backend import MegatronBackend
 
     with reads_of_stored_weights() as reads:
         backend = MegatronBackend(folder, "bfloat16", "cpu", config)

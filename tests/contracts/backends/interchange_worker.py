@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import ROUNDED, TRAINING, assert_alike
 from tests.contracts.backends.worker import make, step
 from tests.support.whole_weights import whole_weights

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend
+from rl_async.trainer.backend import Backend
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import STEPS, TRAINING
 from tests.contracts.backends.worker import step
 from tests.support.whole_weights import whole_weights
@@ -24,7 +24,7 @@ def make(options: dict[str, object], dtype: str, model: str) -> Backend:
     config = msgspec.structs.replace(TRAINING, **options)
     if config.backend == "fsdp2":
         return Fsdp2Backend(model, dtype, "cpu", config)
-    from rl_async.trainer.backends.megatron.backend import MegatronBackend
+    from rl_async.trainer.megatron.backend import MegatronBackend
 
     return MegatronBackend(model, dtype, "cpu", config)
 

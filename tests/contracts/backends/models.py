@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.tensors import Tensors, collate
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.packing import Tensors, collate
 from tests.conftest import VOCAB, make_rows
 from tests.support.rounding import assert_trained_alike, in_float64, pass_rounding, to_float64
 

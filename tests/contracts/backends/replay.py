@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.packing import Tensors
 from tests.contracts.backends.models import TRAINING, cell_rows, loss_of, micro_batches, whole_batch
 from tests.contracts.backends.worker import ENTROPY, make
 from tests.support.whole_weights import whole_weights

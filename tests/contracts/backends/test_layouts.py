@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_async.trainer.checkpoints.export import SHARDS
-from rl_async.trainer.checkpoints.shards import MOMENT, SHARDING, STEPS, StoredShards, write_tensors, write_whole
+from rl_async.trainer.checkpoints import MOMENT, SHARDING, STEPS, StoredShards, write_tensors, write_whole
+from rl_async.trainer.export import SHARDS
 from tests.contracts.backends.models import assert_alike, make_model
 from tests.support.forked import run_ranks
 

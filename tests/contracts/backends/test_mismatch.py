@@ -14,11 +14,10 @@ from rl_async.configs.schema.weight_sync import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend, Outputs
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.publishing.canaries import Canaries
-from rl_async.trainer.publishing.mismatch import WatchedPublisher
+from rl_async.trainer.backend import Backend, Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.publishing import Canaries, WatchedPublisher
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.conftest import VOCAB

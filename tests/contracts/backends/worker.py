@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Backend, Outputs
+from rl_async.trainer.backend import Backend, Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import STEPS, TRAINING, cell_rows, loss_of, micro_batches, whole_batch
 from tests.support.whole_weights import whole_weights
 
@@ -28,7 +28,7 @@ def make(config: TrainerConfig, folder: Path) -> Backend:
     """The backend that the config names."""
     if config.backend == "fsdp2":
         return Fsdp2Backend(str(folder), "float32", "cpu", config)
-    from rl_async.trainer.backends.megatron.backend import MegatronBackend
+    from rl_async.trainer.megatron.backend import MegatronBackend
 
     return MegatronBackend(str(folder), "float32", "cpu", config)
 

@@ -24,9 +24,9 @@ from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import Tensors, collate
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors, collate
 from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, unpack, verify
 from rl_async.weight_sync.buckets.checksum import SUMS

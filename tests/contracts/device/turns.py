@@ -12,7 +12,7 @@ from rl_async.configs.schema.weight_sync import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
 from rl_async.torch_shared import give_back
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.weight_sync.fleet import Fleet, Weights
 from rl_async.weight_sync.phases import TakeTurns
 from rl_async.weight_sync.protocol import SyncReport, UpdateInfo

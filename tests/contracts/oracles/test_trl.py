@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions
-from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, count
-from rl_async.trainer.algorithms.kl import ESTIMATORS
-from rl_async.trainer.algorithms.losses import LOSSES, LossInputs
+from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, LOSSES, LossInputs, count
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow

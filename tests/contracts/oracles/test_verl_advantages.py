@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions
-from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInputs, Groups
-from rl_async.trainer.algorithms.values import gae
-from rl_async.trainer.step.update import on_last_token
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInputs, Groups, gae
+from rl_async.trainer.update import on_last_token
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow

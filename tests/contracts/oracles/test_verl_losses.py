@@ -23,9 +23,8 @@ from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions
 from rl_async.configs.schema.correction import PRESETS
-from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, count
 from rl_async.trainer.algorithms.correction import correct
-from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, SelectInputs
+from rl_async.trainer.algorithms.losses import AGGREGATIONS, LOSSES, LossInputs, SelectInputs, count
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation, KlConfig
-from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts
-from rl_async.trainer.algorithms.kl import ESTIMATORS, KlController
-from rl_async.trainer.algorithms.values import value_loss
+from rl_async.trainer.algorithms.advantages import value_loss
+from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, Counts, KlController
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,8 @@ from rl_async.files import drop_torn_lines
 from rl_async.launcher.folder.run_folder import create
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.recording import TrainedRow, read_trajectories, write_trajectories
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, drop_unfinished, newest_whole, read_state
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.monitoring.records import append_trained, next_lineage
+from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole, read_state
+from rl_async.trainer.records import append_trained, next_lineage
 from tests.support.power.recording import mark
 
 CONFIG = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), name="run")

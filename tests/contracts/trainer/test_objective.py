@@ -13,8 +13,7 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig,
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import LOSSES
-from rl_async.trainer.step.objective import Precomputed
-from rl_async.trainer.step.update import penalised
+from rl_async.trainer.update import Precomputed, penalised
 from tests.contracts.trainer.workers.objective import (
     KL_COEF,
     LEARNING_RATE,

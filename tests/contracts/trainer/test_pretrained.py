@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_async.trainer.model.families import FAMILIES
+from rl_async.trainer.families import FAMILIES
 from tests.support.forked import run_ranks
 from tests.unit.trainer.model.test_families import COMMON, SPECIAL
 

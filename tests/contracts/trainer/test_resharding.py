@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_async.errors import UserError
-from rl_async.trainer.checkpoints.export import export
-from rl_async.trainer.checkpoints.folder import newest_whole
+from rl_async.trainer.checkpoints import newest_whole
+from rl_async.trainer.export import export
 from tests.support.forked import run_ranks
 
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from rl_async.errors import CheckpointFailed, TrainerReplaced
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, drop_unfinished, newest_whole
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.monitoring.records import next_lineage, require_newest
+from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole
+from rl_async.trainer.records import next_lineage, require_newest
 
 WAIT_S = 60.0
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from rl_async.trainer.batches.packing import pack
-from rl_async.trainer.model.families import FAMILIES, why_not_shared
+from rl_async.trainer.families import FAMILIES, why_not_shared
+from rl_async.trainer.packing import pack
 from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS, train
 from tests.contracts.trainer.workers.update import RATE, STEPS
 from tests.support.forked import run_ranks

@@ -12,7 +12,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.recording import write_trajectories
-from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints, read_state
+from rl_async.trainer.checkpoints import damage_of, list_checkpoints, read_state
 from tests.conftest import make_rows
 from tests.support.forked import Forked, start_ranks
 

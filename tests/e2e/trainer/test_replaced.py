@@ -20,7 +20,7 @@ from rl_async.launcher.folder.run_folder import create
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.run_files import Endpoints, write_endpoints
-from rl_async.trainer.checkpoints.folder import damage_of, list_checkpoints
+from rl_async.trainer.checkpoints import damage_of, list_checkpoints
 from rl_async.transfer_queue.auth.keys import provide_keys
 from tests.chaos.history import Expected, problems
 from tests.e2e import command

@@ -16,7 +16,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import LeasedGroup, Trajectory, Turn, Version
 from rl_async.recording import Recording, task_of, write_trajectories
-from rl_async.trainer.monitoring.records import append_trained
+from rl_async.trainer.records import append_trained
 from tests.conftest import VOCAB, make_rows
 
 STEPS, GROUPS, SAMPLES = 3, 2, 2

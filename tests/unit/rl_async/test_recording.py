@@ -20,7 +20,7 @@ from rl_async.recording import (
     task_of,
     write_trajectories,
 )
-from rl_async.trainer.monitoring.records import append_trained
+from rl_async.trainer.records import append_trained
 from tests.conftest import make_rows
 
 

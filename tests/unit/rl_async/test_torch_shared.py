@@ -10,8 +10,8 @@ from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.torch_shared import BLOCK, output_logits, widened, windowed
-from rl_async.trainer.model.families import LogitForm
-from rl_async.trainer.model.logprobs import Head, token_stats
+from rl_async.trainer.families import LogitForm
+from rl_async.trainer.model import LogitHead, token_stats
 from tests.support.rounding import assert_near, rounding
 
 
@@ -65,7 +65,7 @@ def test_engine_and_trainer_differ_less_than_by_the_rounding_of_logits() -> None
         ids, sampled = torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)
         with torch.no_grad():
             hidden = model.model(ids[None]).last_hidden_state[0, 2:-1]
-            head = Head(model.lm_head.weight, None, LogitForm())
+            head = LogitHead(model.lm_head.weight, None, LogitForm())
             trained = token_stats(hidden, head, ids[3:], torch.ones(len(hidden))).logprobs
             rounded = model.lm_head(hidden).float().log_softmax(-1).gather(1, ids[3:, None])[:, 0]
         differences["trainer"].append((trained - sampled).abs())

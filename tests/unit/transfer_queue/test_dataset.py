@@ -19,7 +19,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.recording import place_of
 from rl_async.reward_loop.scorers.reasoning_gym import score as reasoning_gym_score
-from rl_async.trainer.monitoring.records import append_trained
+from rl_async.trainer.records import append_trained
 from rl_async.transfer_queue.__main__ import tasks_of
 from rl_async.transfer_queue.dataset import (
     FIRST_ROWS,

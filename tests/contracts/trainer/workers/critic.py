@@ -16,13 +16,12 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.checkpoints.export import WHOLE
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.model.heads import MODEL_FOLDER, VALUE_HEAD_FILE
-from rl_async.trainer.step.models import Models, build_models
-from rl_async.trainer.step.update import update
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, load_checkpoint
+from rl_async.trainer.export import WHOLE
+from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD_FILE
+from rl_async.trainer.models import Models, build_models
+from rl_async.trainer.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights
 

@@ -15,8 +15,8 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Version
-from rl_async.trainer.monitoring.ranks import ranks_joined
-from rl_async.trainer.step.run import Run
+from rl_async.trainer.ranks import ranks_joined
+from rl_async.trainer.run import Run
 
 JOIN_S = 60.0
 COLLECTIVE_S = 3.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from tests.contracts.backends.models import ROWS, loss_of, micro_batches
 from tests.support.rounding import assert_near, rounding
 from tests.support.whole_weights import whole_weights

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors
 from tests.support.prefixes import loss_of, shared_rows
 from tests.support.rounding import excess, in_float64
 

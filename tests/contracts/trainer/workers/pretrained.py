@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.model import heads
-from rl_async.trainer.model.pretrained import StoredWeights
+from rl_async.trainer import model
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.pretrained import StoredWeights
 
 READ: list[int] = []
 
@@ -50,7 +50,7 @@ def compare(folder: str, head: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    heads.StoredWeights = Counted  # type: ignore[misc]
+    model.StoredWeights = Counted  # type: ignore[misc]
     for path, wanted in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         compare(path, wanted)
     dist.destroy_process_group()

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.checkpoints.shards import host_copy, own_parts, read_shards, write_shards
-from rl_async.trainer.monitoring.ranks import ranks_joined
+from rl_async.trainer.checkpoints import host_copy, own_parts, read_shards, write_shards
+from rl_async.trainer.ranks import ranks_joined
 from tests.support.listeners import listeners
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
+from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.weight_sync.buckets.adapters import as_adapters
 from rl_async.weight_sync.buckets.numbering import numbered
 from rl_async.weight_sync.reshard.gather import Gathering

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.model_files import experts_of
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import OutputName, Outputs
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
-from rl_async.trainer.model.heads import Head
+from rl_async.trainer.backend import OutputName, Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import Head
+from rl_async.trainer.packing import Tensors, empty_tensors
 from tests.support.rounding import excess, in_float64, pass_rounding, to_float64
 from tests.unit.trainer.model.test_families import COMMON
 

@@ -18,7 +18,7 @@ from rl_async.launcher.plan.memory import (
     trainer_bytes,
     trainer_parts,
 )
-from rl_async.trainer.model.logprobs import CPU_CHUNK_LOGITS
+from rl_async.trainer.model import CPU_CHUNK_LOGITS
 from tests.support.configs import float32_config
 
 # Of a rank that trains calculator: its process, and the numbers per token of 24 groups of 16 rows of 160 tokens.

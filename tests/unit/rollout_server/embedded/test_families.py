@@ -11,7 +11,7 @@ from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.families import SERVED
 from rl_async.torch_shared import BLOCK
-from rl_async.trainer.model.families import FAMILIES, logit_form
+from rl_async.trainer.families import FAMILIES, logit_form
 from tests.unit.rollout_server.embedded.test_core import assert_as_plain, sequences
 
 SIZES: dict[str, Any] = {

@@ -11,9 +11,9 @@ import torch
 from rl_async.configs.schema.algorithm import AdvantageOptions
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from rl_async.trainer.algorithms.algorithm import padded_estimator
 from rl_async.trainer.algorithms.rows import Rows as Packed
-from rl_async.trainer.algorithms.user_functions import padded_estimator
-from rl_async.trainer.step.update import on_last_token
+from rl_async.trainer.update import on_last_token
 
 Rows = list[list[float]]  # advantage of each sampled token, by row
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import AdvantageOptions
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from rl_async.trainer.step.update import on_last_token
+from rl_async.trainer.update import on_last_token
 
 
 def batch(rewards: list[float], groups: list[int], mask: Tensor | None = None, **given: object) -> AdvantageInputs:

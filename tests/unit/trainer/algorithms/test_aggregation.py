@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation
-from rl_async.trainer.algorithms.aggregation import AGGREGATIONS, Counts, count
+from rl_async.trainer.algorithms.losses import AGGREGATIONS, Counts, count
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rl_async.configs.schema.correction import Correction, rules
-from rl_async.trainer.algorithms.correction import correct
-from rl_async.trainer.algorithms.correction_metrics import correction_metrics
+from rl_async.trainer.algorithms.correction import correct, correction_metrics
 
 CORRECTION = Correction(weight="token", band="0.4_2.5", max_age=8, reject={"seq_mean_k3": 0.25, "token_k1": "0.1_9.0"})
 BUCKETS = {"": (0, 99), "age_0/": (0, 0), "age_3-4/": (3, 4), "age_5-8/": (5, 8), "age_9+/": (9, 99)}

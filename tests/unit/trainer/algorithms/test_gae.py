@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import AdvantageOptions
-from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae_advantage
-from rl_async.trainer.algorithms.values import gae, whiten
+from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, gae_advantage, whiten
 
 SEEDS = range(8)
 

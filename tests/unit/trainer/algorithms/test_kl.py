@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import KlConfig
-from rl_async.trainer.algorithms.kl import ESTIMATORS, KlController
+from rl_async.trainer.algorithms.losses import ESTIMATORS, KlController
 
 PLAIN = {
     "k1": lambda d: d,

@@ -13,9 +13,8 @@ from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import ToolCall, Trajectory, Turn
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from rl_async.trainer.step.metrics import batch_metrics, conversation_sums
-from rl_async.trainer.step.objective import Precomputed
-from rl_async.trainer.step.update import advantage_inputs
+from rl_async.trainer.train import batch_metrics, conversation_sums
+from rl_async.trainer.update import Precomputed, advantage_inputs
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
 

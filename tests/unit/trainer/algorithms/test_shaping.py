@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.messages import TrajectoryHeader, Version, VersionRun
-from rl_async.trainer.algorithms import shaping
+from rl_async.trainer.algorithms import advantages
 
 
 def header(
@@ -58,7 +58,7 @@ def soft_punishment(length: int, longest: int, cache: int) -> float:
 def test_overlong_penalty_is_eq_13(length: int, cache: int, more: int, factor: float) -> None:
     options = ShapingConfig(overlong_max_tokens=cache + more, overlong_cache_tokens=cache, overlong_factor=factor)
     expected = factor * soft_punishment(length, cache + more, cache)
-    assert shaping.penalties([header(sampled=length)], options).item() == pytest.approx(expected, abs=1e-12)
+    assert advantages.overlong_penalties([header(sampled=length)], options).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_penalty_is_that_of_the_episode_or_of_a_role_in_it() -> None:
@@ -66,13 +66,15 @@ def test_the_penalty_is_that_of_the_episode_or_of_a_role_in_it() -> None:
     split = [header(1.0, sampled, episode="split") for sampled in (4, 5, 6)]
     roles = [header(1.0, 12, episode="game", role=role) for role in ("one", "two", "two")]
     headers = [*split, header(1.0, 15), *roles]
-    assert shaping.penalties(headers, options).tolist() == pytest.approx([-0.5, -0.5, -0.5, -0.5, -0.2, -1.0, -1.0])
-    assert shaping.rewards(headers, options).tolist() == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.8, 0.0, 0.0])
+    assert advantages.overlong_penalties(headers, options).tolist() == pytest.approx(
+        [-0.5, -0.5, -0.5, -0.5, -0.2, -1.0, -1.0]
+    )
+    assert advantages.shaped_rewards(headers, options).tolist() == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.8, 0.0, 0.0])
 
 
 def test_a_limit_on_tokens_or_turns_cuts() -> None:
     headers = [header(finish=reason) for reason in ("stop", "length", "max_turns", "tool_calls", "abort", "error")]
-    assert shaping.cut(headers).tolist() == [False, True, True, False, False, False]
+    assert advantages.cut_rows(headers).tolist() == [False, True, True, False, False, False]
 
 
 ROWS = st.lists(
@@ -96,7 +98,7 @@ def test_rewards_are_penalised_then_scaled_then_clipped(rows, scale, clip, longe
         expected = [value / std for value in expected] if std > 1e-8 else expected
     if clip is not None:
         expected = [min(max(value, -clip), clip) for value in expected]
-    got = shaping.rewards([header(r, n, ok) for r, n, ok in rows], options)
+    got = advantages.shaped_rewards([header(r, n, ok) for r, n, ok in rows], options)
     assert got.dtype == torch.float64 and got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -106,8 +108,10 @@ def test_shaped_rewards_follow_their_rows(rows, random) -> None:
     order = list(range(len(rows)))
     random.shuffle(order)
     headers = [header(r, n, ok) for r, n, ok in rows]
-    shuffled = shaping.rewards([headers[i] for i in order], options)
-    assert shuffled.tolist() == pytest.approx(shaping.rewards(headers, options)[order].tolist(), rel=1e-9, abs=1e-9)
+    shuffled = advantages.shaped_rewards([headers[i] for i in order], options)
+    assert shuffled.tolist() == pytest.approx(
+        advantages.shaped_rewards(headers, options)[order].tolist(), rel=1e-9, abs=1e-9
+    )
 
 
 @given(ROWS, st.floats(-1e6, 1e6) | st.just(math.nan))
@@ -115,25 +119,25 @@ def test_the_reward_of_an_unscored_row_is_never_looked_at(rows, garbage) -> None
     options = ShapingConfig(reward_scale="batch_std", resample="pow")
     honest = [header(r, n, ok) for r, n, ok in rows]
     broken = [header(r if ok else garbage, n, ok) for r, n, ok in rows]
-    assert torch.equal(shaping.rewards(honest, options), shaping.rewards(broken, options))
-    assert torch.equal(shaping.repeats(honest, options, 1, 2), shaping.repeats(broken, options, 1, 2))
+    assert torch.equal(advantages.shaped_rewards(honest, options), advantages.shaped_rewards(broken, options))
+    assert torch.equal(advantages.row_repeats(honest, options, 1, 2), advantages.row_repeats(broken, options, 1, 2))
 
 
 def test_the_defaults_change_nothing() -> None:
     headers = [header(1e9, 10_000, finish="length"), header(-0.5)]
     options = ShapingConfig()
-    assert shaping.rewards(headers, options).tolist() == [1e9, -0.5]
-    assert shaping.trains(headers, options).tolist() == [True, True]
-    assert shaping.repeats(headers, options, 0, 0).tolist() == [1.0, 1.0]
-    assert shaping.shaping_metrics(headers, options) == {}
-    assert shaping.shaping_metrics(headers, ShapingConfig(dynamic_sampling=True)) == {}
+    assert advantages.shaped_rewards(headers, options).tolist() == [1e9, -0.5]
+    assert advantages.trainable_rows(headers, options).tolist() == [True, True]
+    assert advantages.row_repeats(headers, options, 0, 0).tolist() == [1.0, 1.0]
+    assert advantages.shaping_metrics(headers, options) == {}
+    assert advantages.shaping_metrics(headers, ShapingConfig(dynamic_sampling=True)) == {}
 
 
 def test_only_what_was_cut_off_for_its_length_is_filtered() -> None:
     headers = [header(finish=reason) for reason in ("stop", "length", "max_turns", "error")]
     options = ShapingConfig(overlong_filter=True)
-    assert shaping.trains(headers, options).tolist() == [True, False, True, True]
-    assert shaping.shaping_metrics(headers, options)["shaping/filtered_fraction"] == 0.25
+    assert advantages.trainable_rows(headers, options).tolist() == [True, False, True, True]
+    assert advantages.shaping_metrics(headers, options)["shaping/filtered_fraction"] == 0.25
 
 
 def verl_weights(values: list[float], method: str, power: float) -> list[float]:
@@ -151,7 +155,7 @@ def verl_weights(values: list[float], method: str, power: float) -> list[float]:
     st.sampled_from([1.0, 2.0, 3.5]),
 )
 def test_resampling_weights(values, method, power) -> None:
-    got = shaping.resample_weights(np.array(values), ShapingConfig(resample=method, resample_power=power))
+    got = advantages.resample_weights(np.array(values), ShapingConfig(resample=method, resample_power=power))
     assert got.tolist() == pytest.approx(verl_weights(values, method, power), abs=1e-7)
 
 
@@ -160,9 +164,9 @@ def test_repeats_are_drawn_by_weight_and_follow_from_seed_and_step(method: str) 
     rewards = [2.0, 1.0, 1.0, -2.0, 0.0]
     headers = [*[header(r) for r in rewards], header(9.0, scored=False)]
     options = ShapingConfig(resample=method)
-    draws = torch.stack([shaping.repeats(headers, options, 3, step) for step in range(4000)])
-    assert torch.equal(draws[17], shaping.repeats(headers, options, 3, 17))
-    assert not torch.equal(draws[:50], torch.stack([shaping.repeats(headers, options, 4, s) for s in range(50)]))
+    draws = torch.stack([advantages.row_repeats(headers, options, 3, step) for step in range(4000)])
+    assert torch.equal(draws[17], advantages.row_repeats(headers, options, 3, 17))
+    assert not torch.equal(draws[:50], torch.stack([advantages.row_repeats(headers, options, 4, s) for s in range(50)]))
     assert (draws[:, :5].sum(1) == 5).all() and (draws[:, 5] == 1).all()
     weights = np.array(verl_weights(rewards, method, 2.0))
     assert draws[:, :5].mean(0).tolist() == pytest.approx((5 * weights / weights.sum()).tolist(), abs=0.1)
@@ -171,23 +175,23 @@ def test_repeats_are_drawn_by_weight_and_follow_from_seed_and_step(method: str) 
 def test_an_infinite_reward_is_left_for_the_loss_to_name() -> None:
     headers = [header(math.inf), header(1.0)]
     options = ShapingConfig(resample="pow", reward_scale="batch_std")
-    assert shaping.rewards(headers, options)[0] == math.inf
-    assert shaping.repeats(headers, options, 0, 0).tolist() == [1.0, 1.0]
+    assert advantages.shaped_rewards(headers, options)[0] == math.inf
+    assert advantages.row_repeats(headers, options, 0, 0).tolist() == [1.0, 1.0]
 
 
 def test_metrics_are_those_of_the_rows_that_were_scored() -> None:
     made = [header(1.0, sampled=12), header(0.5, sampled=4, finish="length"), header(9.0, scored=False)]
     options = ShapingConfig(overlong_max_tokens=10, overlong_cache_tokens=4, overlong_filter=True)
-    assert shaping.shaping_metrics(made, options) == {
+    assert advantages.shaping_metrics(made, options) == {
         "shaping/reward_mean": pytest.approx((0.0 + 0.5) / 2),
         "shaping/overlong_penalty_mean": pytest.approx(-1 / 3),
         "shaping/filtered_fraction": pytest.approx(1 / 3),
     }
-    assert shaping.shaping_metrics(made, ShapingConfig(dynamic_sampling=True, max_refills=3)) == {}
+    assert advantages.shaping_metrics(made, ShapingConfig(dynamic_sampling=True, max_refills=3)) == {}
 
 
 def test_no_scored_row_is_no_error() -> None:
     options = ShapingConfig(resample="max_min", reward_scale="batch_std", reward_clip=1.0)
     headers = [header(scored=False)]
-    assert shaping.rewards(headers, options).tolist() == [0.0]
-    assert shaping.repeats(headers, options, 0, 0).tolist() == [1.0]
+    assert advantages.shaped_rewards(headers, options).tolist() == [0.0]
+    assert advantages.row_repeats(headers, options, 0, 0).tolist() == [1.0]

@@ -9,10 +9,9 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.algorithm import build, load_advantage, load_correction, load_loss
 from rl_async.trainer.algorithms.losses import SelectInputs
 from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.algorithms.user_functions import load_advantage, load_correction, load_loss
 
 HEAD = """
 import torch

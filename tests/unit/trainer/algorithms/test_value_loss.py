@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.algorithms.values import explained_variance, value_loss
+from rl_async.trainer.algorithms.advantages import explained_variance, value_loss
 
 numbers = st.floats(-5, 5)
 

@@ -8,16 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.trainer.backends.megatron.mapping import (
+from rl_async.trainer.megatron.mapping import (
     EMBEDDING,
     OUTPUT,
+    Place,
     Rule,
     Shape,
+    Shard,
     expert_rules,
+    fill,
     layer_rules,
     padded_vocab,
+    parts_of,
 )
-from rl_async.trainer.backends.megatron.slices import Place, Shard, fill, parts_of
 
 HIDDEN, INNER = 10, 12
 

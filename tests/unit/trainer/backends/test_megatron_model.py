@@ -24,7 +24,7 @@ def megatron() -> ModuleType:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from rl_async.trainer.backends.megatron import model as megatron_model
+        from rl_async.trainer.megatron import model as megatron_model
     return megatron_model
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_cannot_share_a_model_are_refused(
 def test_routers_do_not_replay_where_ranks_share_tokens(
     megatron: ModuleType, replay: str, sizes: dict[str, int], replays: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rl_async.trainer.backends.megatron.routing import replays_routers
+    from rl_async.trainer.megatron.backend import replays_routers
 
     shape = megatron.shape_of(Qwen3MoeConfig(**TINY, num_experts=8), "somewhere")
     config = convert({"router_replay": replay}, TrainerConfig)
@@ -113,7 +113,7 @@ def test_routers_do_not_replay_where_ranks_share_tokens(
 
 
 def test_a_dense_model_has_no_routers_to_replay(megatron: ModuleType) -> None:
-    from rl_async.trainer.backends.megatron.routing import replays_routers
+    from rl_async.trainer.megatron.backend import replays_routers
 
     shape = megatron.shape_of(Qwen3Config(**TINY), "somewhere")
     assert not replays_routers(shape, places(tensor=2), TrainerConfig())
@@ -122,7 +122,7 @@ def test_a_dense_model_has_no_routers_to_replay(megatron: ModuleType) -> None:
 
 
 def test_one_rank_of_those_that_train_the_same_rows_records_them(megatron: ModuleType) -> None:
-    from rl_async.trainer.backends.megatron.parallel import Axis, Parallel
+    from rl_async.trainer.megatron.model import Axis, Parallel
 
     def records(tensor: int, context: int, pipeline: int) -> bool:
         ranks = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": 0, "expert": 0}
@@ -134,7 +134,7 @@ def test_one_rank_of_those_that_train_the_same_rows_records_them(megatron: Modul
 
 def places(tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1, context: int = 1) -> Any:
     """The first of so many ranks, without groups."""
-    from rl_async.trainer.backends.megatron.parallel import Axis, Parallel
+    from rl_async.trainer.megatron.model import Axis, Parallel
 
     axes = {
         name: Axis(size, 0, None)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.backends.megatron.attention import shared_places
-from rl_async.trainer.batches.tensors import Tensors
+from rl_async.trainer.megatron.packed_attention import shared_places
+from rl_async.trainer.packing import Tensors
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -44,7 +44,7 @@ def test_padding_counts_as_no_token(ranks: int, multiple: int) -> None:
         pytest.skip("Megatron-Core is not here; install it with pip install 'rl-async[megatron]'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from rl_async.trainer.backends.megatron.passes import pack_rows
+        from rl_async.trainer.megatron.backend import pack_rows
     lengths = [7, 5, 1]
     batch = Tensors(
         tokens=torch.zeros(3, 7, dtype=torch.int64),

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.schedule import learning_rate_factor
+from rl_async.trainer.backend import learning_rate_factor
 
 
 def test_linear_decay_ends_with_the_last_optimizer_step_of_all_epochs() -> None:

@@ -13,12 +13,10 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RowsChanged, RowsLost
 from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader
-from rl_async.trainer.batches.batch import agreed, take_batch
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.data_parallel import pure_data_parallel
-from rl_async.trainer.batches.sources import QueueSource
-from rl_async.trainer.monitoring.stopping import StopRequest
-from rl_async.trainer.step.recorder import Recorder
+from rl_async.trainer.batch_layout import RowCost
+from rl_async.trainer.batches import QueueSource, agreed, take_batch
+from rl_async.trainer.ranks import StopRequest, pure_data_parallel
+from rl_async.trainer.records import Recorder
 from rl_async.transfer_queue.conversations import announced_rows, parcel
 from tests.conftest import make_rows
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_async.trainer.batches.cost import RowCost, row_cost_of
+from rl_async.trainer.batch_layout import RowCost, row_cost_of
 from tests.unit.trainer.model.test_families import COMMON, SPECIAL
 
 

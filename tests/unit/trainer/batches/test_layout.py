@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_async.messages import TrajectoryHeader, Version, VersionRun
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.layout import cost_imbalance, layout, token_imbalance
+from rl_async.trainer.batch_layout import RowCost, cost_imbalance, layout, token_imbalance
 
 
 def header(i: int, tokens: int) -> TrajectoryHeader:

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.trainer.batches.packing import pack
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
-from rl_async.trainer.model import attention
-from rl_async.trainer.model.attention import packed_attention
+from rl_async.trainer import attention
+from rl_async.trainer.attention import packed_attention
+from rl_async.trainer.packing import Tensors, empty_tensors, pack
 from tests.support.rounding import assert_near, rounding
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.batches.partition import imbalance, karmarkar_karp
+from rl_async.trainer.batch_layout import imbalance, karmarkar_karp
 
 
 def spread(sizes: list[int], parts: list[list[int]]) -> int:

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.trainer.batches.packed_tree import pack_tree
-from rl_async.trainer.batches.prefixes import prefix_tree
-from rl_async.trainer.batches.tensors import collate, empty_tensors
+from rl_async.trainer.packing import collate, empty_tensors, pack_tree, prefix_tree
 from tests.conftest import make_rows
 
 ROWS = st.lists(

@@ -8,7 +8,7 @@ import pytest
 
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Done, NotReady, Reserved, Trajectory, TrajectoryHeader
-from rl_async.trainer.batches.sources import QueueSource
+from rl_async.trainer.batches import QueueSource
 
 
 class Queue:

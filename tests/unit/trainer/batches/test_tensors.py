@@ -7,7 +7,7 @@ import torch
 
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
-from rl_async.trainer.batches.tensors import collate
+from rl_async.trainer.packing import collate
 from tests.conftest import make_rows
 
 

@@ -8,7 +8,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.checkpoints.folder import CheckpointSchedule
+from rl_async.trainer.checkpoints import CheckpointSchedule
 
 
 def due(steps: int, every: int, batch_bytes: int, max_bytes: int = 1000) -> list[int]:

@@ -8,18 +8,20 @@ import msgspec
 import pytest
 
 from rl_async.errors import CheckpointDamaged
-from rl_async.trainer.checkpoints.folder import (
+from rl_async.trainer.checkpoints import (
     FORMAT,
     CheckpointState,
     begin,
+    digest,
     drop_unfinished,
+    files_in,
     list_checkpoints,
     newest_whole,
     prune,
     publish,
     temporary_folder,
+    write_manifest,
 )
-from rl_async.trainer.checkpoints.manifest import digest, files_in, write_manifest
 
 SHARD = "shards/shard-00001.safetensors"
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.model_files import experts_of
-from rl_async.trainer.checkpoints.export import SHARDS, WEIGHTS, WHOLE, write_model
-from rl_async.trainer.checkpoints.shards import own_parts, write_shards
-from rl_async.trainer.model.families import FAMILIES
-from rl_async.trainer.model.heads import MODEL_FOLDER, build_headed
+from rl_async.trainer.checkpoints import own_parts, write_shards
+from rl_async.trainer.export import SHARDS, WEIGHTS, WHOLE, write_model
+from rl_async.trainer.families import FAMILIES
+from rl_async.trainer.model import MODEL_FOLDER, build_headed
 from rl_async.weight_sync.experts import PUBLISHED
 from tests.unit.trainer.model.test_families import COMMON, SPECIAL
 

@@ -14,12 +14,18 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.checkpoints.export import SHARDS, export
-from rl_async.trainer.checkpoints.folder import FORMAT, CheckpointState, load_checkpoint, newest_whole
-from rl_async.trainer.checkpoints.saver import Saver
-from rl_async.trainer.checkpoints.shards import MOMENT, write_whole
-from rl_async.trainer.step.models import Models, build_models
+from rl_async.trainer.checkpoints import (
+    FORMAT,
+    MOMENT,
+    CheckpointState,
+    Saver,
+    load_checkpoint,
+    newest_whole,
+    write_whole,
+)
+from rl_async.trainer.export import SHARDS, export
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.models import Models, build_models
 from tests.contracts.trainer.workers.critic import CRITICS, state, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # where a schedule goes on from

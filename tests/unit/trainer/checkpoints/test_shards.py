@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.trainer.checkpoints.shards import MOMENT, Part, StoredShards, write_shards
+from rl_async.trainer.checkpoints import MOMENT, Part, StoredShards, write_shards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from rl_async.configs.schema.finetune import FinetuneConfig
-from rl_async.trainer.finetune.loop import collate, is_measured
-from rl_async.trainer.finetune.resume import keep_lines
-from rl_async.trainer.finetune.rows import ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.finetune.chat_rows import ChatRows, batch_of, steps_per_epoch, total_steps
+from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
 
 
 def rows(*lengths: int) -> ChatRows:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
-from rl_async.trainer.model.families import FAMILIES, why_padded
+from rl_async.trainer.families import FAMILIES, why_padded
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.experts import single
 from tests.support.rounding import (
     allowance,

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import UserError
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.tensors import Tensors, collate
-from rl_async.trainer.model.heads import Head, build_headed
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import Head, build_headed
+from rl_async.trainer.packing import Tensors, collate
 from tests.conftest import make_rows
 from tests.support.pickled import pickled
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.trainer.model.kernels import apply_liger
+from rl_async.trainer.model import apply_liger
 
 
 def test_liger_is_refused_on_a_cpu_and_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

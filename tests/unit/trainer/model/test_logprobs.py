@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.trainer.model.families import LogitForm
-from rl_async.trainer.model.logprobs import Head, head_logits, token_stats
+from rl_async.trainer.families import LogitForm
+from rl_async.trainer.model import LogitHead, head_logits, token_stats
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
 FORMS = [LogitForm(), LogitForm(scale=0.25), LogitForm(softcap=1.5), LogitForm(scale=3.0, softcap=2.0)]
@@ -40,7 +40,12 @@ def test_values_and_gradients_equal_the_dense_ones(
     hidden, weight, bias, targets, temperature = inputs()
     weights = torch.randn(3, ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     got = token_stats(
-        hidden, Head(weight, bias, form), targets, temperature, frozenset(requested), chunk_logits=rows_at_once * VOCAB
+        hidden,
+        LogitHead(weight, bias, form),
+        targets,
+        temperature,
+        frozenset(requested),
+        chunk_logits=rows_at_once * VOCAB,
     )
     logp = dense(hidden, weight, bias, form, temperature)
     expected = {
@@ -66,7 +71,7 @@ def test_values_and_gradients_equal_the_dense_ones(
 @pytest.mark.parametrize("name", ["entropy", "sum_squares"])
 def test_a_loss_of_one_statistic_alone_has_its_gradient(name: str) -> None:
     hidden, weight, bias, targets, temperature = inputs()
-    got = token_stats(hidden, Head(weight, bias, LogitForm()), targets, temperature, frozenset({name}))
+    got = token_stats(hidden, LogitHead(weight, bias, LogitForm()), targets, temperature, frozenset({name}))
     logp = dense(hidden, weight, bias, LogitForm(), temperature)
     expected = -(logp.exp() * logp).sum(-1) if name == "entropy" else (2 * logp).exp().sum(-1)
     one, other = (torch.autograd.grad(x.sum(), hidden)[0] for x in (getattr(got, name), expected))
@@ -76,7 +81,7 @@ def test_a_loss_of_one_statistic_alone_has_its_gradient(name: str) -> None:
 def test_only_what_trains_gets_a_gradient() -> None:
     hidden, weight, _, targets, temperature = inputs()
     weight = weight.detach()
-    token_stats(hidden, Head(weight, None, LogitForm()), targets, temperature).logprobs.sum().backward()
+    token_stats(hidden, LogitHead(weight, None, LogitForm()), targets, temperature).logprobs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -84,7 +89,7 @@ def test_only_what_trains_gets_a_gradient() -> None:
 def test_bfloat16_gives_float32_numbers_and_sums_chunks_in_float32() -> None:
     hidden, weight, _, targets, temperature = inputs(torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    got = token_stats(hidden, Head(weight, None, LogitForm()), targets, temperature.float(), chunk_logits=VOCAB)
+    got = token_stats(hidden, LogitHead(weight, None, LogitForm()), targets, temperature.float(), chunk_logits=VOCAB)
     assert got.logprobs.dtype == torch.float32
     got.logprobs.sum().backward()
     logp = dense(*exact, None, LogitForm(), temperature)  # type: ignore[arg-type]
@@ -98,7 +103,7 @@ def test_bfloat16_gives_float32_numbers_and_sums_chunks_in_float32() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_all_logits_at_once_carry_gradient_too(form: LogitForm) -> None:
     hidden, weight, bias, _, temperature = inputs()
-    one = head_logits(hidden, Head(weight, bias, form), temperature).log_softmax(-1)
+    one = head_logits(hidden, LogitHead(weight, bias, form), temperature).log_softmax(-1)
     other = dense(hidden, weight, bias, form, temperature)
     assert torch.allclose(one, other, atol=1e-12)
     factor = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)

@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import OutputName
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.model.families import FAMILIES
-from rl_async.trainer.model.heads import Head
-from rl_async.trainer.model.kernels import why_prefixes_apart
+from rl_async.trainer.backend import OutputName
+from rl_async.trainer.families import FAMILIES
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import Head, why_prefixes_apart
+from rl_async.trainer.packing import Tensors
 from tests.support.prefixes import loss_of, shared_rows
 from tests.support.rounding import (
     LARGEST,

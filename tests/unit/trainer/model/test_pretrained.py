@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_async.errors import UserError
 from rl_async.model_files import INDEX
-from rl_async.trainer.model.heads import build_headed
-from rl_async.trainer.model.pretrained import ONE_FILE
+from rl_async.trainer.model import build_headed
+from rl_async.trainer.pretrained import ONE_FILE
 from tests.unit.trainer.model.test_families import saved
 
 NORM = "model.layers.1.input_layernorm.weight"

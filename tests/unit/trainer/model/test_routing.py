@@ -16,17 +16,15 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of
 from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.backends.fsdp2.backend import Fsdp2Backend
-from rl_async.trainer.backends.interface import Outputs
-from rl_async.trainer.batches.data_parallel import pure_data_parallel
-from rl_async.trainer.batches.prefixes import prefix_tree
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.model.families import FAMILIES
-from rl_async.trainer.model.routing import REPLAYED, why_not_replayed
-from rl_async.trainer.publishing.canaries import Canary
-from rl_async.trainer.publishing.mismatch import compare
-from rl_async.trainer.step.objective import LossSums
-from rl_async.trainer.step.whole_batch import MicroBatch
+from rl_async.trainer.backend import Outputs
+from rl_async.trainer.batches import MicroBatch
+from rl_async.trainer.families import FAMILIES
+from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.trainer.model import REPLAYED, why_not_replayed
+from rl_async.trainer.packing import Tensors, prefix_tree
+from rl_async.trainer.publishing import Canary, compare
+from rl_async.trainer.ranks import pure_data_parallel
+from rl_async.trainer.update import LossSums
 from tests.support.prefixes import loss_of, shared_rows
 from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
 from tests.support.sparse import sparse_model

@@ -9,7 +9,7 @@ import pytest
 from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
-from rl_async.trainer.monitoring.engine_loads import EngineLoads, Observation, engine_metrics
+from rl_async.trainer.monitoring import EngineLoads, Observation, engine_metrics
 
 
 def load(running: int, sampled: int = 0, *, looked_up: int = 0, found: int = 0, preemptions: int = 0) -> EngineLoad:

@@ -10,8 +10,8 @@ import pytest
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import GuardConfig
 from rl_async.errors import PolicyDrifted
-from rl_async.trainer.monitoring.guard import Guard, GuardAction
-from rl_async.trainer.step.run import Run
+from rl_async.trainer.guard import Guard, GuardAction
+from rl_async.trainer.run import Run
 
 IN = {"correction/ess": 0.9, "correction/k3": 0.01}
 LOW_ESS = {"correction/ess": 0.1, "correction/k3": 0.01}

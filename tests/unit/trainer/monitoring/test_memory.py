@@ -9,7 +9,7 @@ import torch
 
 from rl_async.errors import OutOfMemory
 from rl_async.process.run_files import DeviceBudget, Holder, Stage
-from rl_async.trainer.monitoring.memory import STAGES, DeviceMeter, HostMeter, MemoryWatch
+from rl_async.trainer.monitoring import STAGES, DeviceMeter, HostMeter, MemoryWatch
 
 MIB = 1 << 20
 

@@ -9,9 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from rl_async.process.run_files import Phase
-from rl_async.trainer.monitoring import profiling
-from rl_async.trainer.monitoring.profile_request import traces, write_request
-from rl_async.trainer.monitoring.profiling import StepProfiler
+from rl_async.trainer import monitoring
+from rl_async.trainer.monitoring import StepProfiler
+from rl_async.trainer.profile_request import traces, write_request
 
 PHASES: tuple[Phase, ...] = ("waiting for a batch", "training", "reporting")
 
@@ -90,7 +90,7 @@ def test_on_a_device_allocations_are_written_and_phases_are_ranges_in_every_step
 ) -> None:
     device = FakeDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda name: {"cuda": device}[name])
-    monkeypatch.setattr(profiling, "supported_activities", lambda: {ProfilerActivity.CPU})
+    monkeypatch.setattr(monitoring, "supported_activities", lambda: {ProfilerActivity.CPU})
     profiler = StepProfiler(tmp_path, 0, [1], "cuda")
     ranges = [call for phase in PHASES for call in (f"push {phase}", "pop")]
     for step in range(3):

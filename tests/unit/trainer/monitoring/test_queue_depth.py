@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from rl_async.messages import StatusReport, Version
-from rl_async.trainer.monitoring.queue_depth import QueueDepth
+from rl_async.trainer.monitoring import QueueDepth
 
 
 class Queue:

@@ -17,9 +17,15 @@ from rl_async.messages import Trajectory
 from rl_async.recording import read_trajectories, write_trajectories
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.batches.sources import RecordedSource
-from rl_async.trainer.monitoring.records import append_evaluation, append_trained, next_lineage, require_newest
-from rl_async.trainer.step.explanation import TokenOutcomes, explain
+from rl_async.trainer.batches import RecordedSource
+from rl_async.trainer.records import (
+    TokenOutcomes,
+    append_evaluation,
+    append_trained,
+    explain,
+    next_lineage,
+    require_newest,
+)
 from tests.conftest import make_rows
 
 

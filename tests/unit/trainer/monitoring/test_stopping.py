@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_async.trainer.monitoring.stopping import StopRequest
+from rl_async.trainer.ranks import StopRequest
 
 
 @pytest.fixture

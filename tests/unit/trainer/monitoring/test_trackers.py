@@ -10,7 +10,7 @@ import pytest
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig, TrackerName, TrackingConfig
 from rl_async.errors import ConfigError
-from rl_async.trainer.monitoring.trackers import TRACKERS, Destination, Tracking, mlflow_name
+from rl_async.trainer.trackers import TRACKERS, Destination, Tracking, mlflow_name
 
 
 def config(*backends: str) -> RunConfig:

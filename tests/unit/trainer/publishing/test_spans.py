@@ -6,7 +6,7 @@ import pytest
 
 from rl_async import tracing
 from rl_async.messages import Version
-from rl_async.trainer.publishing.spans import EngineUpdates, of_publication
+from rl_async.trainer.publishing import EngineUpdates, of_publication
 from rl_async.weight_sync.protocol import SyncReport
 from rl_async.weight_sync.wave import CUT_OFF
 

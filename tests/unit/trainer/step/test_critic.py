@@ -13,15 +13,13 @@ from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.algorithms.advantages import AdvantageInputs
+from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
 from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.algorithms.values import gae
-from rl_async.trainer.backends.interface import Backend, LossFn, Outputs
-from rl_async.trainer.backends.schedule import learning_rate_factor
-from rl_async.trainer.batches.data_parallel import DataParallel
-from rl_async.trainer.batches.tensors import Tensors, empty_tensors
-from rl_async.trainer.step.critic import CriticUpdate, critic_training, critic_update, policy_training
-from rl_async.trainer.step.whole_batch import MicroBatch
+from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
+from rl_async.trainer.batches import MicroBatch
+from rl_async.trainer.models import CriticUpdate, critic_training, critic_update, policy_training
+from rl_async.trainer.packing import Tensors, empty_tensors
+from rl_async.trainer.ranks import DataParallel
 
 ROWS, WIDTH = 6, 5
 PACKED = Rows(torch.full((ROWS,), WIDTH))

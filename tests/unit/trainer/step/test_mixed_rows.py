@@ -18,17 +18,16 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.algorithms.advantages import AdvantageInputs
-from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.algorithm import build, padded_estimator
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.losses import LOSSES
-from rl_async.trainer.algorithms.user_functions import padded_estimator
-from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.data_parallel import pure_data_parallel
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.step.models import Models
-from rl_async.trainer.step.update import Updated, update
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.batch_layout import RowCost
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.models import Models
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.ranks import pure_data_parallel
+from rl_async.trainer.update import Updated, update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -7,7 +7,7 @@ import pytest
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.trainer.step.models import build_models
+from rl_async.trainer.models import build_models
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

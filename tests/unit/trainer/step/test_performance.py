@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl_async.trainer.batches.batch import Batch
-from rl_async.trainer.batches.cost import row_cost_of
-from rl_async.trainer.batches.layout import MiniBatch
-from rl_async.trainer.step.models import Models
-from rl_async.trainer.step.performance import compute_rates, model_flops, peak_flops
+from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
+from rl_async.trainer.batches import Batch
+from rl_async.trainer.models import Models, compute_rates, model_flops, peak_flops
 
 LENGTHS = (100, 60, 40)
 QWEN = SimpleNamespace(  # Qwen2.5-0.5B

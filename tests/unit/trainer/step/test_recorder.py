@@ -10,13 +10,12 @@ import torch
 
 from rl_async.messages import Trajectory
 from rl_async.recording import read_trajectories, trained_file, write_trajectories
+from rl_async.trainer import records as module
 from rl_async.trainer.algorithms.correction import Corrected
 from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.batches.batch import Batch
-from rl_async.trainer.monitoring.evaluation import FinishedEvaluation
-from rl_async.trainer.step import recorder as module
-from rl_async.trainer.step.explanation import TokenOutcomes
-from rl_async.trainer.step.recorder import IN_FLIGHT, Recorder
+from rl_async.trainer.batches import Batch
+from rl_async.trainer.evaluator import FinishedEvaluation
+from rl_async.trainer.records import IN_FLIGHT, Recorder, TokenOutcomes
 from tests.conftest import make_rows
 
 

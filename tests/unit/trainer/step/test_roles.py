@@ -15,10 +15,9 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn, episode_rewards, has_signal, role_rewards
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, EPSILON, AdvantageInputs
-from rl_async.trainer.batches.batch import Batch
-from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
-from rl_async.trainer.step.objective import Precomputed
-from rl_async.trainer.step.update import advantage_inputs, require_rewards
+from rl_async.trainer.batches import Batch
+from rl_async.trainer.train import batch_metrics, conversation_metrics, conversation_sums
+from rl_async.trainer.update import Precomputed, advantage_inputs, require_rewards
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
 

@@ -9,8 +9,8 @@ import pytest
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.messages import Version
-from rl_async.trainer.monitoring.records import append_evaluation
-from rl_async.trainer.step.run import Run
+from rl_async.trainer.records import append_evaluation
+from rl_async.trainer.run import Run
 
 
 class Begun:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rl_async.messages import ToolCall, Turn, episode_rewards
-from rl_async.trainer.step.metrics import batch_metrics, conversation_metrics, conversation_sums
+from rl_async.trainer.train import batch_metrics, conversation_metrics, conversation_sums
 from tests.conftest import make_rows
 
 

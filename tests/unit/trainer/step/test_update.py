@@ -16,19 +16,17 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Trajectory, Turn
-from rl_async.trainer.algorithms import shaping
+from rl_async.trainer.algorithms import advantages
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from rl_async.trainer.algorithms.algorithm import build
-from rl_async.trainer.algorithms.user_functions import padded_estimator
-from rl_async.trainer.backends.interface import LossFn, Outputs
-from rl_async.trainer.batches.batch import Batch, plan_batch
-from rl_async.trainer.batches.cost import RowCost
-from rl_async.trainer.batches.data_parallel import pure_data_parallel
-from rl_async.trainer.batches.tensors import Tensors
-from rl_async.trainer.step.explanation import explain
-from rl_async.trainer.step.models import Models
-from rl_async.trainer.step.objective import Precomputed
-from rl_async.trainer.step.update import Updated, advantage_inputs, penalised, update
+from rl_async.trainer.algorithms.algorithm import build, padded_estimator
+from rl_async.trainer.backend import LossFn, Outputs
+from rl_async.trainer.batch_layout import RowCost
+from rl_async.trainer.batches import Batch, plan_batch
+from rl_async.trainer.models import Models
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.ranks import pure_data_parallel
+from rl_async.trainer.records import explain
+from rl_async.trainer.update import Precomputed, Updated, advantage_inputs, penalised, update
 from tests.conftest import VOCAB, make_rows
 from tests.support.batches import whole_batch
 from tests.support.rounding import assert_near, rounding
@@ -144,10 +142,10 @@ def test_shaped_rewards_repeats_and_filtered_rows_reach_the_gradient() -> None:
     algorithm = AlgorithmConfig(loss="reinforce", correction="disabled", aggregation="token-sum", shaping=options)
     policy, updated = train(rows, algorithm)
     headers = [row.header() for row in rows]
-    counts = shaping.repeats(headers, options, 0, 0).tolist()
+    counts = advantages.row_repeats(headers, options, 0, 0).tolist()
     assert len(set(counts)) > 2
     expected = plain_step(
-        rows, shaping.rewards(headers, options).tolist(), counts, [r.finish_reason != "length" for r in rows]
+        rows, advantages.shaped_rewards(headers, options).tolist(), counts, [r.finish_reason != "length" for r in rows]
     )
     # The table is float64, but the loss's parts are float32: a token's update is a sum over its places.
     moved = (expected + 4.0).abs().max().item()

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from rl_async.messages import Turn, Version, VersionRun
 from rl_async.trainer.algorithms.rows import on_tokens
-from rl_async.trainer.batches.batch import Batch
-from rl_async.trainer.batches.data_parallel import DataParallel
-from rl_async.trainer.batches.layout import MiniBatch
-from rl_async.trainer.step.whole_batch import assemble
+from rl_async.trainer.batch_layout import MiniBatch
+from rl_async.trainer.batches import Batch, assemble
+from rl_async.trainer.ranks import DataParallel
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
 

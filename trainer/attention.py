@@ -1,0 +1,398 @@
+"""Causal attention among packed rows, for Transformers' models: on one rank, over a tree, and over several ranks.
+
+No sequence can see another. On a GPU in bfloat16 one call of PyTorch's FlashAttention serves the whole packed row.
+Elsewhere equally long sequences, which stand side by side (``packing.Packed``), are a view [sequences, length] of the
+row, and one call of fused attention serves each such group: no padding, no copy, no mask over the whole row.
+
+*A tree of prefixes* (``packing.PrefixTree``): a token sees those on its path from the root. ``merged`` attends in
+parts, and never copies shared tokens. Each node attends causally to itself, and all descendants of a node, which
+follow it, attend to all of it: one call without a mask over views of the packed row. The parts are put together by
+the logarithms of their sums of exponentials, as in ring attention (arXiv:2310.01889, section 3.1), and so is the
+backward pass: a part's gradient follows from the whole output and the whole sum. ``copied`` gives each node the keys
+of its path from the root, copied, and a mask. It serves the cases that PyTorch's fused kernel for CPUs cannot:
+windows, capped scores, values that are not as wide as keys.
+
+*Ranks that share each packed row*: DeepSpeed-Ulysses (arXiv:2309.14509). Each of S ranks holds N / S tokens of a row
+of N, for everything that a token does by itself. Around attention an all-to-all exchanges sequence for heads, so that
+every rank attends over the whole row with 1 / S of the heads, and a second one goes back:
+
+    [heads, N / S] ──> to_heads ──> [heads / S, N] ──> attention ──> to_sequence ──> [heads, N / S]
+
+Results for tokens (log-probabilities, entropies, values) are gathered, so that all S ranks compute the same loss L
+from the same numbers of the whole row, and nothing after the forward pass is aware of the exchange: losses of whole
+sequences, means over tokens and returns need no change. Why the gradient is right: ``gathered`` passes to each rank
+dL / d(its own outputs) alone, so over the S ranks L is counted once, and every exchange passes gradients back to the
+rank whose tokens they belong to. A rank's gradient of a weight is then the part of dL / dw that goes through its
+tokens and its heads, and dL / dw is the sum over ranks. FSDP adds up exactly that over all ranks, those of one row
+and those of different rows alike: no factor depends on S. The transpose of a plain all-gather would add up S equal
+losses, each of which would have to be divided by S.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from rl_async.torch_shared import Attend, has_flash_attention, windowed
+from rl_async.trainer.packing import TreeCalls
+from rl_async.trainer.ranks import DataParallel, adjacent_and_strided, pure_data_parallel
+
+NAME = "rl_async_packed"
+Groups = tuple[tuple[int, int], ...]  # (length, sequences)
+KERNEL_HEAD_DIM = 256  # FlashAttention's largest
+_kernel: Any = varlen_attn
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # then fewer key heads are refused without it
+    _kernel = partial(varlen_attn, enable_gqa=True)
+UNKNOWN = ("s_aux", "position_bias")  # would change the result, and are not computed here
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_groups: Groups | None = None,
+    packed_tree: TreeCalls | None = None,
+    packed_borders: Tensor | None = None,
+    sharing_ranks: dist.ProcessGroup | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention of [1, heads, N, D], and its result [1, N, heads, D], as ``AttentionInterface`` calls it.
+
+    A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
+    scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
+    tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree`` sequences
+    share what they begin with (``tree_attention.py``). Raises ValueError when the model asks for anything else, so that
+    none is computed wrongly.
+    """
+    asked = [name for name in UNKNOWN if options.get(name) is not None]
+    if (
+        (packed_groups is None or packed_borders is None) == (packed_tree is None)
+        or attention_mask is not None
+        or not getattr(module, "is_causal", False)
+        or asked
+    ):
+        raise ValueError(
+            f"packed attention of {type(module).__name__} needs packed rows or a tree of them, and causal attention "
+            f"without a mask, and has none of {asked or UNKNOWN}; leave the model's kind out of "
+            "trainer/families.py"
+        )
+    if packed_tree is not None:
+        return _of_tree(query, key, value, packed_tree, scaling, sliding_window, softcap)[None], None
+    assert packed_groups is not None and packed_borders is not None
+    if sharing_ranks is not None:
+        query, key, value = (to_heads(x, sharing_ranks) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    if softcap is None and _has_kernel(query, value):
+        longest = max(length for length, _ in packed_groups)
+        back = -1 if sliding_window is None else sliding_window - 1
+        borders = (packed_borders, packed_borders, longest, longest)
+        attended = _kernel(query, key, value, *borders, scale=scaling, window_size=(back, 0))[None]
+    else:
+        attended = _by_groups(query, key, value, packed_groups, scaling, sliding_window, softcap)[None]
+    return attended if sharing_ranks is None else to_sequence(attended, sharing_ranks), None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention for rows of several sequences takes such heads, [N, heads, D]."""
+    size = query.shape[-1]
+    return (
+        has_flash_attention(query.device)
+        and query.dtype == torch.bfloat16
+        and size == value.shape[-1]
+        and size <= KERNEL_HEAD_DIM
+        and size % 8 == 0
+    )
+
+
+def _by_groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Groups,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[N, heads, D] of a packed row, a call for each group of equally long sequences."""
+    sizes = [length * sequences for length, sequences in groups]
+    outputs = []
+    for (length, sequences), *parts in zip(
+        groups, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (sequences, length)).transpose(1, 2) for part in parts)
+        outputs.append(_attended(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def _of_tree(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TreeCalls,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[N, heads, D] of [1, heads, N, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = None if window is None or tree.longest <= window else window
+    if window is None and softcap is None and can_merge(q, v):
+        return merged(q, k, v, tree, scaling)
+
+    return copied(q, k, v, tree, window, partial(_masked, scaling=scaling, softcap=softcap))
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of whole sequences, [B, heads, L, D]."""
+    if window is not None and window < q.shape[2]:
+        return windowed(q, k, v, window, partial(_masked, scaling=scaling, softcap=softcap))
+    return _masked(q, k, v, None, scaling=scaling, softcap=softcap)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, *, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """``sees``: bool [L, S], what each token sees; None: all up to itself."""
+    return _fused(q, k, v, sees, scaling) if softcap is None else _capped(q, k, v, sees, scaling, softcap)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None) -> Tensor:
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=sees, is_causal=sees is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+    """[B, heads, L, D] with every score in memory, [B, heads, L, S]: no fused kernel of PyTorch's caps them."""
+    length, repeats = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if sees is None:
+        sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v
+
+
+AttentionInterface.register(NAME, packed_attention)
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, window: int | None, attend: Attend) -> Tensor:
+    """Attention of [N, heads, D], and its result [N, heads, D]."""
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    tokens, parts = [], []
+    for queries, keys in calls.paths:
+        here_q, there_k, there_v = (_gathered(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
+        part = windowed(here_q, there_k, there_v, window, attend)
+        tokens.append(queries.flatten())
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+    return out.index_copy(0, torch.cat(tokens), torch.cat(parts))
+
+
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    """[S, heads, L, D] of [N, heads, D] by an index [S, L]."""
+    return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+
+
+def can_merge(q: Tensor, v: Tensor) -> bool:
+    """Whether ``merged`` serves these: PyTorch's fused kernel for CPUs does."""
+    return q.shape[-1] == v.shape[-1]
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
+    """The same, of queries [N, heads, D] and as many or fewer heads of keys and values."""
+    result: Tensor = _Merged.apply(q, k, v, calls, scaling)
+    return result
+
+
+class _Merged(torch.autograd.Function):
+    """Queries that share a head of keys stand side by side, [key heads, N * queries per key, D], so that their calls
+    over a node are one, and a slice of tokens is a view."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
+        total = torch.promote_types(q.dtype, torch.float32)
+        folded, keys, values = _fold(q, k.shape[1]), k.transpose(0, 1), v.transpose(0, 1)
+        repeats = q.shape[1] // k.shape[1]
+        out = torch.empty(*q.shape, dtype=total)
+        sums = torch.empty(q.shape[:2], dtype=total)
+        for length, index in calls.own:
+            part, part_sums = _forward(*_own(length, index, q, k, v), is_causal=True, scale=scaling)
+            out[index] = part.transpose(1, 2).flatten(0, 1).to(total)
+            sums[index] = part_sums.transpose(1, 2).flatten(0, 1).to(total)
+        out, sums = _fold(out, k.shape[1]), _fold(sums[..., None], k.shape[1])
+        for start, stop, end in calls.over:
+            rows = slice(stop * repeats, end * repeats)
+            part, part_sums = _forward(
+                folded[None, :, rows], keys[None, :, start:stop], values[None, :, start:stop], scale=scaling
+            )
+            part_sums = part_sums[0, :, :, None]
+            whole = torch.logaddexp(sums[:, rows], part_sums)
+            out[:, rows] *= (sums[:, rows] - whole).exp_()
+            out[:, rows] += part[0] * (part_sums - whole).exp_()
+            sums[:, rows] = whole
+        out = _unfold(out, repeats).to(q.dtype)
+        ctx.calls, ctx.scaling = calls, scaling
+        ctx.save_for_backward(q, k, v, out, _unfold(sums, repeats)[..., 0])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        (grad,), calls, scaling = grads, ctx.calls, ctx.scaling
+        total, heads, repeats = torch.promote_types(q.dtype, torch.float32), k.shape[1], q.shape[1] // k.shape[1]
+        d_q, d_k, d_v = (torch.zeros(x.shape, dtype=total) for x in (q, k, v))
+        for length, index in calls.own:
+            around = (_rows(x, length, index) for x in (grad, out, sums[..., None]))
+            upstream, result, logs = around
+            by_q, by_k, by_v = _backward(
+                upstream, *_own(length, index, q, k, v), result, logs[..., 0], 0.0, True, scale=scaling
+            )
+            d_q[index] = by_q.transpose(1, 2).flatten(0, 1).to(total)
+            for whole, part in ((d_k, by_k), (d_v, by_v)):
+                shared = part.unflatten(1, (heads, repeats)).sum(2, dtype=total)
+                whole[index] = shared.transpose(1, 2).flatten(0, 1)
+        folded, upstream, result, logs, by_queries = (_fold(x, heads) for x in (q, grad, out, sums[..., None], d_q))
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        for start, stop, end in calls.over:
+            rows = slice(stop * repeats, end * repeats)
+            of_queries = (x[None, :, rows] for x in (folded, result, upstream))
+            queries, attended, slope = of_queries
+            of_keys = keys[None, :, start:stop], values[None, :, start:stop]
+            by_q, by_k, by_v = _backward(
+                slope, queries, *of_keys, attended, logs[None, :, rows, 0], 0.0, False, scale=scaling
+            )
+            by_queries[:, rows] += by_q[0]
+            d_k[start:stop] += by_k[0].transpose(0, 1)
+            d_v[start:stop] += by_v[0].transpose(0, 1)
+        return _unfold(by_queries, repeats).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """[N, heads * repeats, D] to [heads, N * repeats, D], contiguous."""
+    return x.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _unfold(x: Tensor, repeats: int) -> Tensor:
+    """Undo ``_fold``."""
+    return x.unflatten(1, (-1, repeats)).transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _rows(x: Tensor, length: int, index: Tensor) -> Tensor:
+    """Nodes of one length, [S, heads, length, ...], of [N, heads, ...]."""
+    return x.index_select(0, index).unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _own(length: int, index: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    """Queries, keys and values of nodes of one length, each head of keys for each of its queries."""
+    yield _rows(q, length, index)
+    for x in (k, v):
+        yield _rows(x, length, index).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share each packed row: which of them this is, how many there are, and their group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def join_groups(size: int, timeout_s: float) -> tuple[DataParallel, Sharing | None]:
+    """Let runs of ``size`` adjacent processes share rows, as one data-parallel rank each. A collective.
+
+    The second result is None if every process has rows of its own.
+
+    Exchanges wait no longer than ``timeout_s``. ``size`` divides the number of ranks.
+    """
+    if size == 1:
+        return pure_data_parallel(), None
+    inside, across = adjacent_and_strided(size, timeout_s)
+    number, place = divmod(dist.get_rank(), size)
+    data_parallel = DataParallel(number, dist.get_world_size() // size, is_recorder=place == 0, group=across)
+    return data_parallel, Sharing(place, size, inside)
+
+
+def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's tokens of all heads [1, heads, n, D] to the whole row's of its heads, [1, heads / S, N, D].
+
+    Heads that S does not divide are repeated, each as often as it takes: with grouped queries a rank needs a copy of
+    those of the keys that its queries look at. S divides the heads of the queries, so each rank's go together still.
+    """
+    size = group.size()
+    heads = x.shape[1]
+    x = x.repeat_interleave(math.lcm(heads, size) // heads, 1)
+    by_rank = x[0].unflatten(0, (size, -1))  # [S, heads / S, n, D]
+    return _swapped(by_rank, group).transpose(0, 1).flatten(1, 2)[None]
+
+
+def to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What this rank's heads found for the whole row [1, N, heads / S, D] to what all found for its tokens,
+    [1, n, heads, D]."""
+    by_rank = x[0].unflatten(0, (group.size(), -1))  # [S, n, heads / S, D]
+    return _swapped(by_rank, group).transpose(0, 1).flatten(1, 2)[None]
+
+
+def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's part [n, ...] one after another, [N, ...]; the gradient is that of this rank's own part."""
+    whole: Tensor = _Gather.apply(part, group)
+    return whole
+
+
+def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[S, ...]: x[r] goes to rank r, and result[r] came from it. It is its own transpose."""
+    result: Tensor = _Swap.apply(x, group)
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchange(grads[0], ctx.group), None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.length = group.rank(), len(part)
+        whole = part.new_empty(group.size() * len(part), *part.shape[1:])
+        dist.all_gather(list(whole.split(len(part))), part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(0, ctx.rank * ctx.length, ctx.length), None

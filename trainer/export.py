@@ -1,0 +1,235 @@
+"""Writes what other tools read: a checkpoint as Hugging Face safetensors, and adapters in PEFT's format.
+
+adapter/adapter_config.json, adapter_model.safetensors    as PEFT and vLLM read them
+adapter/base.json                                         the base's folder and the digest of each of its weight files
+"""
+
+import glob
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rl_async.configs.schema.trainer import LoraConfig
+from rl_async.errors import CheckpointDamaged, UserError
+from rl_async.files import GENERATION_CONFIG, UNDECODABLE, written_whole
+from rl_async.trainer.checkpoints import (
+    MOMENT,
+    FileDigest,
+    StoredShards,
+    damage_of,
+    digest,
+    list_checkpoints,
+    write_tensors,
+    write_whole,
+)
+from rl_async.trainer.lora import NAMES
+from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE
+from rl_async.trainer.pretrained import StoredWeights
+from rl_async.weight_sync.buckets.adapters import add
+
+SHARDS = "shards"
+WEIGHTS = "lm."  # prefix of the language model's parameters
+WHOLE = "model.safetensors"
+
+
+def write_described(folder: Path, config: Any, tokenizer: str | None, complete: bool) -> None:
+    """Write what other tools read beside the shards of ``folder``: a Hugging Face folder, and a value head if there is
+    one.
+
+    ``config`` is the model's; ``tokenizer`` is the folder of the tokenizer and of the generation config to copy, None
+    for a model without logits.
+    Unless ``complete`` the folder has no weights. Not a collective. Raises UserError as ``write_model`` does.
+    """
+    target = folder / MODEL_FOLDER
+    config.save_pretrained(target)
+    if tokenizer is not None:
+        copy_text_files(Path(tokenizer), target)
+    if complete:
+        write_model(folder)
+    shards = StoredShards(folder / SHARDS)
+    names = [name for name in shards.sizes if name.startswith(VALUE_HEAD) and MOMENT not in name]
+    if names:  # not in the model's folder, from which engines load every tensor
+        save_file({name.removeprefix(VALUE_HEAD): shards.whole(name) for name in names}, folder / VALUE_HEAD_FILE)
+
+
+def copy_text_files(source: Path, target: Path) -> None:
+    """Copy what a model needs to read and write text: its tokenizer, and its generation config, which may name more
+    tokens that end a turn than the tokenizer does."""
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(target)
+    if (source / GENERATION_CONFIG).is_file():
+        shutil.copy(source / GENERATION_CONFIG, target)
+
+
+def write_model(folder: Path, target: Path | None = None) -> None:
+    """Write the language model's weights to ``target``, by default beside the config in ``folder``'s Hugging Face
+    folder.
+
+    Adapters are merged into their base. Not a collective. Raises UserError if the base's weights have changed.
+    """
+    target = target or folder / MODEL_FOLDER / WHOLE
+    if (folder / ADAPTER_FOLDER).is_dir():
+        write_merged(folder / ADAPTER_FOLDER, target)
+    else:
+        config = json.loads((folder / MODEL_FOLDER / "config.json").read_text())
+        write_whole(folder / SHARDS, target, _hf_name, config["model_type"])
+
+
+def _hf_name(name: str) -> str | None:
+    return name.removeprefix(WEIGHTS) if name.startswith(WEIGHTS) and MOMENT not in name else None
+
+
+def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> int:
+    """Write the Hugging Face folder ``out`` from the checkpoint of ``step``, by default the newest; return the step.
+
+    ``part`` is the model's folder within the checkpoint: ``.`` for the policy, ``critic`` for a critic with a model of
+    its own, whose value head is copied too. Raises UserError if there is no such checkpoint, it is damaged, or ``out``
+    exists.
+    """
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}")
+    found = {int(path.name.rpartition("-")[2]): path for path in list_checkpoints(run / "checkpoints")}
+    chosen = max(found, default=None) if step is None else step
+    if chosen is None or chosen not in found:
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise UserError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {there}")
+    folder = found[chosen]
+    if wrong := damage_of(folder):
+        raise UserError(f"checkpoint {folder} is damaged: {wrong}; choose another with --step")
+    if not (folder / part / MODEL_FOLDER).is_dir():
+        raise UserError(f"checkpoint {folder} has no model in {part}")
+    if out.exists():
+        raise UserError(f"{out} exists; name a folder that does not exist yet")
+    for left in out.parent.glob(f".{glob.escape(out.name)}.[0-9]*"):
+        shutil.rmtree(left)  # whole weights, of an export that was killed
+    with written_whole(out) as temporary:
+        shutil.copytree(folder / part / MODEL_FOLDER, temporary)
+        if not (temporary / WHOLE).is_file():
+            write_model(folder / part, temporary / WHOLE)
+        if part != "." and (folder / part / VALUE_HEAD_FILE).is_file():
+            shutil.copy(folder / part / VALUE_HEAD_FILE, temporary)
+    return chosen
+
+
+ADAPTER_FOLDER = "adapter"
+CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+OURS, PEFTS = "lm.", "base_model.model."  # prefixes of the model's modules
+WEIGHT = ".weight"
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The base of adapters: a model's folder, and the digest of each of its weight files."""
+
+    path: str
+    files: dict[str, FileDigest]
+
+
+def base_of(path: str) -> Base:
+    """Describe the model in ``path``, reading its weight files. Raises UserError if there are none."""
+    stored = StoredWeights(Path(path), "trainer.lora")
+    return Base(str(Path(path).absolute()), {file.name: digest(file) for file in stored.files})
+
+
+def write_adapter(folder: Path, shards: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
+    """Assemble the adapters of ``shards`` in ``folder``'s adapter folder, in PEFT's format. Not a collective."""
+    target = folder / ADAPTER_FOLDER
+    target.mkdir(exist_ok=True)
+    write_whole(shards, target / TENSORS, _peft_name)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.path,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    } | _kind(config, targets)
+    (target / CONFIG).write_text(json.dumps(described, indent=2))
+    (target / BASE).write_bytes(msgspec.json.encode(base))
+
+
+def require_whole(folder: Path) -> None:
+    """Raise UserError if the checkpoint ``folder`` holds adapters instead of whole weights."""
+    if (folder / ADAPTER_FOLDER).is_dir():
+        raise UserError(
+            f"{folder} holds only adapters; set trainer.lora as in that run, or start from `rl-async export`'s model"
+        )
+
+
+def require_adapters(folder: Path, base: Base, config: LoraConfig, targets: list[str]) -> None:
+    """Raise UserError unless the checkpoint ``folder`` holds adapters of this kind for this base."""
+    file = folder / ADAPTER_FOLDER / BASE
+    if not file.is_file():
+        raise UserError(f"{folder} holds whole weights, not adapters; omit trainer.lora, or start a new run from it")
+    if read_base(file).files != base.files:
+        raise UserError(
+            f"{folder}: its adapters were trained on {read_base(file).path}, but {base.path} has other weights; set "
+            "model.path as in that run"
+        )
+    described = json.loads((folder / ADAPTER_FOLDER / CONFIG).read_text())
+    changed = [key for key, value in _kind(config, targets).items() if described[key] != value]
+    if changed:
+        raise UserError(f"{folder}: its adapters differ in {', '.join(changed)}; set trainer.lora as in that run")
+
+
+def read_base(file: Path) -> Base:
+    """Read ``base.json``. Raises CheckpointDamaged if it is malformed."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Base)
+    except UNDECODABLE as error:
+        raise CheckpointDamaged(f"{file}: {error}") from error
+
+
+def write_merged(adapter: Path, target: Path) -> None:
+    """Write the base's tensors with adapters added, under their names and in their dtype, one at a time.
+
+    Raises UserError if the base's weights have changed since the adapters were trained.
+    """
+    base = read_base(adapter / BASE)
+    if base_of(base.path).files != base.files:
+        raise UserError(f"{base.path} no longer has the weights on which the adapters in {adapter} were trained")
+    described = json.loads((adapter / CONFIG).read_text())
+    scale = LoraConfig(rank=described["r"], alpha=described["lora_alpha"]).scale
+    parts = load_file(adapter / TENSORS)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(Path(base.path) / name, framework="pt")) for name in base.files]
+        where = {name: file for file in files for name in list(file.keys())}
+        sizes = {}
+        for name, file in where.items():
+            piece = file.get_slice(name)
+            sizes[name] = (piece.get_dtype(), piece.get_shape())
+        unknown = [n for key in parts if (n := _module(key) + WEIGHT) not in where]
+        if unknown:
+            raise UserError(f"{base.path} has no tensor {unknown[0]}, for which {adapter} has an adapter")
+
+        def tensors() -> Iterator[Tensor]:
+            for name, file in where.items():
+                key = PEFTS + name.removesuffix(WEIGHT)
+                weight = file.get_tensor(name)
+                low, high = (parts.get(key + ending) for ending in (".lora_A.weight", ".lora_B.weight"))
+                yield weight if low is None or high is None else add(weight, low, high, scale)
+
+        write_tensors(target, sizes, tensors())
+
+
+def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
+    """Return the settings that two sets of adapters must share to continue one another, under PEFT's names."""
+    return {"r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
+
+
+def _module(key: str) -> str:
+    """Return the layer to which a tensor of PEFT's file belongs."""
+    return key.removeprefix(PEFTS).rpartition(".lora_")[0]
+
+
+def _peft_name(name: str) -> str | None:
+    """Map a tensor's name in our shards to that in PEFT's file; None unless it belongs to an adapter."""
+    if not name.endswith(NAMES):
+        return None
+    return PEFTS + name.removeprefix(OURS).replace(".default.weight", ".weight")

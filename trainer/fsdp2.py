@@ -1,0 +1,336 @@
+"""The FSDP2 backend: a model with its heads under ``fully_shard``, on gloo or NCCL, on any number of ranks.
+
+Ranks may hold replicas (HSDP) or share rows. Layers are wrapped for recomputation and compiled before they are sharded.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.torch_shared import to_host
+from rl_async.trainer import attention as packed_attention
+from rl_async.trainer.attention import join_groups
+from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
+from rl_async.trainer.batch_layout import row_cost_of
+from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
+from rl_async.trainer.export import (
+    SHARDS,
+    WEIGHTS,
+    base_of,
+    require_adapters,
+    require_whole,
+    write_adapter,
+    write_described,
+)
+from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, without_adapters
+from rl_async.trainer.model import MODEL_FOLDER, Head, build_headed, replay_routers
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.ranks import adjacent_and_strided
+from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.experts import single_layout, single_shards
+from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
+from rl_async.weight_sync.reshard.execute import one_box_each
+from rl_async.weight_sync.reshard.gather import ShardedWeights
+
+
+class Fsdp2Backend:
+    """Implements ``interface.Backend`` with FSDP2.
+
+    Master weights are float32; with dtype bfloat16 they are cast for compute, and gradients are reduced in float32.
+    ``config`` configures this model's optimizer; a critic's differs from the policy's. Without a config, or unless
+    ``trains``, the model is frozen: a reference.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        device: str,
+        config: TrainerConfig | None,
+        head: Head = "policy",
+        trains: bool = True,
+    ) -> None:
+        options = config or TrainerConfig()
+        config = config if trains else None
+        self.device, self.path, self.config = device, path, config
+        self.dtype = getattr(torch, dtype)
+        self.data_parallel, sharing = join_groups(options.sequence_parallel, options.collective_timeout_s)
+        model, pretrained = build_headed(path, head, device, self.dtype, options, sharing)
+        self._lora = config.lora if config else None
+        if self._lora is not None:
+            self._base = base_of(path)
+            self._targets = attach(model.lm, self._lora, self.dtype)
+        if config is not None and head != "value":
+            replay_routers(model, options)
+        self.replays_routers = model.replay is not None
+        self.hf_config = model.lm.config
+        self.row_cost = row_cost_of(self.hf_config, padded=not model.packs, shares_prefixes=model.shares_prefixes)
+        self._offloads = options.cpu_offload
+        prepare(model.lm.base_model.layers, options)
+        self._replicas = options.replicas
+        mesh = mesh_of(device, dist.get_world_size(), options.replicas, options.collective_timeout_s)
+        self.model = shard(model, mesh, self.dtype, self._offloads)
+        allocate(self.model, "cpu" if self._offloads else device)
+        pretrained.fill(dict(without_adapters(self.model.lm)) | dict(self.model.lm.named_buffers()))
+        if self._lora is not None:
+            draw(self.model.lm)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+        if config is None:
+            self.model.requires_grad_(False)
+        else:
+            self.optimizer = torch.optim.AdamW(
+                (parameter for _, parameter in self._trained()),
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                weight_decay=config.weight_decay,
+            )
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(config))
+
+    def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
+        with torch.no_grad():
+            return self.model.outputs(batch, requested)
+
+    def forward_base(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:
+        """Compute outputs as ``forward`` does, without the adapters."""
+        with base_alone(self.model.lm):
+            return self.forward(batch, requested)
+
+    def step(
+        self, batches: Sequence[Tensors], loss_fn: LossFn, requested: frozenset[OutputName] = frozenset()
+    ) -> tuple[float, float]:
+        assert self.optimizer is not None and self.schedule is not None and self.config is not None
+        world = dist.get_world_size()
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, after the last micro-batch
+        for number, batch in enumerate(batches):
+            # One rank has nothing to send, and would keep whole gradients beside their sum.
+            self.model.set_requires_gradient_sync(world == 1 or number == len(batches) - 1)
+            loss = loss_fn(number, self.model.outputs(batch, requested))
+            losses += loss.detach()
+            # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
+            # share rows has its own part of the gradient (ulysses.py).
+            (loss * world).backward()
+        norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
+        total = losses.item()
+        finite = torch.tensor([float(total == total and abs(total) != float("inf"))])
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite.item() or norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad()
+            raise TrainingDiverged(f"loss {total} and gradient norm {norm} must be finite")
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a pass without gradient leaves some of them whole
+        if what == "adapters":
+            layout, local = self._adapter_layout, {name: _shard(part) for name, part in adapters(self.model.lm)}
+            return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
+        if what == "merged":
+            local = dict(merged(self.model.lm, self._lora, _shard, _full))
+        else:
+            local = {name: _shard(parameter) for name, parameter in without_adapters(self.model.lm)}
+        shards = one_box_each(self._layout, dist.get_rank(), local)
+        return ShardedWeights(self._published_layout, single_shards(self._layout, shards))
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        """The layout of the language model's parameters; engines have no value head."""
+        tied, dtype = self.hf_config.tie_word_embeddings, dtype_name(self.dtype)
+        shapes = {name: parameter.shape for name, parameter in without_adapters(self.model.lm)}
+        specs = {n: TensorSpec(tuple(s), dtype) for n, s in shapes.items() if not (tied and n == "lm_head.weight")}
+        return self._sharded(specs)
+
+    @functools.cached_property
+    def _published_layout(self) -> Layout:
+        return single_layout(self._layout)
+
+    @functools.cached_property
+    def _adapter_layout(self) -> Layout:
+        return self._sharded({n: TensorSpec(tuple(p.shape), "float32") for n, p in adapters(self.model.lm)})
+
+    def _sharded(self, specs: Mapping[str, TensorSpec]) -> Layout:
+        return fsdp2(specs, dist.get_world_size() // self._replicas, self._replicas)
+
+    def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        assert self.schedule is not None
+        steps = torch.tensor(self.schedule.last_epoch)
+        parts = host_copy(own_parts(self._weights() | self._moments() | {STEPS: steps}))
+
+        def write() -> None:
+            write_shards(parts, folder / SHARDS, group)
+            if dist.get_rank() == 0:
+                self._describe(folder)
+
+        return write
+
+    def _describe(self, folder: Path) -> None:
+        """Write what other tools read. Called on rank 0."""
+        assert self.config is not None
+        if self._lora is not None:
+            write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
+        tokenizer = self.path if self.model.has_logits else None
+        write_described(folder, self.hf_config, tokenizer, self.config.checkpoint_hf)
+
+    def save(self, folder: Path) -> None:
+        self.stage(folder, None)()
+
+    def load(self, folder: Path) -> None:
+        assert self.optimizer is not None and self.schedule is not None
+        if self._lora is None:
+            require_whole(folder)
+        else:
+            require_adapters(folder, self._base, self._lora, self._targets)
+        steps = {STEPS: torch.tensor(0)}
+        shards = folder / SHARDS
+        sharded = shards.is_dir()
+        held = StoredShards(shards if sharded else folder).sizes
+        if any(MOMENT in name and name != STEPS for name in held):
+            self._make_moments()
+        if sharded:
+            read_shards(self._weights() | self._moments() | steps, shards)
+        else:  # whole tensors, experts one by one
+            read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
+            read_shards(self._value_head() | self._moments() | steps, folder)
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(steps[STEPS]))
+        done = self.schedule.last_epoch = int(steps[STEPS])
+        # schedule.step() would warn before the optimizer's first step.
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * factor(done)
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters that the optimizer trains, by name."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, tied ones once; with adapters only the trained parameters."""
+        named = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        if self._lora is not None:
+            named = {name for name, _ in self._trained()}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
+
+    def _language_model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._weights().items() if name.startswith(WEIGHTS)}
+
+    def _value_head(self) -> dict[str, Tensor]:
+        """Return the value head's parameters by name within it; empty if there is none."""
+        head = self.model.value_head
+        return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Return AdamW's moments as ``parameter|name``; none before its first step."""
+        assert self.optimizer is not None
+        return {
+            f"{name}{MOMENT}{key}": tensor
+            for name, parameter in self._trained()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items()
+            if key != "step"  # of each parameter the same: ``STEPS``
+        }
+
+    def _make_moments(self) -> None:
+        """Allocate AdamW's tensors as its first step would, so that a checkpoint can be loaded into them."""
+        assert self.optimizer is not None
+        for _, parameter in self._trained():
+            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | state
+
+    def sleep(self) -> None:
+        if not self._stays:
+            self._move(to_host)
+
+    def wake(self) -> None:
+        if not self._stays:
+            self._move(lambda tensor: tensor.to(self.device))
+
+    @property
+    def _stays(self) -> bool:
+        """Whether weights and optimizer state are in host memory at all times."""
+        return self.device == "cpu" or self._offloads
+
+    def _move(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Move weights and optimizer state. Saving and publishing work from either device, computing does not."""
+        self.model._apply(moved)
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = moved(value)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded parameter, without gradient."""
+    detached = parameter.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank; a collective for sharded ones."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceMesh:
+    """Return the device mesh: one row of ranks that share one copy of the model, or HSDP's ``replicas`` rows.
+
+    HSDP's collectives wait ``timeout_s`` at most. A collective.
+    """
+    kind = device.partition(":")[0]
+    if replicas == 1:
+        return init_device_mesh(kind, (ranks,))  # the group of all ranks, with its own deadline
+    sharing, same_shard = adjacent_and_strided(ranks // replicas, timeout_s)
+    rows = torch.arange(ranks).view(replicas, -1)
+    return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
+
+
+def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
+    """Apply compilation and activation checkpointing to layers, before sharding puts FSDP's hooks around them.
+
+    Modules keep their names and class, so checkpoints and exports do not change.
+    """
+    if config.compile:
+        # Its grouping differs in every micro-batch, and each would be compiled anew.
+        AttentionInterface.register(packed_attention.NAME, torch.compiler.disable(packed_attention.packed_attention))
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+    if config.activation_checkpointing:
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:
+    """Put a ``heads.Headed`` under ``fully_shard``; it remains the same module and becomes an FSDPModule too.
+
+    It computes in ``dtype``, but values in float32: they are regression targets, and bfloat16 has three digits.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    keep = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    spread = functools.partial(fully_shard, mesh=mesh, offload_policy=keep)
+    for layer in model.lm.base_model.layers:
+        spread(layer, mp_policy=policy)
+    if model.value_head is not None:
+        spread(model.value_head, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    return spread(model, mp_policy=policy)
+
+
+def allocate(model: Any, device: str) -> None:
+    """Give a sharded ``heads.Headed`` memory for this rank's part of the parameters that have none yet."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

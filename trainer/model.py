@@ -1,0 +1,501 @@
+"""A Hugging Face language model with its heads, their log-probabilities, the layers' kernels, and router replay.
+
+In go packed or padded micro-batches; out come ``Outputs`` per token. Model and heads are one module, so that
+``fully_shard`` gathers every weight where it is used. To let rows of another kind of model be packed, add it to
+``families.FAMILIES``; its test compares it with one row at a time.
+
+Logits [rows, V] exist for one chunk of rows at a time, in the forward pass and again in the backward pass, which
+computes them anew: only a few numbers per row are kept between the two.
+
+Router replay (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
+arXiv:2510.11370) sends tokens through the experts that the engine chose. A router's choice is a step function, so
+that rounding, or weights a step older, send a token through other experts than those that it was sampled with. Only
+the choice is replayed. Its weights are the softmax of the trainer's logits over the experts of the record (for a
+router that does not normalise, their probabilities), so the router learns through them.
+
+    rows' records ──> Tensors.experts ──> packed as tokens are ──> layer(..., routed_experts) ──> its router
+
+A layer gets the record as an argument, so that it is there again when the layer is recomputed for the backward pass.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.errors import DataError, UserError
+from rl_async.model_files import experts_of
+from rl_async.torch_shared import bfloat16_products, output_logits, widened
+from rl_async.trainer import attention as packed_attention
+from rl_async.trainer.attention import Sharing, gathered
+from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
+from rl_async.trainer.families import LogitForm, logit_form, why_not_shared, why_padded
+from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
+from rl_async.trainer.pretrained import Pretrained, StoredWeights, skeleton
+
+log = logging.getLogger("rl_async.trainer")
+
+Head = Literal["policy", "value", "both"]
+
+MODEL_FOLDER = "model"
+VALUE_HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD = "value_head."  # prefix of its tensors in a checkpoint's shards
+
+
+class ValueHead(torch.nn.Linear):
+    """Hidden states [B, T, H] to one number each [B, T]; 0 at first.
+
+    Zeros make every rank start alike and keep the first gradients out of the backbone. The result is not a view of
+    another tensor: writing to a view would lose FSDP's hooks.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight[0] + self.bias
+
+
+class Headed(torch.nn.Module):
+    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows
+    pass the same ones, and each gets the outputs of all of their tokens."""
+
+    def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None, shares_prefixes: bool = False) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = None if head == "policy" else ValueHead(lm.config.hidden_size)
+        self.has_logits = head != "value"
+        self.packs = why_padded(lm.config) is None
+        self.sharing = sharing
+        self.shares_prefixes = shares_prefixes
+        self.replay: RouterReplay | None = None
+
+    def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
+        """One pass over a micro-batch: packed if the model can be, with shared prefixes if it has any, else padded."""
+        if not self.packs:
+            return Outputs(**self(batch, requested))
+        if self.replay is not None and batch.experts is not None:
+            check_records(batch.experts, self.lm.config)
+        packed = pack(batch) if batch.tree is None or not self.shares_prefixes else pack_tree(batch, batch.tree)
+        flat: dict[str, Tensor | None]
+        if self.sharing is None or isinstance(packed, PackedTree):
+            flat = self(packed, requested)
+        else:
+            own, group = packed.share(self.sharing.rank, self.sharing.size), self.sharing.group
+            flat = {
+                name: None if part is None else gathered(part, group) for name, part in self(own, requested).items()
+            }
+        return Outputs(**{name: None if part is None else packed.unpack(part) for name, part in flat.items()})
+
+    def forward(
+        self, batch: Packed | PackedTree | Tensors, requested: frozenset[OutputName]
+    ) -> dict[str, Tensor | None]:
+        """The fields of ``Outputs``, [N, ...] of a packed batch, [M, ...] of a packed tree, [B, T-1, ...] of a padded
+        one; none is a view.
+
+        Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
+        """
+        return (
+            self._packed(batch, requested) if isinstance(batch, Packed | PackedTree) else self._padded(batch, requested)
+        )
+
+    def _packed(self, packed: Packed | PackedTree, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
+        inputs = packed.backbone_inputs()
+        if self.sharing is not None:
+            inputs["sharing_ranks"] = self.sharing.group
+        outputs: dict[str, Tensor | None] = {}
+        if self.replay is None or packed.experts is None:
+            states = self.lm.base_model(**inputs).last_hidden_state[0]
+        else:
+            self.replay.begin()
+            states = self.lm.base_model(**inputs, routed_experts=packed.experts).last_hidden_state[0]
+            outputs["agreement"] = packed.predicting(self.replay.end()[:, None])[:, 0]
+        hidden = packed.predicting(states)
+        if self.has_logits:
+            head = LogitHead(self.lm.lm_head.weight, self.lm.lm_head.bias, logit_form(self.lm.config))
+            outputs |= token_stats(hidden, head, packed.targets, packed.temperature, requested)._asdict()
+            if "distribution" in requested:
+                outputs["distribution"] = head_logits(hidden, head, packed.temperature).log_softmax(-1)
+        if not self.has_logits or "values" in requested:
+            outputs["values"] = self._values(hidden)
+        return outputs
+
+    def _padded(self, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
+        """Padding stands behind every real token, where causal attention never looks."""
+        if not self.has_logits:
+            hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
+            return {"values": self._values(hidden[:, :-1])}
+        out = self.lm(input_ids=batch.tokens, use_cache=False, output_hidden_states="values" in requested)
+        logits = out.logits[:, :-1].float() / batch.temperature
+        outputs = policy_outputs(logits, batch.tokens[:, 1:], requested - {"values"})
+        values = self._values(out.hidden_states[-1][:, :-1]) if "values" in requested else None
+        return {name: getattr(outputs, name) for name in outputs.__struct_fields__} | {"values": values}
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        assert self.value_head is not None, "values are requested of a model without a value head"
+        return self.value_head(hidden).float()
+
+
+def build_headed(
+    path: str,
+    head: Head,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    options: TrainerConfig | None = None,
+    sharing: Sharing | None = None,
+) -> tuple[Headed, Pretrained]:
+    """Build the float32 model of a Hugging Face folder, or of the ``critic`` folder of a checkpoint with its head.
+
+    The language model's parameters have no memory yet; the second result fills them. The device and the dtype are
+    those that the model will compute on and in. Raises UserError if there is no model of the kind, or if it cannot
+    compute as ``options`` say.
+    """
+    options = options or TrainerConfig()
+    saved = Path(path) / MODEL_FOLDER
+    folder = saved if saved.is_dir() else Path(path)
+    kind: Any = AutoModel if head == "value" else AutoModelForCausalLM
+    key, what = ("critic.path", "decoder") if head == "value" else ("model.path", "causal LM")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if sharing is not None and (reason := why_not_shared(config, sharing.size)):
+            raise UserError(f"trainer.sequence_parallel={sharing.size} does not go with {key}={path}: {reason}")
+        lm = skeleton(kind, config, attention_implementation(config))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: cannot load a {what} from {path}: {error}") from error
+    pretrained = Pretrained(lm, StoredWeights(folder, key))
+    if options.kernels == "liger":
+        apply_liger(lm, device)
+    if reason := why_padded(lm.config):
+        log.warning("%s: rows of %s are padded, not packed, which is slower: %s", key, path, reason)
+    if apart := why_prefixes_apart(lm.config, device, options):
+        log.info("%s: what rows of %s begin with is computed for each of them: %s", key, path, apart)
+    model = Headed(lm, head, sharing, shares_prefixes=apart is None)
+    weights = Path(path) / VALUE_HEAD_FILE
+    if model.value_head is not None and weights.is_file():
+        model.value_head.load_state_dict(load_file(weights))
+    return model, pretrained
+
+
+def replay_routers(model: Headed, options: TrainerConfig) -> None:
+    """Let a policy replay the experts that engines chose, as ``trainer.router_replay`` says.
+
+    Raises UserError if it is to and its routers cannot.
+    """
+    config = model.lm.config
+    reason = why_not_replayed(config, packs=model.packs, compiled=options.compile)
+    if is_replayed(options, experts_of(config), reason):
+        model.replay = RouterReplay(model.lm)
+
+
+CPU_CHUNK_LOGITS = 2**23  # the fastest of those measured
+GPU_CHUNK_LOGITS = 2**26  # a GPU needs larger matrices
+
+
+class TokenStats(NamedTuple):
+    """Float32 [N] each; None if not requested."""
+
+    logprobs: Tensor
+    entropy: Tensor | None  # of the distribution over the next token
+    sum_squares: Tensor | None  # sum over the vocabulary of pi^2
+
+
+class LogitHead(NamedTuple):
+    """The last layer: weight [V, H], bias [V], and how its outputs become logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    form: LogitForm
+
+
+def token_stats(
+    hidden: Tensor,
+    head: LogitHead,
+    targets: Tensor,
+    temperature: Tensor,
+    requested: frozenset[str] = frozenset(),
+    chunk_logits: int | None = None,
+) -> TokenStats:
+    """Evaluate softmax(logits / temperature) at ``targets``; gradient flows to hidden, weight and bias.
+
+    Args:
+        hidden: [N, H].
+        targets: int64 [N].
+        temperature: float32 [N].
+        requested: of "entropy" and "sum_squares"; other names are ignored.
+        chunk_logits: logits in memory at once; None: what suits the device.
+    """
+    usual = CPU_CHUNK_LOGITS if hidden.device.type == "cpu" else GPU_CHUNK_LOGITS
+    chunk = max(1, (chunk_logits or usual) // head.weight.shape[0])
+    flags = "entropy" in requested, "sum_squares" in requested
+    result: Any = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, head.form, flags, chunk)
+    return TokenStats(*result)
+
+
+def head_logits(hidden: Tensor, head: LogitHead, temperature: Tensor) -> Tensor:
+    """All logits [N, V] over the temperature, computed in at least float32."""
+    logits, form = output_logits(hidden, head.weight, head.bias), head.form
+    if form.softcap is None:
+        return logits.mul_(form.scale / temperature[:, None])
+    return logits.mul_(form.scale / form.softcap).tanh().mul(form.softcap / temperature[:, None])
+
+
+class _Chunked(torch.autograd.Function):
+    """With p = softmax(z), H the entropy and S = sum p^2, the gradients by the logits z are:
+
+    log p_t: onehot_t - p;    H: -p (log p + H);    S: 2 p (p - S).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        form: LogitForm,
+        flags: tuple[bool, bool],
+        chunk: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        rows, head = hidden.shape[0], LogitHead(widened(weight), bias, form)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, normaliser = (torch.empty(rows, dtype=dtype, device=hidden.device) for _ in range(2))
+        entropy, squares = (torch.empty_like(logprobs) if flag else None for flag in flags)
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
+            z = head_logits(hidden[part], head, temperature[part])
+            normaliser[part] = z.logsumexp(-1)
+            logprobs[part] = z.gather(1, targets[part, None])[:, 0] - normaliser[part]
+            if entropy is None and squares is None:
+                continue
+            z -= normaliser[part, None]
+            if squares is not None:
+                squares[part] = (2 * z).exp_().sum(-1)
+            if entropy is not None:
+                entropy[part] = -(z.exp() * z).sum(-1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, normaliser, entropy, squares)
+        ctx.form, ctx.chunk = form, chunk
+        return logprobs, entropy, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, normaliser, entropy, squares = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if to_weight else None
+        d_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if to_bias else None
+        head = LogitHead(widened(weight), bias, ctx.form)
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            z = head_logits(hidden[part], head, temperature[part])
+            slope = _slope(z, ctx.form, temperature[part])
+            z -= normaliser[part, None]
+            x = _Rows(targets[part], *(None if t is None else t[part, None] for t in (entropy, squares, *grads)))
+            dz = _by_logits(z, x).mul_(slope).to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(dz, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _add_product(d_weight, dz, hidden[part])
+            if d_bias is not None:
+                d_bias += dz.sum(0)
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(weight.dtype),
+            *(None,) * 5,
+        )
+
+
+class _Rows(NamedTuple):
+    """A chunk's targets [R], its entropy and sum of squares [R, 1], and the gradients by what was computed [R, 1]."""
+
+    targets: Tensor
+    entropy: Tensor | None
+    squares: Tensor | None
+    by_logprobs: Tensor | None
+    by_entropy: Tensor | None
+    by_squares: Tensor | None
+
+
+def _slope(z: Tensor, form: LogitForm, temperature: Tensor) -> Tensor:
+    """d z / d lm_head's output, [R, V] with a cap, else [R, 1]. z are the final logits over the temperature."""
+    slope = form.scale / temperature[:, None].to(z)
+    if form.softcap is None:
+        return slope
+    capped = z * temperature[:, None] / form.softcap
+    return slope * (1 - capped * capped)
+
+
+def _by_logits(logp: Tensor, x: _Rows) -> Tensor:
+    """The gradient by the logits [R, V] from their log-probabilities, which are overwritten."""
+    if x.by_entropy is None and x.by_squares is None:
+        dz = logp.exp_()
+        dz *= 0.0 if x.by_logprobs is None else -x.by_logprobs
+    else:
+        factor = torch.zeros_like(logp)
+        if x.by_logprobs is not None:
+            factor -= x.by_logprobs
+        if x.by_entropy is not None and x.entropy is not None:
+            factor -= x.by_entropy * (logp + x.entropy)
+        p = logp.exp_()
+        if x.by_squares is not None and x.squares is not None:
+            factor += 2 * x.by_squares * (p - x.squares)
+        dz = factor.mul_(p)
+    if x.by_logprobs is not None:
+        dz.scatter_add_(1, x.targets[:, None], x.by_logprobs)
+    return dz
+
+
+def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += dz^T hidden, in the precision of ``total``."""
+    if total.device.type != "cpu" and total.dtype != dz.dtype:
+        total += dz.t() @ hidden
+        return
+    with bfloat16_products(dz.dtype):
+        total.addmm_(dz.t().to(total.dtype), hidden.to(total.dtype))
+
+
+def attention_implementation(config: Any) -> str:
+    """The attention implementation of Transformers to load a model with, from its Hugging Face config."""
+    return packed_attention.NAME if why_padded(config) is None else "sdpa"
+
+
+def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:
+    """Why a model with this Hugging Face config computes what rows share once per row; None if once."""
+    if reason := why_padded(config):
+        return f"its rows are not packed: {reason}"
+    if options.sequence_parallel > 1:
+        return "ranks that share rows (trainer.sequence_parallel) exchange whole ones"
+    if device != "cpu":
+        return "attention over shared prefixes is made for CPUs"
+    if options.compile:
+        return "compiled layers (trainer.compile) would be compiled anew for every tree of prefixes"
+    return None
+
+
+def apply_liger(lm: Any, device: str) -> None:
+    """Let a Hugging Face model, or its decoder alone, compute with Liger's Triton kernels. Not its loss:
+    log-probabilities come from ``token_logprobs``.
+
+    Liger replaces the rotary embedding for all models of the kind in this process. Raises UserError where there is no
+    GPU, no Liger, or none for this kind of model.
+    """
+    if device == "cpu":
+        raise UserError(f"trainer.kernels=liger needs a GPU, and the model is on {device}; use trainer.kernels=torch")
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise UserError(
+            "trainer.kernels=liger needs Liger, which is not installed; install it with `pip install 'rl-async[liger]'`"
+        ) from error
+    kind = lm.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # Liger itself would only log it
+        raise UserError(f"trainer.kernels=liger: no kernels for models of type {kind}; use trainer.kernels=torch")
+    _apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose routers choose by softmax, and return logits, weights, experts
+
+
+def why_not_replayed(config: Any, *, packs: bool, compiled: bool) -> str | None:
+    """Why the routers of a model with this Hugging Face config cannot replay records; None if they can."""
+    if config.model_type not in REPLAYED:
+        return f"routers of {config.model_type} choose in another way than those of {', '.join(REPLAYED)}"
+    if not packs:
+        return "its rows are padded, not packed"
+    if compiled:
+        return "layers are compiled (trainer.compile)"
+    return None
+
+
+def is_replayed(options: TrainerConfig, experts: int, reason: str | None) -> bool:
+    """Whether a policy with so many ``experts`` replays those that engines chose, as ``trainer.router_replay`` says.
+
+    ``reason`` is why its routers cannot; None if they can. Raises UserError if it must and cannot; with auto, warns of
+    routers that cannot.
+    """
+    if not experts and options.router_replay != "always":
+        return False
+    reason = reason if experts else "the model has no experts"
+    if options.router_replay == "always" and reason is not None:
+        raise UserError(f"trainer.router_replay=always is not possible here: {reason}; use auto")
+    if options.router_replay == "auto" and reason is not None:
+        log.warning("the experts that engines choose are not replayed in training: %s", reason)
+    return options.router_replay != "never" and reason is None
+
+
+def check_records(experts: Tensor, config: Any) -> None:
+    """Raise DataError unless records [B, T, layers, k], on the host, are of a model with this Hugging Face config."""
+    shape, count, most = (config.num_hidden_layers, config.num_experts_per_tok), experts_of(config), int(experts.max())
+    if tuple(experts.shape[2:]) != shape or most >= count:
+        raise DataError(
+            f"rows name experts up to {most} in [layers, experts per token] = {list(experts.shape[2:])}, and the model "
+            f"has {count} in {list(shape)}; were they sampled with another model.path? trainer.router_replay=never "
+            "ignores them"
+        )
+
+
+class RouterReplay:
+    """Replays records in the routers of a decoder's layers, and says how often they would have chosen the same."""
+
+    def __init__(self, lm: Any) -> None:
+        self._same: list[Tensor] = []  # bool [N] of each layer, of a pass that has not ended
+        self._counts = False
+        for number, layer in enumerate(lm.base_model.layers):
+            if getattr(layer.mlp, "gate", None) is not None:
+                layer.forward = _ReplayingLayer(layer, number, self._note)
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._same, self._counts = [], True
+
+    def end(self) -> Tensor:
+        """End a pass; return the share of layers whose router would have chosen the record's experts, float32 [N].
+
+        1 for a token without a record. Layers that are recomputed later are not counted again.
+        """
+        same, self._same, self._counts = self._same, [], False
+        return torch.stack(same).float().mean(0)
+
+    def _note(self, same: Tensor) -> None:
+        if self._counts:
+            self._same.append(same)
+
+
+class _ReplayingLayer:
+    """The forward pass of a layer whose router takes its experts from ``routed_experts`` [N, layers, k], if given.
+
+    Tokens whose record is negative go where the router sends them.
+    """
+
+    def __init__(self, layer: Any, number: int, note: Callable[[Tensor], None]) -> None:
+        self._layer_forward, self._router_forward = layer.forward, layer.mlp.gate.forward
+        self._normalises = getattr(layer.mlp.gate, "norm_topk_prob", True)  # Mixtral's always does
+        self._number, self._note = number, note
+        self._record: Tensor | None = None
+        layer.mlp.gate.forward = self._route
+
+    def __call__(self, *arguments: Any, routed_experts: Tensor | None = None, **named: Any) -> Any:
+        self._record = None if routed_experts is None else routed_experts[:, self._number]
+        return self._layer_forward(*arguments, **named)
+
+    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, own_weights, own = self._router_forward(hidden)
+        if self._record is None:
+            return logits, own_weights, own
+        chosen = torch.where(self._record < 0, own, self._record.long())
+        weights = logits.float().softmax(-1).gather(1, chosen)
+        if self._normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self._note((chosen.sort(-1).values == own.sort(-1).values).all(-1))
+        return logits, weights.to(own_weights.dtype), chosen

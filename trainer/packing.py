@@ -1,0 +1,403 @@
+"""The rows of a micro-batch as a model reads them: padded, packed in one row, or as a tree of shared prefixes.
+
+``collate`` makes padded ``Tensors``. ``pack`` drops the padding and puts results for the one row back in their places.
+Rows of a group share their prompt, those of one episode a longer history, and all rows perhaps the opening of the chat
+format. A causal model computes the same for a token whatever follows it, so ``prefix_tree`` and ``pack_tree`` let
+shared tokens stand once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rl_async.errors import DataError
+from rl_async.messages import Trajectory
+
+LEAST = 8  # tokens: a shorter run is not worth a node of its own, which costs every layer calls
+
+
+class Node(NamedTuple):
+    """A run of tokens without a branch, [start, stop) of the tree's. Those of its descendants are [stop, end)."""
+
+    start: int
+    stop: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """B rows as N tokens, in an order in which a node's descendants follow it.
+
+    Rows of different temperatures share nothing, so that a token is predicted by one distribution.
+    """
+
+    nodes: tuple[Node, ...]  # by start
+    places: np.ndarray  # int64 [N], where each token stands in [B, T] when that is flat
+    positions: np.ndarray  # int64 [N], in the row
+    before: np.ndarray  # int64 [N], the token before it in the row; -1 for a first one
+    paths: tuple[np.ndarray, ...]  # per row int64 [T_b], its tokens
+
+
+def prefix_tree(
+    tokens: np.ndarray,
+    lengths: Sequence[int],
+    temperatures: Sequence[float],
+    least: int = LEAST,
+    experts: np.ndarray | None = None,
+) -> PrefixTree | None:
+    """Find what the rows [B, T] share; None if that is nothing. Runs shorter than ``least`` are not shared.
+
+    Tokens that went through other ``experts`` [B, T, layers, k] are not the same.
+    """
+    building = _Building(least)
+    paths: dict[int, np.ndarray] = {}
+    places, befores = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    rows = [tokens[row, :length] for row, length in enumerate(lengths)]
+    order = sorted(range(len(rows)), key=lambda row: (temperatures[row], rows[row].astype(">u4").tobytes()))
+    path = np.empty(0, np.int64)
+    for last, row in pairwise([None, *order]):
+        assert row is not None
+        alike = last is not None and temperatures[last] == temperatures[row]
+        common = _common(rows[last], rows[row]) if alike and last is not None else 0
+        if common and experts is not None:
+            differ = (experts[last, :common] != experts[row, :common]).any((1, 2))
+            common = int(differ.argmax()) if differ.any() else common
+        shared = building.add(len(rows[row]), common)
+        new = np.arange(building.tokens - (len(rows[row]) - shared), building.tokens)
+        path = paths[row] = np.concatenate([path[:shared], new])
+        places.append(row * tokens.shape[1] + np.arange(shared, len(path)))
+        befores.append(np.concatenate([[-1], path])[shared : len(path)])
+    if building.tokens == sum(lengths):
+        return None
+    before = np.concatenate(befores)
+    where = np.concatenate(places)
+    return PrefixTree(
+        nodes=building.finished(),
+        places=where,
+        positions=where % tokens.shape[1],
+        before=before,
+        paths=tuple(paths[row] for row in range(len(rows))),
+    )
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+class _Building:
+    """The nodes of a tree whose rows are added in lexicographic order; the open ones lead to the latest row's end."""
+
+    def __init__(self, least: int) -> None:
+        self.tokens = 0
+        self._least = least
+        self._open: list[tuple[int, int, int]] = []  # start and stop, and how many tokens come before it in a row
+        self._closed: list[Node] = []
+
+    def add(self, length: int, common: int) -> int:
+        """Add a row that shares ``common`` tokens with the one before. Returns how many of them it does share."""
+        while self._open and self._open[-1][2] >= common:
+            self._close()
+        shared = common
+        if self._open:
+            start, stop, above = self._open[-1]
+            if common - above < self._least:
+                self._close()
+                shared = above
+            elif stop - start > common - above:
+                self._split(common - above)
+        else:
+            shared = 0
+        if length > shared:
+            self._open.append((self.tokens, self.tokens + length - shared, shared))
+            self.tokens += length - shared
+        return shared
+
+    def _close(self) -> None:
+        start, stop, _ = self._open.pop()
+        self._closed.append(Node(start, stop, self.tokens))
+
+    def _split(self, keep: int) -> None:
+        """Cut the lowest open node after so many tokens; what follows is a closed child."""
+        start, stop, above = self._open.pop()
+        self._closed.append(Node(start + keep, stop, self.tokens))
+        self._open.append((start, start + keep, above))
+
+    def finished(self) -> tuple[Node, ...]:
+        while self._open:
+            self._close()
+        return tuple(sorted(self._closed))
+
+
+class Tensors(msgspec.Struct):
+    """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1.
+
+    There is no attention mask: padding stands behind every real token, where causal attention never looks.
+    """
+
+    tokens: Tensor  # int64 [B, T]
+    lengths: Tensor  # int64 [B] on the host, real tokens of each row
+    mask: Tensor  # bool [B, T-1], true where token t+1 is trained
+    temperature: Tensor  # float32 [B, 1, 1]
+    tree: PrefixTree | None = None  # of the rows, for a model that computes once what they share
+    experts: Tensor | None = None  # int16 [B, T, layers, k] on the host, those that engines chose; -1: not recorded
+
+    @property
+    def computed(self) -> int:
+        """Tokens that a pass goes through; padding is not counted."""
+        return int(self.lengths.sum()) if self.tree is None else len(self.tree.places)
+
+
+def collate(
+    rows: Sequence[Trajectory],
+    *,
+    device: str,
+    mask: Tensor | None = None,
+    share_prefixes: bool = False,
+    replay_routers: bool = False,
+) -> Tensors:
+    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train; None: all sampled ones.
+
+    Raises DataError if rows whose routers are to be replayed name experts of different models.
+    """
+    shape = len(rows), max(max(len(row.token_ids) for row in rows), 2)
+    tokens, sampled = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.token_ids)], sampled[i, : len(row.token_ids)] = row.token_ids, row.loss_mask
+    experts = _experts(rows, shape[1]) if replay_routers else None
+    lengths, temperatures = zip(*((len(row.token_ids), row.sampling.temperature or 1.0) for row in rows), strict=True)
+    return Tensors(
+        tokens=torch.from_numpy(tokens).to(device),
+        lengths=torch.tensor(lengths),
+        mask=(torch.from_numpy(sampled[:, 1:]) if mask is None else mask).to(device),
+        temperature=torch.tensor(temperatures, device=device)[:, None, None],
+        tree=prefix_tree(tokens, lengths, temperatures, experts=experts) if share_prefixes else None,
+        experts=None if experts is None else torch.from_numpy(experts),
+    )
+
+
+def _experts(rows: Sequence[Trajectory], width: int) -> np.ndarray | None:
+    """Pad the rows' records of experts, int16 [B, width, layers, k], with -1; None if there are none.
+
+    Raises DataError if they are not of one model.
+    """
+    recorded = [(i, row.routed_experts) for i, row in enumerate(rows) if row.routed_experts is not None]
+    if not recorded:
+        return None
+    shapes = {experts.shape[1:] for _, experts in recorded}
+    if len(shapes) > 1:
+        raise DataError(f"rows of one batch name experts of models with [layers, experts per token] {sorted(shapes)}")
+    experts = np.full((len(rows), width, *shapes.pop()), -1, np.int16)
+    for i, record in recorded:
+        experts[i, : len(record)] = record
+    return experts
+
+
+def empty_tensors(device: str) -> Tensors:
+    """Make a micro-batch that trains nothing, for a rank that has to join a forward pass without rows."""
+    return Tensors(
+        tokens=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        lengths=torch.tensor([2]),
+        mask=torch.zeros((1, 1), dtype=torch.bool, device=device),
+        temperature=torch.ones((1, 1, 1), device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The N real tokens of a micro-batch in one row, longest sequence first; position n stands for the token after it.
+
+    ``groups`` are (length, sequences) of equally long sequences that stand side by side.
+    """
+
+    tokens: Tensor  # int64 [1, N]
+    positions: Tensor  # int64 [1, N], from 0 in every sequence
+    groups: tuple[tuple[int, int], ...]
+    targets: Tensor  # int64 [N], the token that follows; 0 where a sequence ends
+    temperature: Tensor  # float32 [N]
+    predicts: Tensor  # int64 [M], positions that a token follows
+    places: Tensor  # int64 [M], where those stand in [B, T-1] when it is flat
+    shape: tuple[int, int]  # B, T-1
+    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
+
+    def backbone_inputs(self) -> dict[str, Any]:
+        """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
+        lengths = [length for length, sequences in self.groups for _ in range(sequences)]
+        borders = torch.tensor([0, *lengths], device=self.tokens.device).cumsum(0, dtype=torch.int32)
+        return {
+            "input_ids": self.tokens,
+            "position_ids": self.positions,
+            "use_cache": False,
+            "packed_groups": self.groups,
+            "packed_borders": borders,
+        }
+
+    def share(self, rank: int, ranks: int) -> "Packed":
+        """Take one rank's N / ranks tokens of the row, which is filled up to a multiple by a sequence whose outputs are
+        dropped. ``groups``, and where tokens belong, stay those of the whole row: attention is over all of it."""
+        missing = -self.tokens.shape[1] % ranks
+        size = (self.tokens.shape[1] + missing) // ranks
+        mine = slice(rank * size, (rank + 1) * size)
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, missing))[:, mine],
+            positions=pad(self.positions, (0, missing))[:, mine],
+            groups=(*self.groups, (missing, 1)) if missing else self.groups,
+            targets=pad(self.targets, (0, missing))[mine],
+            temperature=pad(self.temperature, (0, missing), value=1.0)[mine],
+            experts=None if self.experts is None else pad(self.experts, (0, 0, 0, 0, 0, missing), value=-1)[mine],
+        )
+
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """The hidden states [N, H] that predict the targets: all; those at a sequence's end count for nothing."""
+        return hidden
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """[N, ...] to [B, T-1, ...], 0 where no token is predicted."""
+        rows, width = self.shape
+        empty = flat.new_zeros(rows * width, *flat.shape[1:])
+        return empty.index_copy(0, self.places, flat.index_select(0, self.predicts)).unflatten(0, self.shape)
+
+
+def pack(batch: Tensors) -> Packed:
+    """Drop the padding. The order of rows only affects how many are attended to in one call."""
+    rows, width = batch.tokens.shape
+    lengths, order = batch.lengths.sort(descending=True, stable=True)
+    total = int(lengths.sum())
+    row = order.repeat_interleave(lengths)
+    position = torch.arange(total) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    predicts = (position + 1 < lengths.repeat_interleave(lengths)).nonzero()[:, 0]
+    places = (row * (width - 1) + position)[predicts]
+    sizes, counts = lengths.unique_consecutive(return_counts=True)
+
+    device = batch.tokens.device
+    source = row * width + position
+    experts = None if batch.experts is None else batch.experts.flatten(0, 1).index_select(0, source).to(device)
+    source, predicts, row = source.to(device), predicts.to(device), row.to(device)
+    tokens = batch.tokens.flatten().index_select(0, source)
+    return Packed(
+        tokens=tokens[None],
+        positions=position.to(device)[None],
+        groups=tuple(zip(sizes.tolist(), counts.tolist(), strict=True)),
+        targets=torch.zeros_like(tokens).index_copy(0, predicts, tokens.index_select(0, predicts + 1)),
+        temperature=batch.temperature.flatten().index_select(0, row),
+        predicts=predicts,
+        places=places.to(device),
+        shape=(rows, width - 1),
+        experts=experts,
+    )
+
+
+@dataclass(frozen=True)
+class TreeCalls:
+    """How the tokens of a packed tree attend, call by call; indexes are on the device."""
+
+    longest: int  # tokens of a path
+    own: tuple[tuple[int, Tensor], ...]  # length, and int64 [S * length]: the tokens of S nodes
+    over: tuple[tuple[int, int, int], ...]  # a node's [start, stop), which [stop, end) see
+    paths: tuple[tuple[Tensor, Tensor], ...]  # int64 [S, L] tokens of nodes, and [S, K] those that their last ones see
+
+
+@dataclass(frozen=True)
+class PackedTree:
+    """The N tokens of a tree in one row, and the M predictions of a next token that rows make with them."""
+
+    tokens: Tensor  # int64 [1, N]
+    positions: Tensor  # int64 [1, N]
+    calls: TreeCalls
+    predictors: Tensor  # int64 [M], the token whose hidden state predicts
+    targets: Tensor  # int64 [M], the token that follows
+    temperature: Tensor  # float32 [M]
+    predictions: Tensor  # int64 [K], of the M, for every token of a row but its first
+    places: Tensor  # int64 [K], where those stand in [B, T-1] when it is flat
+    shape: tuple[int, int]  # B, T-1
+    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
+
+    def backbone_inputs(self) -> dict[str, Any]:
+        """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
+        return {
+            "input_ids": self.tokens,
+            "position_ids": self.positions,
+            "use_cache": False,
+            "packed_tree": self.calls,
+        }
+
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """The hidden states [M, H] that predict the targets, of all [N, H]. One may predict several."""
+        return hidden.index_select(0, self.predictors)
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """[M, ...] to [B, T-1, ...], 0 where no token is predicted."""
+        rows, width = self.shape
+        empty = flat.new_zeros(rows * width, *flat.shape[1:])
+        return empty.index_copy(0, self.places, flat.index_select(0, self.predictions)).unflatten(0, self.shape)
+
+
+def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
+    """Put each token of ``tree``, which is that of the rows of ``batch``, into one row."""
+    (rows, width), device = batch.tokens.shape, batch.tokens.device
+    first = tree.before < 0
+    order = np.cumsum(~first) - 1  # the number of the prediction of each token that is no first one
+    followers = [path[1:] for path in tree.paths]
+    cells = [row * (width - 1) + np.arange(len(path)) for row, path in enumerate(followers)]
+
+    def on_device(numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(device)
+
+    source = on_device(tree.places)
+    tokens = batch.tokens.flatten().index_select(0, source)
+    predicted = on_device(np.flatnonzero(~first))
+    return PackedTree(
+        tokens=tokens[None],
+        positions=on_device(tree.positions)[None],
+        calls=tree_calls(tree, device),
+        predictors=on_device(tree.before[~first]),
+        targets=tokens.index_select(0, predicted),
+        temperature=batch.temperature.flatten().index_select(0, source.index_select(0, predicted) // width),
+        predictions=on_device(order[np.concatenate(followers)]),
+        places=on_device(np.concatenate(cells)),
+        shape=(rows, width - 1),
+        experts=None if batch.experts is None else on_device(batch.experts.flatten(0, 1).numpy()[tree.places]),
+    )
+
+
+def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
+    """Group the nodes of a tree by size."""
+    starts: dict[int, list[int]] = {}
+    for node in tree.nodes:
+        starts.setdefault(node.stop - node.start, []).append(node.start)
+    paths: dict[tuple[int, int], list[Tensor]] = {}
+    for length, path in _paths(tree):
+        paths.setdefault((length, len(path)), []).append(path)
+    stacked = [(length, torch.stack(same).to(device)) for (length, _), same in sorted(paths.items())]
+    return TreeCalls(
+        longest=int(tree.positions.max()) + 1,
+        own=tuple(
+            (length, (torch.tensor(those)[:, None] + torch.arange(length)).flatten().to(device))
+            for length, those in sorted(starts.items(), reverse=True)
+        ),
+        over=tuple((node.start, node.stop, node.end) for node in tree.nodes if node.end > node.stop),
+        paths=tuple((same[:, -length:], same) for length, same in stacked),
+    )
+
+
+def _paths(tree: PrefixTree) -> Iterator[tuple[int, Tensor]]:
+    """Yield each node's length, and its path: the tokens from the root's first to its own last."""
+    above: list[tuple[int, Tensor]] = []  # the nodes around this one: where they end, and their paths
+    for start, stop, end in tree.nodes:
+        while above and above[-1][0] <= start:
+            above.pop()
+        path = torch.arange(start, stop)
+        path = torch.cat([above[-1][1], path]) if above else path
+        yield stop - start, path
+        if end > stop:
+            above.append((end, path))

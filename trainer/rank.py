@@ -1,0 +1,321 @@
+"""Builds the parts of a trainer rank from the run's config and hands them to ``train``.
+
+In come a run's folder and the queue's address, or the recorded trajectories of another run; ``__main__.py`` calls
+``run_rank`` once its arguments are parsed, since importing this takes seconds.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from rl_async import tracing
+from rl_async.configs.derived.engines import engine_traits
+from rl_async.configs.derived.transport import resolve_transport, sends_shards
+from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.errors import UserError
+from rl_async.files import drop_torn_lines
+from rl_async.process.http_auth import run_token
+from rl_async.process.http_server import exposed
+from rl_async.process.private_folder import RENDEZVOUS, require_private
+from rl_async.process.run_files import beat, enter, read_budget
+from rl_async.rollout_server.connect import connect
+from rl_async.trainer import batches
+from rl_async.trainer.algorithms.algorithm import build
+from rl_async.trainer.algorithms.losses import KlController
+from rl_async.trainer.checkpoints import Saver, drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
+from rl_async.trainer.evaluator import Evaluator
+from rl_async.trainer.guard import Guard
+from rl_async.trainer.models import Models, build_models
+from rl_async.trainer.monitoring import EngineLoads, MemoryWatch, QueueDepth, RankCollector, StepProfiler
+from rl_async.trainer.publishing import (
+    PROMPT_TOKENS,
+    Canaries,
+    EnginePublisher,
+    EngineUpdates,
+    GatheredWeights,
+    NoEngines,
+    Publisher,
+    ShardedByRank,
+    WatchedPublisher,
+    WeightSource,
+)
+from rl_async.trainer.ranks import StopRequest, as_rank_0, ranks_joined
+from rl_async.trainer.records import Recorder, next_lineage, require_newest
+from rl_async.trainer.run import Run
+from rl_async.trainer.trackers import Tracking
+from rl_async.trainer.train import train
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.weight_sync.coordinator import WeightCoordinator
+from rl_async.weight_sync.fleet import NoteStage
+from rl_async.weight_sync.phases import IdleCoordinator, build_phase, shares_devices
+from rl_async.weight_sync.ranks import meeting
+from rl_async.weight_sync.ranks.outlet import Outlet
+from rl_async.weight_sync.reshard.gather import Gathering
+from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.transports.interface import bucket_device
+from rl_async.weight_sync.wave import CUT_OFF
+
+log = logging.getLogger("rl_async.trainer")
+
+# How much of the deadline of an engine's update another rank has for an answer. A transfer gives up after half of it.
+RANKS_SHARE = 0.75
+
+
+def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str, resume: bool) -> None:
+    """Train as one rank, from the transfer queue at ``queue`` or else on the trajectories of the run ``replay``.
+
+    Raises UserError, RanksLost if another rank is lost, and other RlAsyncErrors that starting again does not mend; and
+    SystemExit if it was asked to stop and steps are left.
+    """
+    stop = StopRequest()
+    stop.listen()
+    config = load_resolved(folder / "config.yaml")
+    beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
+    role = f"trainer-{os.environ.get('RANK', '0')}"
+    with ranks_joined(config, folder) as (device, store), tracing.traced(config.tracking.otlp_endpoint, folder, role):
+        memory = MemoryWatch(device, read_budget(folder).of(role))
+        with memory.explained():
+            models, kl = build_models(config, device), KlController(config.algorithm.kl)
+            start = _restore(folder, models, kl, resume)
+            run = _base_run(config, folder, replay or folder, models, kl, start, stop, memory)
+            collector = RankCollector(folder, run.rank, lambda: run.tracking.latest if run.tracking else {})
+            with exposed(config.tracking.prometheus, folder, "trainer", role, collector):
+                if queue is None:
+                    done = train(run)
+                else:
+                    done = _train_from_queue(run, queue, host, start.snapshot if resume else None, store)
+    if not done:
+        sys.exit(stop.code)
+
+
+class _Start(NamedTuple):
+    """Where this rank begins."""
+
+    lineage: int
+    step: int
+    snapshot: bytes  # of the queue, from the checkpoint; empty without one
+
+
+def _base_run(
+    config: RunConfig,
+    folder: Path,
+    recorded: Path,
+    models: Models,
+    kl: KlController,
+    start: _Start,
+    stop: StopRequest,
+    memory: MemoryWatch,
+) -> Run:
+    trainer, rank = config.trainer, dist.get_rank()
+    source = batches.RecordedSource(recorded / "trajectories")
+    return Run(
+        config=config,
+        folder=folder,
+        lineage=start.lineage,
+        start_step=start.step,
+        models=models,
+        algorithm=build(config),
+        source=source,
+        publisher=NoEngines(),
+        guard=Guard.of(config),
+        kl=kl,
+        saver=Saver(
+            folder / "checkpoints",
+            trainer.keep_checkpoints,
+            trainer.collective_timeout_s,
+            start.step,
+            lambda: require_newest(folder, start.lineage),
+        ),
+        stop=stop,
+        recorder=Recorder(
+            folder,
+            start.lineage,
+            rank,
+            is_recorder=models.data_parallel.is_recorder,
+            keep=trainer.keep_trajectories,
+        ),
+        profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),
+        memory=memory,
+        tracking=Tracking(config, folder) if rank == 0 else None,
+    )
+
+
+def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _Start:
+    """Take a new lineage and, if resuming, load the newest whole checkpoint, if there is one."""
+    root = folder / "checkpoints"
+    chosen = torch.tensor([0, -1])
+    if dist.get_rank() == 0:
+        newest = None
+        if resume:
+            for name in ("trained.jsonl", "refused.jsonl"):
+                drop_torn_lines(folder / name)  # before any rank appends to it
+            drop_unfinished(root)
+            newest = newest_whole(root)
+        chosen = torch.tensor([next_lineage(folder, resume), -1 if newest is None else read_state(newest).step])
+    dist.broadcast(chosen, 0)
+    lineage, step = chosen.tolist()
+    if step < 0:
+        return _Start(lineage, 0, b"")
+    state, snapshot = load_checkpoint(folder_of(root, step), models.trained())
+    kl.coef = state.kl_coef
+    log.info("resuming at step %d as lineage %d", state.step, lineage)
+    return _Start(lineage, state.step, snapshot)
+
+
+def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, store: dist.Store) -> bool:
+    """Train on the batches of the queue at ``address``; False if it was asked to stop.
+
+    A resumed run first rolls the queue back to ``snapshot``. ``store`` is that of all ranks.
+    """
+    config = run.config
+    keys = client_keys(config, run.folder, "trainer")
+    with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
+        run.source = batches.QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
+        if run.rank != 0 and config.rollout.replay:
+            return train(run)
+        if run.rank != 0:
+            with _weight_source(run, host, store) as source:
+                run.publisher = _watched(run, _publisher(run, IdleCoordinator(as_rank_0), source), None)
+                return train(run)
+        if snapshot is not None:
+            resumed = queue.resume(run.start_step, run.lineage, snapshot)
+            log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
+        run.depth = QueueDepth(queue)
+        if config.rollout.replay:
+            run.publisher = NoEngines(lambda version: queue.publish(version, []))
+            return _finish(train(run), queue)
+        token = run_token(run.folder, "engines")
+        run.engines = EngineLoads(queue.engines, lambda record: connect(record.kind, record.url, token=token))
+        if config.data.eval_path:
+            run.evaluations = Evaluator(queue, config.eval.every, run.recorder.evaluated, solved=config.eval.solved)
+        with (
+            _weight_source(run, host, store) as source,
+            WeightCoordinator(
+                lambda: QueueClient(address, role="weights", name="coordinator", keys=keys, lineage=run.lineage),
+                lambda record: connect(record.kind, record.url, lineage=run.lineage, token=token),
+                _resolved_sync(run),
+                config.rollout.start_timeout_s,
+                host,
+                _noting_updates(run.folder),
+                shares_devices(config.mode),
+                _meeting(config, host),
+                as_rank_0,
+            ) as coordinator,
+        ):
+            run.publisher = _watched(run, _publisher(run, coordinator, source), queue)
+            done = _finish(train(run), queue)
+            if done:  # a run that is asked to stop waits for no engine
+                coordinator.finish()
+            return done
+
+
+def _noting_updates(folder: Path) -> NoteStage:
+    """Return what notes the stages of engines' updates, in the timeline and as spans."""
+    spanned = EngineUpdates()
+
+    def note(engine: str, version: str, stage: str) -> None:
+        enter(folder, "weights", engine, "" if stage == CUT_OFF else stage, version=version)
+        spanned(engine, version, stage)
+
+    return note
+
+
+def _finish(done: bool, queue: SyncQueueClient) -> bool:
+    """Tell the queue that the run is over, if the last step is done."""
+    if done:
+        queue.finish()
+    return done
+
+
+def _resolved_sync(run: Run) -> WeightSyncConfig:
+    """Return section ``weight_sync`` with the transport and the folder filled in."""
+    sync = run.config.weight_sync
+    folder = Path(sync.folder) / run.config.name / "weights" if sync.folder else run.folder / "weights"
+    return msgspec.structs.replace(sync, transport=resolve_transport(run.config), folder=str(folder))
+
+
+def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source: WeightSource) -> EnginePublisher:
+    def offload(engines_sleep: bool) -> None:
+        source.keep(stays=engines_sleep)
+        run.models.sleep()
+
+    phase = build_phase(
+        run.config.mode,
+        publisher,
+        lends=run.config.trainer.lend_devices,
+        agree=as_rank_0,
+        barrier=dist.barrier,
+        onload=run.models.wake,
+        offload=offload,
+    )
+    return EnginePublisher(phase, source)
+
+
+def _meeting(config: RunConfig, host: str) -> Path | None:
+    """Return the folder that only this user can enter, where trainer ranks met, if engines can meet them there, too;
+    None if they are on other machines, or of a kind that asks for an address."""
+    file = os.environ.get(RENDEZVOUS)
+    here = host == "127.0.0.1" and all(traits.meets_in_files for traits in engine_traits(config).values())
+    if not file or not here:
+        return None
+    try:
+        require_private(Path(file).parent)
+    # The user may have set the variable to a file elsewhere.
+    except UserError as error:
+        log.warning("engines meet the trainer at a port: %s", error)
+        return None
+    return Path(file).parent
+
+
+@contextmanager
+def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSource]:
+    """Where publications take the weights from, on this rank; ``store`` is that of all ranks."""
+    config, sync = run.config, _resolved_sync(run)
+    timeout_s = config.trainer.collective_timeout_s
+    place = bucket_device(resolve_transport(config), run.models.policy.device)
+    if not sends_shards(config):
+        wire = PointToPoint(dist.PrefixStore("gathering", store), device=run.models.policy.device)
+        gathering = Gathering(wire, run.rank, sync.bucket_bytes, timeout_s, place)
+        yield GatheredWeights(gathering, config.trainer.lora if sync.adapters else None)
+        return
+    outlet = Outlet(run.rank, sync, host, timeout_s, place, _meeting(config, host))
+    token = run_token(run.folder, "ranks")
+    if run.rank != 0:
+        with meeting.followed(outlet, run.rank, host, token, store, timeout_s):
+            yield ShardedByRank(outlet, None)
+        return
+    answer_s = RANKS_SHARE * min(sync.timeout_s, sync.sync_timeout_s)
+    with meeting.led(outlet, token, store, dist.get_world_size(), answer_s, timeout_s) as shards:
+        yield ShardedByRank(outlet, shards)
+
+
+def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:
+    """The publisher, comparing log-probabilities with the engines unless that is off. Rank 0 has the queue."""
+    config = run.config
+    mismatch, temperature = config.weight_sync.mismatch, config.rollout.temperature
+    if mismatch.action == "off":
+        return publisher
+    canaries = None
+    if queue is not None:
+        token = run_token(run.folder, "engines")
+        canaries = Canaries(
+            queue.engines,
+            lambda record: connect(record.kind, record.url, token=token),
+            vocabulary=AutoConfig.from_pretrained(config.model.path, trust_remote_code=False).vocab_size,
+            tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
+            temperature=temperature,
+            timeout_s=config.weight_sync.timeout_s,
+        )
+    return WatchedPublisher(publisher, canaries, mismatch, temperature)

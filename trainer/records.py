@@ -1,0 +1,278 @@
+"""Records what was trained, refused and evaluated in the run folder, and keeps the lineage of the run's trainers.
+
+``trained.jsonl`` is on disk before the queue is told; trajectories follow on a thread of their own, with an explanation
+for each token: why it trained, or did not.
+"""
+
+import errno
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_async import tracing
+from rl_async.configs.schema.correction import RULES
+from rl_async.errors import TrainerReplaced, UserError
+from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file
+from rl_async.messages import Explanation, RowKey, RuleRun, Trajectory
+from rl_async.recording import TrainedRow, evaluation_file, forget_trained, trained_file, write_trajectories
+from rl_async.tracing import EPISODE
+from rl_async.trainer.algorithms.correction import Corrected
+from rl_async.trainer.algorithms.rows import Rows, on_tokens
+from rl_async.trainer.batches import Batch, WholeBatch
+from rl_async.trainer.evaluator import FinishedEvaluation
+from rl_async.transfer_queue.ledger import newest_lineage
+
+LINEAGE = "lineage"
+
+log = logging.getLogger("rl_async.trainer")
+
+
+class RefusedRow(msgspec.Struct, frozen=True):
+    """A row that came to ``rank`` with other tokens than were announced, one line of ``refused.jsonl``."""
+
+    lineage: int
+    step: int
+    group: int
+    sample: int
+    segment: int
+    tokens_hash: str  # of what came
+    rank: int
+
+
+def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajectory]) -> None:
+    """Append one line per row and force them to disk, before the queue is told that the batch was trained."""
+    _append(path, lineage, [TrainedRow(lineage, step, *row.key, row.tokens_hash()) for row in rows])
+
+
+def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_hash: Mapping[RowKey, str]) -> None:
+    """Append one line per row that came to a rank with other tokens than were announced."""
+    _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_hash.items()])
+
+
+def _append(path: Path, lineage: int, rows: Iterable[msgspec.Struct]) -> None:
+    append_durably(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows), lineage)
+
+
+def append_evaluation(path: Path, lineage: int, metrics: Mapping[str, float]) -> None:
+    """Append the result of one evaluation to ``path``, one JSON object with its lineage and time."""
+    with append_lines(path) as file:
+        file.write(msgspec.json.encode({"lineage": lineage, "time": time.time(), **metrics}) + b"\n")
+
+
+class _Evaluated(msgspec.Struct):
+    """Reads which version a line of ``evaluations.jsonl`` is about."""
+
+    step: float = msgspec.field(name="eval/step", default=-1.0)
+
+
+def is_evaluated(run: Path, step: int) -> bool:
+    """Whether the result of the evaluation of a version is recorded."""
+    path = run / "evaluations.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what has no end was torn
+    return any(msgspec.json.decode(line, type=_Evaluated).step == step for line in lines)
+
+
+def next_lineage(run: Path, resuming: bool) -> int:
+    """Return the lineage of this trainer process: 0 for a new run, one more than the last after each resume.
+
+    It is kept in the file ``lineage`` of the run folder, not in the checkpoint: two crashes after one checkpoint make
+    two lineages. Where that file is lost or damaged, the run's records tell the last one. Raises UserError if they are
+    lost, too.
+    """
+    lineage = _last_lineage(run) + 1 if resuming else 0
+    replace_file(run / LINEAGE, f"{lineage}\n".encode(), durable=True)
+    return lineage
+
+
+def _last_lineage(run: Path) -> int:
+    """Return the newest lineage that trained the run; -1 if none did."""
+    told = _written_lineage(run)
+    recorded = max(newest_lineage(run / "ledger.jsonl"), _trained_lineage(run / "trained.jsonl"))
+    if told is None and recorded < 0:
+        raise UserError(
+            f"{run / LINEAGE} is damaged, and neither ledger.jsonl nor trained.jsonl has the number that it held; "
+            "write a number into it that is higher than the number of times that the run was resumed"
+        )
+    if told is None or told < recorded:
+        log.warning("%s is lost or damaged; the run's records say %d", run / LINEAGE, recorded)
+    return max(recorded, -1 if told is None else told)
+
+
+def _written_lineage(run: Path) -> int | None:
+    """Return what the file says; -1 without one, None if that is no number."""
+    try:
+        text = (run / LINEAGE).read_bytes().strip()
+    except FileNotFoundError:
+        return -1
+    return int(text) if text.isdigit() else None
+
+
+def _trained_lineage(path: Path) -> int:
+    """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall; -1 without one."""
+    with suppress(*UNDECODABLE):
+        return msgspec.json.decode(last_line(path), type=_OfLineage).lineage
+    return -1
+
+
+class _OfLineage(msgspec.Struct):
+    lineage: int
+
+
+def require_newest(run: Path, lineage: int) -> None:
+    """Raise TrainerReplaced if a trainer of a newer lineage than this one has resumed the run.
+
+    Raises OSError if that cannot be known.
+    """
+    newest = _written_lineage(run)
+    if newest is None or newest < 0:
+        raise OSError(errno.EIO, "damaged or lost, so a newer trainer may have resumed the run", str(run / LINEAGE))
+    if newest > lineage:
+        raise TrainerReplaced(f"{run}: the trainer of lineage {lineage} was replaced by one of lineage {newest}")
+
+
+DIGITS = 4  # of a number that are recorded
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """What became of each token of a batch, [M] on the host; position t of a row stands for its token t + 1."""
+
+    rows: Rows
+    corrected: Corrected  # as ``attributed`` completes it
+    logprobs: Tensor  # the target of the correction: log pi_old, or with bypass log pi_theta of the first pass
+    advantages: Tensor
+
+
+def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
+    """Complete a correction [M]: every sampled token that does not train names a rule and has weight 0.
+
+    ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
+    by the queue's bound.
+    """
+    greedy = torch.tensor([h.baseline for h in whole.headers])
+    cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
+    cause[on_tokens(filtered, whole.rows)] = RULES.index("overlong_filter")
+    cause[on_tokens(greedy, whole.rows)] = RULES.index("greedy")
+    cause[whole.mask] = RULES.index("correction")
+    unnamed = ~corrected.keep & (corrected.rule == 0)
+    weights = torch.where(corrected.keep, corrected.weights, 0.0)
+    return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
+
+
+def explain(row: Trajectory, index: int, outcomes: TokenOutcomes) -> Explanation:
+    """Collect what became of the sampled tokens of row ``index``, in order."""
+    # Position t of a row in the tensors stands for token t + 1.
+    sampled = int(outcomes.rows.starts[index]) + np.flatnonzero(row.loss_mask[1:])
+    weights = outcomes.corrected.weights.numpy()[sampled]
+    rule = outcomes.corrected.rule.numpy()[sampled]
+    advantages = outcomes.advantages.numpy()[sampled]
+    edges = [0, *(np.flatnonzero(np.diff(rule)) + 1).tolist(), len(rule)]
+    runs = [RuleRun(RULES[rule[start]], start, end) for start, end in itertools.pairwise(edges) if start < end]
+    return Explanation(
+        weights=_rounded(weights),
+        rules=[run for run in runs if run.rule],
+        logprobs=_rounded(outcomes.logprobs.numpy()[sampled]),
+        advantages=_rounded(advantages[:1] if (advantages == advantages[:1]).all() else advantages),
+    )
+
+
+def _rounded(weights: np.ndarray) -> list[float]:
+    values = weights.astype(np.float64)
+    exponents = np.floor(np.log10(np.where(values != 0, np.abs(values), 1.0))).astype(int)
+    return [round(value, DIGITS - 1 - exponent) for value, exponent in zip(values.tolist(), exponents.tolist())]
+
+
+IN_FLIGHT = 2  # trajectory files that may wait to be written; a further one waits for the oldest
+
+
+class Recorder:
+    """Appends to ``trained.jsonl`` at once, and writes trajectories on a thread of its own.
+
+    ``trained.jsonl`` is on disk when ``trained`` returns, before the queue is told. Trajectory files follow: ``flush``
+    before a checkpoint and at the end, so that those of every step up to a checkpoint are there when it is durable.
+    A rank that is killed loses at most the newest IN_FLIGHT files, of steps that a resumed run trains and writes again.
+    An error of the thread is logged at once, in case the rank ends for another reason, and raised by the next call that
+    waits for the file.
+    """
+
+    def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool, keep: int | None = None) -> None:
+        """``keep``: newest steps whose trajectories stay; None: all."""
+        self._keep, self._forgotten = keep, 0  # steps before this one have no files of this rank
+        self._folder, self._lineage, self._rank, self._is_recorder = folder, lineage, rank, is_recorder
+        self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
+        self._in_flight: deque[Future[None]] = deque()
+
+    def trained(self, batch: Batch, outcomes: TokenOutcomes, began: int = 0) -> None:
+        """Record the rows that this rank trained, if it is the one of its data-parallel rank that records.
+
+        ``began``: when the update did, for the traces of the episodes.
+        """
+        if not self._is_recorder:
+            return
+        keys = sorted(batch.rows)
+        rows = [batch.rows[key] for key in keys]
+        places = {header.key: index for index, header in enumerate(batch.headers)}
+        file = trained_file(self._folder, batch.step, self._lineage, self._rank)
+
+        def write() -> None:
+            explanations = [explain(row, places[key], outcomes) for key, row in zip(keys, rows, strict=True)]
+            write_trajectories(file, rows, explanations)
+            self._forget(batch.step)
+
+        self._submit(write)
+        append_trained(self._folder / "trained.jsonl", self._lineage, batch.step, rows)
+        about = {"rl_async.step": batch.step, "rl_async.rank": self._rank}
+        for name in {row.episode_id: None for row in rows if row.traced}:
+            tracing.add(name, "train", began, about, parent=EPISODE)
+
+    def _forget(self, step: int) -> None:
+        """Delete what is too old when ``step`` is recorded: of an earlier process all, else this rank's next file."""
+        until = 0 if self._keep is None else max(0, step + 1 - self._keep)
+        if until == self._forgotten + 1:
+            for lineage in range(self._lineage + 1):
+                trained_file(self._folder, self._forgotten, lineage, self._rank).unlink(missing_ok=True)
+        elif until > self._forgotten:
+            forget_trained(self._folder, until)
+        self._forgotten = until
+
+    def refused(self, step: int, tokens_hash: Mapping[RowKey, str]) -> None:
+        """Record rows that came to this rank with other tokens than were announced, for the audit."""
+        append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_hash)
+
+    def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
+        """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""
+
+        def write() -> None:
+            write_trajectories(evaluation_file(self._folder, result.step), rows)
+            append_evaluation(self._folder / "evaluations.jsonl", self._lineage, result.metrics())
+
+        self._submit(write)
+
+    def flush(self) -> None:
+        """Wait until everything is written. Raises what the thread raised."""
+        while self._in_flight:
+            self._in_flight.popleft().result()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        while self._in_flight and (len(self._in_flight) >= IN_FLIGHT or self._in_flight[0].done()):
+            self._in_flight.popleft().result()
+        self._in_flight.append(self._writer.submit(_logging_errors, write))
+
+
+def _logging_errors(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except Exception as error:
+        log.error("recording trajectories: %s: %s", type(error).__name__, error)
+        raise
