@@ -1,24 +1,57 @@
 """The agent worker: leases groups, plays their samples, has them scored and puts the trajectories into the queue.
 
-queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
-                             |  ^
-                             v  |
-                           engines
+    queue --lease--> samples --episodes--> trajectories --reward--> put --> queue
+                                 |  ^
+                                 v  |
+                               engines
+
+First the protocols that a worker and a gateway ask of the queue and of the reward service. Both log few of many similar
+failures (``Repetitions``).
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Protocol
 
-from rl_async.agent_loop import spans
-from rl_async.agent_loop.protocols import RewardScorer, Runner, SampleQueue
-from rl_async.agent_loop.repetitions import Repetitions, beginning
+from rl_async.agent_loop import telemetry
 from rl_async.configs.derived.samples import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
-from rl_async.messages import LeasedGroup, Refused, SampleKey, Trajectory, by_role
+from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory, by_role
 from rl_async.userload import raised_at
+
+
+class SampleQueue(Protocol):
+    """The agents' verbs of the transfer queue."""
+
+    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
+    async def renew(self, held: list[SampleKey]) -> Renewed: ...
+    def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
+    async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
+
+
+class GatewayQueue(SampleQueue, Protocol):
+    """A gateway's verbs: its leases say for how long no agent program has played or asked."""
+
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
+
+
+class Runner(Protocol):
+    """Plays the episodes of an agent worker."""
+
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        """Return the rows of one sample, which are not scored yet. What it raises is reported to the queue."""
+        ...
+
+
+class RewardScorer(Protocol):
+    """Fills in a trajectory's reward, and gives it to the other rows of its episode."""
+
+    async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None: ...
+
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -163,10 +196,10 @@ class AgentWorker:
         """Return the sample's scored rows, or the error as text. In a replay, raises the error."""
         trace = group.trace(sample)
         try:
-            with spans.of_agent(trace, group, group.task.agent or self._agent.loop):
+            with telemetry.of_agent(trace, group, group.task.agent or self._agent.loop):
                 rows = await self._runner.run(group, sample)
             for *others, last in by_role(rows):
-                with spans.of_reward(trace, last):
+                with telemetry.of_reward(trace, last):
                     await self._rewards.score(group.task, last, *others)
             for row in rows:
                 row.traced = bool(trace)
@@ -204,3 +237,29 @@ class AgentWorker:
         task = group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+FIRST_LINES, KINDS = 3, 1000  # lines of each kind before they become fewer; kinds that are counted
+
+
+class Repetitions:
+    """Counts failures by kind. Worth a line are the first few, then each power of two.
+
+    Of more than KINDS kinds it begins to count again.
+    """
+
+    def __init__(self) -> None:
+        self._times = Counter[str]()
+
+    def another(self, kind: str) -> int:
+        """Return how many of its kind there were with this one, if it is worth a line; else 0."""
+        if len(self._times) > KINDS:
+            self._times.clear()
+        self._times[kind] += 1
+        times = self._times[kind]
+        return times if times <= FIRST_LINES or times.bit_count() == 1 else 0
+
+
+def beginning(text: str) -> str:
+    """Return how an error begins, without its numbers: what errors that one line of code raises have in common."""
+    return re.sub(r"\d+", "", text)[:80]

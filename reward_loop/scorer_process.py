@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
-from rl_async.reward_loop.scorers.registry import describe, get_scorer
+from rl_async.reward_loop.scorers.scorer_registry import describe, get_scorer
 
 LENGTH = struct.Struct(">I")
 GRACE_S = 5.0  # past the deadline, in which the pool should have killed this process

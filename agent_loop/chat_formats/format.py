@@ -1,11 +1,18 @@
-"""What agent loops, gateway and fine-tuning need to know about the way in which a family of models chats."""
+"""The interface of chat formats, and how models write tool calls and reasoning as text.
+
+``ChatFormat`` is everything that agent loops, gateway and fine-tuning know about the way in which a family of models
+chats. A ``CallSyntax`` reads and writes calls in the text of a turn: none, or Hermes's and Qwen's JSON objects
+{"name", "arguments"} between ``<tool_call>`` tags.
+"""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
 
 Message = dict[str, Any]
@@ -235,3 +242,97 @@ def without_beginnings(text: str, marks: Iterable[str]) -> str:
     text = text.rstrip("\ufffd")
     held = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
     return text[: len(text) - max(held, default=0)].rstrip()
+
+
+class CallSyntax(NamedTuple):
+    """Reads and writes tool calls.
+
+    ``parse`` finds all calls in an answer, in order. ``render`` writes a call of a function by name, with arguments as
+    JSON text. ``call_start`` opens every call; what an answer says before the first one is its content.
+    """
+
+    parse: Callable[[str], list[ParsedCall]]
+    render: Callable[[str, str], str]
+    call_start: str
+
+
+NO_CALLS = CallSyntax(lambda _: [], lambda name, arguments: f"{name}({arguments})", "")
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
+    """Split what was sampled into (reasoning, the rest). ``opened``: the prompt ends with ``<think>``.
+
+    Reasoning that never ends is all there is: what looks like a call inside it is none.
+    """
+    begun = text.lstrip().startswith(THINK_START)
+    if not (opened or begun):
+        return "", text
+    body = text.lstrip().removeprefix(THINK_START) if begun else text
+    reasoning, _, rest = body.partition(THINK_END)
+    return reasoning.strip(), rest.lstrip("\n")
+
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+
+_HERMES_BODY = re.compile(
+    rf"{re.escape(CALL_START)}(.*?)(?:{re.escape(CALL_END)}|(?={re.escape(CALL_START)})|\Z)", re.DOTALL
+)
+
+
+class _HermesCall(msgspec.Struct):
+    name: str
+    arguments: dict[str, object] = {}
+
+
+_HERMES_DECODER = msgspec.json.Decoder(_HermesCall)
+
+
+def parse_hermes(text: str) -> list[ParsedCall]:
+    """Return all calls in ``text``, in order. One that is not closed, or whose body is not a call, is malformed."""
+    if CALL_START not in text:
+        return []
+    return [_parse_hermes_call(match) for match in _HERMES_BODY.finditer(text)]
+
+
+def _parse_hermes_call(match: re.Match[str]) -> ParsedCall:
+    raw = match[1].strip()
+    if not match[0].endswith(CALL_END):
+        return ParsedCall("", None, raw, "unclosed")
+    return read_object(raw)
+
+
+def read_object(raw: str) -> ParsedCall:
+    """Read a call that is a JSON object with ``name`` and ``arguments``."""
+    try:
+        call = _HERMES_DECODER.decode(raw)
+    except UNDECODABLE:
+        return ParsedCall("", None, raw, _hermes_problem(raw))
+    return ParsedCall(call.name, call.arguments, raw)
+
+
+def _hermes_problem(raw: str) -> CallProblem:
+    """Say what is wrong. The decoder of calls stops at the first wrong type, after which there may be anything."""
+    try:
+        value = msgspec.json.decode(raw)
+    except UNDECODABLE:
+        return "bad_json"
+    if not isinstance(value, dict):
+        return "bad_structure"
+    return "bad_arguments" if isinstance(value.get("name"), str) else "no_name"
+
+
+def render_hermes(name: str, arguments: str) -> str:
+    """Write a call; ``arguments`` is JSON text."""
+    body = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}'
+    return f"{CALL_START}\n{body}\n{CALL_END}"
+
+
+def said_text(message: Message) -> str:
+    """Write what a message says with its calls as one text, for those who read a conversation as texts."""
+    calls = [render_hermes(call["name"], call["arguments"]) for call in flat_calls(message)]
+    return "\n".join(filter(None, [message["content"], *calls]))
+
+
+HERMES = CallSyntax(parse_hermes, render_hermes, CALL_START)

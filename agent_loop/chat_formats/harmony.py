@@ -17,7 +17,6 @@ import jinja2
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.encoded import CACHE_BYTES, TokenizerFormat
 from rl_async.agent_loop.chat_formats.format import (
     Answer,
     CannotBridge,
@@ -27,7 +26,7 @@ from rl_async.agent_loop.chat_formats.format import (
     before_stops,
     without_beginnings,
 )
-from rl_async.agent_loop.chat_formats.render import nested
+from rl_async.agent_loop.chat_formats.render import CACHE_BYTES, TokenizerFormat, nested
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
 

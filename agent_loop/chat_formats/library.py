@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.encoded import TOOL, TokenizerFormat
 from rl_async.agent_loop.chat_formats.format import (
     Answer,
     CannotBridge,
@@ -24,7 +23,7 @@ from rl_async.agent_loop.chat_formats.format import (
     before_stops,
     text_size,
 )
-from rl_async.agent_loop.chat_formats.render import nested
+from rl_async.agent_loop.chat_formats.render import TOOL, TokenizerFormat, nested
 from rl_async.errors import ConfigError
 from rl_async.messages import CallProblem
 from rl_async.template_tokens import TemplateTokens

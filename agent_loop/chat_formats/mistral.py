@@ -13,11 +13,8 @@ import jinja2
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.encoded import CACHE_BYTES
-from rl_async.agent_loop.chat_formats.format import Answer, Message, ParsedCall, Settled
-from rl_async.agent_loop.chat_formats.hermes import read_object
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.chat_formats.syntax import CallSyntax
+from rl_async.agent_loop.chat_formats.format import Answer, CallSyntax, Message, ParsedCall, Settled, read_object
+from rl_async.agent_loop.chat_formats.render import CACHE_BYTES, ChatRenderer
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
 

@@ -2,7 +2,7 @@
 
 The episode runner opens a `session.Session` on an environment made from the episode's task, before the first turn, and
 closes it after the last; `interface.Environment` has the methods. An environment of several roles, `interface.Game`,
-has a `game.GameSession` instead. It lives in this process (`local.py`) or in one of
-the worker's hosts (`hosts/`). To add a built-in one, write its class in a file here and add a line to `registry.py`;
-users give their own as `path.py:Class`.
+has a `session.GameSession` instead. It lives in this process or in one of the worker's hosts (`host_pool.py`). To
+add a built-in one, write its class in a file here and add a line to `environment_registry.py`; users give their own as
+`path.py:Class`.
 """

@@ -1,21 +1,72 @@
-"""An environment in use by one episode: calls what it has of the protocol, each call with a deadline."""
+"""An environment in use by one episode: a ``Session``, or a ``GameSession`` if it has several roles.
 
+Users' methods are awaited or run in a thread, with a deadline; errors name the method and the line. Observations
+reach the model as plain text, without ANSI escapes. In a game each role has a conversation of its own.
+"""
+
+import asyncio
+import inspect
 import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.environments.calls import call_user
-from rl_async.agent_loop.plain_text import without_escapes
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool
-from rl_async.errors import EnvironmentFailed, RlAsyncError
+from rl_async.concurrency import DaemonCalls
+from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_score
 from rl_async.transfer_queue.chat_messages import ROLES
+from rl_async.userload import raised_at
+
+_ESCAPE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI: colours, movements of the cursor
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # OSC: titles, links
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for devices
+    r"|\x1b[ -/]*[0-~]?"
+)
+_HIGHLIGHT = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:4[0-7]|10[0-7])(?:;[0-9;]*)?m([^\x1b\n]+)\x1b\[(?:0|49)?m")
+
+
+def without_escapes(text: str) -> str:
+    """Remove ANSI escapes. A text on a coloured background, such as the place where one is, is put in brackets."""
+    if "\x1b" not in text and "\x9b" not in text and "\x9d" not in text:
+        return text
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", text))
+
+
+KEY = "agent.environment_timeout_s"
+_THREADS = DaemonCalls("environment", KEY)
+
+
+async def call_user(what: str, function: Callable[..., Any], *arguments: Any, timeout_s: float | None) -> Any:
+    """Call a function of an environment, ``what``; a plain one in a thread. ``timeout_s`` None: it needs no deadline.
+
+    Raises EnvironmentFailed if it raises or misses its deadline, except for errors of ours, which pass through.
+    """
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments)
+            return await _THREADS.call(lambda: function(*arguments))
+    except RlAsyncError:
+        raise
+    # An environment is the user's code and may raise anything; its sample fails and is given out again.
+    except Exception as error:
+        if deadline.expired():
+            raise EnvironmentFailed(f"{what} did not finish within {timeout_s:g} s ({KEY})") from None
+        raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
+
+
+def overdue_calls() -> int:
+    """Return how many threads still run calls that nobody waits for any more."""
+    return _THREADS.overdue
+
 
 log = logging.getLogger("rl_async.agent_loop")
 
@@ -188,3 +239,86 @@ def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Me
         return [*prompt, *observation]
     text = f"{prompt[-1]['content']}\n\n{observation[0]['content']}"
     return [*prompt[:-1], prompt[-1] | {"content": text}, *observation[1:]]
+
+
+ROLE = re.compile(r"[\w-]+")  # it becomes part of metrics and of a key of the config
+NO_ROLE = "score"  # a key of what reward() returns
+
+
+class GameSession(UserSession, OpenGame):
+    """A session of an environment with ``roles`` (``interface.Game``). Raises EnvironmentFailed for other roles than
+    names that differ."""
+
+    def __init__(self, name: str, environment: Any, timeout_s: float, *, start_limited: bool = False) -> None:
+        super().__init__(name, environment, timeout_s, start_limited=start_limited)
+        self.roles = _roles(name, environment.roles)
+        self._told = set[str]()  # roles that have spoken, or were asked to
+
+    async def reset(self) -> tuple[Step, list[Message]]:
+        """Begin the episode; return a step ``to`` the role that speaks first, and what it is told."""
+        first: Any = Step(to=self.roles[0])
+        if self._has("reset"):
+            first = await self._call(self._environment, "reset")
+        if isinstance(first, Step) and first.done:
+            raise self._unusable("reset", first, "a Step to the role that speaks first")
+        return self._next("reset", first)
+
+    def tools(self) -> Mapping[str, Sequence[CallableTool]]:
+        """Return the tools of each role."""
+        tools = self._environment.tools() if self._has("tools") else ()
+        if not isinstance(tools, Mapping):
+            return dict.fromkeys(self.roles, tools)
+        if unknown := tools.keys() - set(self.roles):
+            raise self._unusable("tools", sorted(unknown), f"tools of its roles alone: {', '.join(self.roles)}")
+        return {role: tools.get(role, ()) for role in self.roles}
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the game's answer to the role that spoke, which also says who is next, and what that one is told."""
+        return self._next("step", await self._call(self._environment, "step", answer))
+
+    async def reward(self) -> Mapping[str, Score]:
+        """Return the reward of each role; 0 if the game gives rewards to turns alone."""
+        reward: Any = 0.0
+        if self._has("reward"):
+            reward = await self._call(self._environment, "reward")
+        if not (isinstance(reward, Mapping) and reward.keys() & set(self.roles)):
+            return dict.fromkeys(self.roles, self._score(reward))
+        if reward.keys() != set(self.roles):
+            raise self._unusable("reward", reward, f"a reward for each role: {', '.join(self.roles)}")
+        return {role: self._score(reward[role]) for role in self.roles}
+
+    def _next(self, method: str, answer: Any) -> tuple[Step, list[Message]]:
+        step, messages = self._answer(method, answer)
+        if step.done:
+            return step, []
+        if step.to not in self.roles:
+            raise self._unusable(method, step, f"a Step that is done or to one of {', '.join(self.roles)}")
+        if step.to in self._told and not messages:
+            raise self._unusable(method, step, f"a Step with an observation: {step.to} has had a turn before")
+        self._told.add(step.to)
+        return step, messages
+
+
+def check_opponents(roles: Sequence[str], opponents: Collection[str]) -> None:
+    """Raise ConfigError unless the opponents play some of a game's roles, and not all of them."""
+    if unknown := set(opponents) - set(roles):
+        raise ConfigError(f"agent.opponents: the game has no role {min(unknown)!r}; its roles: {', '.join(roles)}")
+    if len(opponents) == len(roles):
+        raise ConfigError("agent.opponents: they play all roles of the game, which leaves none to train; leave one out")
+
+
+def check_unarmed(tools: Mapping[str, Sequence[CallableTool]], opponents: Collection[str]) -> None:
+    """Raise ConfigError if a game has tools for an opponent."""
+    if armed := [role for role in opponents if tools[role]]:
+        raise ConfigError(f"agent.opponents: {armed[0]} has tools in this game, which opponents cannot call")
+
+
+def _roles(name: str, roles: Any) -> Sequence[str]:
+    if isinstance(roles, Sequence) and not isinstance(roles, str):
+        fit = [isinstance(role, str) and ROLE.fullmatch(role) and role != NO_ROLE for role in roles]
+        if all(fit) and len(set(roles)) == len(roles):
+            return tuple(roles)
+    raise EnvironmentFailed(
+        f"environment {name}: its roles are {roles!r:.80}, not a list of different names of letters, digits, _ and -, "
+        f"and other than {NO_ROLE!r}"
+    )

@@ -1,4 +1,7 @@
-"""Language models that speak in an episode beside the policy: users and opponents."""
+"""Language models that speak in an episode beside the policy, and the services that a worker's environments share.
+
+A ``Speaker`` plays a user or an opponent: the policy itself, or a model behind a URL. ``Services`` holds the config,
+the sandbox and the speaker that plays users."""
 
 import uuid
 from collections.abc import Sequence
@@ -11,10 +14,10 @@ from rl_async.configs.schema.user import SpeakerConfig
 from rl_async.errors import EnvironmentFailed
 from rl_async.messages import Sampling
 from rl_async.reward_loop.api import ScorerFailed
-from rl_async.reward_loop.api_keys import read_api_key
-from rl_async.reward_loop.completion import read_completion
-from rl_async.reward_loop.post import poster_of
+from rl_async.reward_loop.model_client import poster_of, read_api_key, read_completion
 from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.sandbox.api import Sandbox
+from rl_async.sandbox.registry import make_sandbox
 
 
 class Said(NamedTuple):
@@ -116,3 +119,34 @@ def make_opponents(config: RunConfig, chat: ChatFormat, generator: Generator) ->
         else:
             made[role] = PolicySpeaker(speaker, section, config.rollout, chat, generator)
     return made
+
+
+USER = "agent.user"
+
+
+class Services:
+    """One for each worker. Without ``chat`` and ``generator`` the policy plays no user.
+
+    Raises ConfigError if the environment lacks the API key of ``agent.user``.
+    """
+
+    def __init__(self, config: RunConfig, chat: ChatFormat | None = None, generator: Generator | None = None) -> None:
+        self.config = config
+        self._sandbox: Sandbox | None = None
+        user = config.agent.user
+        self.user: Speaker | None = None
+        if user is not None and user.url:
+            self.user = ServedSpeaker(user, USER)
+        elif user is not None and chat is not None and generator is not None:
+            self.user = PolicySpeaker(user, USER, config.rollout, chat, generator)
+
+    def sandbox(self) -> Sandbox:
+        """Return the sandbox, made at the first call. Raises ConfigError where none can be."""
+        if self._sandbox is None:
+            self._sandbox = make_sandbox(self.config.sandbox)
+        return self._sandbox
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self.user is not None:
+            await self.user.close()

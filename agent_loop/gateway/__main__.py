@@ -20,7 +20,7 @@ def main() -> int:
 
 
 def _work(given: argparse.Namespace) -> None:
-    from rl_async.agent_loop.gateway.process import serve
+    from rl_async.agent_loop.gateway.server import serve
 
     serve(given.run, given.queue, given.reward_model, given.host, given.port)
 

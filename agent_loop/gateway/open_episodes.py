@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl_async.agent_loop import spans
+from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.agent_loop.gateway.episode import GatewayEpisode, give_reward
-from rl_async.agent_loop.metrics import count_conversations
-from rl_async.agent_loop.protocols import GatewayQueue, RewardScorer
-from rl_async.agent_loop.repetitions import Repetitions, beginning
+from rl_async.agent_loop.gateway.gateway_episode import GatewayEpisode, give_reward
+from rl_async.agent_loop.telemetry import count_conversations
+from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
@@ -312,9 +311,9 @@ class OpenEpisodes:
             task = msgspec.structs.replace(task, extra=task.extra | {"program": msgspec.to_builtins(ending.program)})
             for row in rows if ending.program.exit_code else ():
                 row.error = f"its program ended with {ending.program.exit_code}"
-        spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began)
+        telemetry.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began)
         with _closing(episode):
-            with spans.of_reward(episode.trace, rows[last]):
+            with telemetry.of_reward(episode.trace, rows[last]):
                 if ending.reward is None:
                     await self._rewards.score(task, rows[last], *rows[:last], *rows[last + 1 :])
             for row in rows:
@@ -342,7 +341,7 @@ class OpenEpisodes:
         answer: Ended = Ended(True, "", 0, None),  # noqa: B008  immutable
     ) -> Ended:
         self._log_failure(episode.group, episode.sample, error)
-        spans.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
+        telemetry.played(episode.trace, episode.group, episode.traced_from, time.monotonic() - episode.began, error)
         with _closing(episode):
             reply = await self._queue.fail(episode.group.group_id, episode.sample, episode.group.attempt, error)
         self.failed += 1

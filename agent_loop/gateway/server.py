@@ -1,34 +1,206 @@
-"""The gateway's HTTP routes: leasing and ending episodes, and the policy's answers in each dialect."""
+"""The gateway's process: HTTP routes that lease and end episodes, and the policy's answers in each dialect.
+
+    engine ── tokens so far ──> Release ── settled text ──> a dialect's events ──> EventStream ──> client
+
+Only text that no further token changes is sent, so what a client has read is always the beginning of the recorded
+answer. The headers of an event stream are sent at once, and pings while nothing comes. ``serve`` is the composition
+root: it connects the gateway to engines, reward service and queue."""
 
 import asyncio
+import contextlib
+import functools
+import re
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import uvloop
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from rl_async.agent_loop.gateway.dialects import anthropic, completions, openai
-from rl_async.agent_loop.gateway.dialects.chat import ChatRequest, Completion, unreadable
-from rl_async.agent_loop.gateway.dialects.completions import CompletionStream
-from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
-from rl_async.agent_loop.gateway.dialects.responses_answers import ResponseHead, ResponseStream
-from rl_async.agent_loop.gateway.dialects.responses_requests import read_request as read_response_request
-from rl_async.agent_loop.gateway.dialects.streams import ChatStream, MessageStream
-from rl_async.agent_loop.gateway.episode import Asked, GatewayEpisode, task_view
-from rl_async.agent_loop.gateway.event_stream import PING_S, AnswerStream, EventStream
+from rl_async import tracing
+from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
+from rl_async.agent_loop.chat_formats.format_registry import load_format
+from rl_async.agent_loop.gateway import anthropic, completions, openai
+from rl_async.agent_loop.gateway.chat import ChatRequest, Completion, UnobeyedFields, unreadable
+from rl_async.agent_loop.gateway.completions import CompletionStream
+from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
-from rl_async.agent_loop.gateway.refusals import FAILURES, instead, refusal
-from rl_async.agent_loop.metrics import SamplesCollector
+from rl_async.agent_loop.gateway.responses import ResponseHead, ResponseStream
+from rl_async.agent_loop.gateway.responses import read_request as read_response_request
+from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
+from rl_async.agent_loop.run_worker import cancel_on_signals
+from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.concurrency import off_loop
+from rl_async.configs.checks.gateway import gateway_problem
+from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import RequestRefused
+from rl_async.errors import (
+    EXIT_RESTART,
+    ConfigError,
+    EngineLost,
+    EngineRejected,
+    QueueLost,
+    RequestRefused,
+    RlAsyncError,
+    UserError,
+)
 from rl_async.files import UNDECODABLE
-from rl_async.process.http_server import application, hang_up_if_late, metrics_text, read_body, text_response
+from rl_async.process.http_auth import Access, run_token, token_file
+from rl_async.process.http_server import application, hang_up_if_late, metrics_text, read_body, server_of, text_response
+from rl_async.process.role import bind, run_role
+from rl_async.process.run_files import Target, listed, read_endpoints
+from rl_async.reward_loop.model_client import forget_api_keys
+from rl_async.reward_loop.service import RewardService
+from rl_async.rollout_server.connect import engine_pool
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+
+FAILURES = (RequestRefused, RecursionError, EngineRejected, EngineLost, QueueLost)
+
+
+def refusal(error: Exception) -> RequestRefused:
+    """Return what a client is told: a lost engine may be asked again (503), a rejected request may not (400)."""
+    if isinstance(error, RequestRefused):
+        return error
+    if isinstance(error, RecursionError):
+        return RequestRefused("the request is nested too deeply", code="invalid_request")
+    if isinstance(error, EngineRejected):
+        return RequestRefused(str(error), code="engine_rejected")
+    return RequestRefused(str(error), code=type(error).__name__, status=503)
+
+
+class _Hint(NamedTuple):
+    pattern: re.Pattern[str]
+    text: str
+
+
+_CHAT = "chat/completions, responses, completions and messages under an episode's base URL"
+_HINTS = tuple(
+    _Hint(re.compile(pattern), text)
+    for pattern, text in (
+        (r"/embeddings$", "the policy embeds nothing; use an embedding service of its own"),
+        (r"/v1(beta|alpha)\d*/", f"Gemini's dialect is not served; use a client of OpenAI or Anthropic: {_CHAT}"),
+        (r"/(images|audio|moderations|videos)(/|$)", f"the policy reads and writes text only: {_CHAT}"),
+        (r"/responses/.+", "responses cannot be fetched or deleted; previous_response_id continues one"),
+        (r"/(assistants|threads|conversations)(/|$)", f"use {_CHAT}, which keep the conversation's rows"),
+        (r"/messages/batches", "batches are not served; send the messages one by one"),
+        (r"/(files|batches|fine_tuning|vector_stores|uploads)(/|$)", f"nothing is stored here; use {_CHAT}"),
+        (
+            r"^/episodes/[^/]+/(chat/completions|responses|completions|models)",
+            "the base URL of OpenAI's clients ends in /v1: `base_url` of the answer to POST /episodes",
+        ),
+        (r"^/v1/", "every episode has a base URL of its own: POST /episodes returns it"),
+        (r"^/episodes/[^/]+/", f"served are {_CHAT}; POST /episodes/ID/reward ends the episode"),
+    )
+)
+_OTHER = "POST /episodes begins an episode, and returns its base URLs (docs/how-to/gateway.md)"
+
+
+def instead(path: str) -> str:
+    """Return what a client that asked for ``path`` may use instead."""
+    return next((hint.text for hint in _HINTS if hint.pattern.search(path)), _OTHER)
+
+
+PING_S = 2.0  # some clients give up after a few seconds without a byte
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or proxies collect the events
+]
+Event = dict[str, Any]
+
+
+class AnswerStream(Protocol):
+    """The events of one answer in one dialect: ``begin``, ``more`` for each piece of text, then ``end`` or ``fail``.
+
+    ``named``: whether the type of an event is its name, too. ``last``: what follows a whole answer.
+    """
+
+    @property
+    def named(self) -> bool: ...
+    @property
+    def ping(self) -> bytes: ...
+    @property
+    def last(self) -> bytes: ...
+    def begin(self) -> Iterator[Event]: ...
+    def more(self, reasoning: str, text: str) -> Iterator[Event]: ...
+    def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]: ...
+    def fail(self, error: RequestRefused) -> Iterator[Event]: ...
+
+
+class EventStream(Response):
+    """Sends an answer while ``work`` samples it. A client that hangs up cancels the work."""
+
+    def __init__(
+        self, stream: AnswerStream, release: Release, work: Callable[[], Awaitable[Completion]], ping_s: float
+    ) -> None:
+        super().__init__()
+        self._stream, self._release, self._work, self._ping_s = stream, release, work, ping_s
+        self._over = False  # the answer is complete, or nobody listens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the answer is complete, has failed, or nobody listens any more."""
+        working = asyncio.ensure_future(self._work())
+        gone = asyncio.ensure_future(receive())  # after the body, the only message is the disconnect
+        for task in (working, gone):
+            task.add_done_callback(self._end)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await _send(send, self._encode(self._stream.begin()))
+            while not self._over:
+                await _send(send, await self._next())
+            if working.done():
+                await _send(send, self._last(working))
+                await _send(send, b"", more=False)
+        finally:
+            working.cancel()
+            gone.cancel()
+
+    def _end(self, _: object) -> None:
+        self._over = True
+        self._release.news.set()
+
+    async def _next(self) -> bytes:
+        """Wait for events; return a ping if there are none for some time."""
+        try:
+            async with asyncio.timeout(self._ping_s):
+                while True:
+                    await self._release.news.wait()
+                    self._release.news.clear()
+                    events = self._encode(self._stream.more(*self._release.more()))
+                    if events or self._over:
+                        return events
+        except TimeoutError:
+            return self._stream.ping
+
+    def _last(self, working: asyncio.Future[Completion]) -> bytes:
+        try:
+            done = working.result()
+        except FAILURES as error:
+            return self._encode(self._stream.fail(refusal(error)))
+        return self._encode(self._stream.end(done, *self._release.rest(done.message))) + self._stream.last
+
+    def _encode(self, events: Iterator[Event]) -> bytes:
+        lines = bytearray()
+        for event in events:
+            if self._stream.named:
+                lines += b"event: " + event["type"].encode() + b"\n"
+            lines += b"data: " + msgspec.json.encode(event) + b"\n\n"
+        return bytes(lines)
+
+
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
@@ -296,3 +468,73 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+ANSWER_S = 5.0
+LINGER_S = 10.0  # in which agent programs are told that the run is over
+
+
+async def run_gateway(
+    config: RunConfig, listener: socket.socket, access: Access, queue_address: str, *, folder: Path, reward_model: str
+) -> None:
+    """Serve until the run is over or SIGTERM or SIGINT arrives.
+
+    Raises UserError for names in the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if
+    the queue is gone.
+    """
+    cancel_on_signals()
+    async with contextlib.AsyncExitStack() as stack:
+        pool = engine_pool(config.rollout, run_token(folder, "engines"))
+        chat = load_format(config.model.path, config.agent)
+        read = functools.partial(reasoning_and_answer, chat)
+        service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox, read=read)
+        rewards = await stack.enter_async_context(service)
+        forget_api_keys(config)
+        client = QueueClient(queue_address, role="agent", name="gateway", keys=client_keys(config, folder, "worker"))
+        queue = await stack.enter_async_context(client)
+        stack.push_async_callback(pool.close)
+        episodes = OpenEpisodes(config, chat, pool, queue, rewards)
+        server = server_of(GatewayServer(config, episodes).app, access)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(pool.watch(queue), name="engine registry")
+            # uvicorn takes the signals over while it serves, and raises them again at its end
+            serving = group.create_task(server.serve(sockets=[listener]), name="server")
+            await episodes.run()
+            await asyncio.wait([serving], timeout=LINGER_S)
+            server.should_exit = True
+            await serving
+            watching.cancel()
+
+
+def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> None:
+    """Run a gateway of the run in ``run`` until the run is over. Raises UserError, and what ``run_gateway`` does."""
+    config = load_resolved(run / "config.yaml")
+    if problem := gateway_problem(config):
+        raise ConfigError(problem)
+    host = host or (config.agent.gateway or GatewayConfig()).host
+    access = Access.of_run(run, "gateway", (host, *config.launcher.http_hosts))
+    listener = bind(host, port, "agent.gateway")
+    listener.listen()
+    address, number = listener.getsockname()[:2]
+    print(f"gateway: http://{address}:{number} (token: {token_file(run, 'gateway')})", flush=True)
+    traced = tracing.traced(config.tracking.otlp_endpoint, run, "gateway")
+    target = Target(f"{address}:{number}", "gateway", f"gateway-{number}")  # others may be attached to the run
+    with traced, listed(config.tracking.prometheus, run, target), contextlib.suppress(asyncio.CancelledError):
+        uvloop.run(run_gateway(config, listener, access, queue, folder=run, reward_model=reward_model))
+
+
+def attach(run: Path, host: str, port: int) -> int:
+    """Run a gateway beside the processes of a run that is going on; the exit code."""
+
+    def work() -> None:
+        places = read_endpoints(run)
+        keys = client_keys(load_resolved(run / "config.yaml"), run, "worker")
+        probe = SyncQueueClient(places.queue, role="agent", name="gateway-probe", timeout_s=ANSWER_S, keys=keys)
+        try:
+            with probe as queue:
+                queue.status()
+        except QueueLost as error:
+            raise UserError(f"{run} is not running: its queue at {places.queue} does not answer") from error
+        serve(run, places.queue, places.reward_model, host, port)
+
+    return run_role("gateway", work, {RlAsyncError: EXIT_RESTART})

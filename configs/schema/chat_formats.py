@@ -1,4 +1,4 @@
-"""The names of the chat formats, which `agent_loop/chat_formats/registry.py` makes."""
+"""The names of the chat formats, which `agent_loop/chat_formats/format_registry.py` makes."""
 
 from typing import Literal, get_args
 

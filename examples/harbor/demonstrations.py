@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_async.agent_loop.data.toy_parts import assistant, tool_call, tool_result
+from rl_async.agent_loop.toy_tasks import assistant, tool_call, tool_result
 
 HERE, OUT = Path(__file__).parent, Path("artifacts/harbor/demos.parquet")
 COMMANDS = {  # and how often each is shown

@@ -97,7 +97,7 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    from rl_async.agent_loop.data.toy_tasks import PAIRS, make_data, make_pairs
+    from rl_async.agent_loop.toy_tasks import PAIRS, make_data, make_pairs
 
     pairs = arguments.name in PAIRS
     folder = arguments.out or Path("artifacts") / (PAIRS[arguments.name][0] if pairs else arguments.name)
@@ -117,7 +117,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _from_harbor(arguments: argparse.Namespace) -> int:
     """Write what can be played; name on standard error what cannot."""
-    from rl_async.agent_loop.data.harbor import write_rows
+    from rl_async.agent_loop.environments.harbor import write_rows
 
     written, refused = write_rows(arguments.folder, arguments.out)
     for error in refused:

@@ -31,7 +31,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
         case ["end", run, episode]:
             return _end(Path(run), arguments.url, episode)
         case [run] if run not in ("ls", "end"):
-            from rl_async.agent_loop.gateway.process import attach
+            from rl_async.agent_loop.gateway.server import attach
 
             return attach(Path(run), arguments.host, arguments.port)
     arguments.fail("give RUN, ls RUN, or end RUN EPISODE")

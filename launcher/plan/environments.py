@@ -41,7 +41,7 @@ def try_environment(config: RunConfig) -> None:
     Without data yet, only an environment that needs a seed alone is tried. Raises ConfigError, naming the key, for one
     that the run could not use, and DataError for data without a task.
     """
-    from rl_async.agent_loop.environments.registry import by_seed
+    from rl_async.agent_loop.environments.environment_registry import by_seed
 
     agent, name = config.agent, config.agent.environment
     if name is None or name == NEEDS_POLICY or config.rollout.replay:
@@ -99,8 +99,8 @@ def main() -> int:
 
 
 async def _try(config: RunConfig, task: Task) -> None:
-    from rl_async.agent_loop.environments.local import LocalEnvironments
-    from rl_async.agent_loop.environments.services import Services
+    from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
+    from rl_async.agent_loop.environments.speakers import Services
 
     assert config.agent.environment is not None
     limited = config.agent.environment_hosts is not None  # whose own deadline for the start is longer

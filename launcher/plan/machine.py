@@ -32,7 +32,7 @@ from rl_async.launcher.plan.processor import (
     settle,
     with_threads,
 )
-from rl_async.reward_loop.api_keys import read_api_key
+from rl_async.reward_loop.model_client import read_api_key
 from rl_async.trainer.families import why_not_shared
 
 # Arguments: the modules to look for, the engine's first, and, optionally, group=value of an entry point.

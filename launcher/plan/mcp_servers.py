@@ -24,7 +24,7 @@ def try_mcp_servers(agent: AgentConfig) -> list[str]:
     """
     if not agent.mcp or agent.gateway is not None:
         return []
-    from rl_async.agent_loop.tools.mcp.servers import mcp_servers
+    from rl_async.agent_loop.tools.mcp_toolbox import mcp_servers
 
     mcp_servers(agent.mcp, Path(), "")  # raises for what is wrong without starting anything
     limit_s = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 async def _try(agent: AgentConfig) -> list[str]:
-    from rl_async.agent_loop.tools.mcp.connect import connect_servers
+    from rl_async.agent_loop.tools.tool_registry import connect_servers
 
     with tempfile.TemporaryDirectory(prefix="rl-async-mcp-") as logs:
         async with connect_servers(agent, Path(logs), "trial") as toolbox:

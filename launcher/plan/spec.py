@@ -12,7 +12,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
 from rl_async.process.role import wait_policy
-from rl_async.reward_loop.api_keys import api_key_variables
+from rl_async.reward_loop.model_client import api_key_variables
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
 THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address

@@ -21,7 +21,7 @@ def write_tool_schemas(config: RunConfig, folder: Path) -> None:
 
     None behind a gateway, whose programs offer tools of their own. Raises ConfigError if one cannot be loaded.
     """
-    from rl_async.agent_loop.tools.registry import TOOLS
+    from rl_async.agent_loop.tools.tool_registry import TOOLS
 
     names = [] if config.agent.gateway is not None else [*dict.fromkeys([*TOOLS, *config.agent.tools])]
     apart = any(map(is_user_reference, names))
@@ -29,7 +29,7 @@ def write_tool_schemas(config: RunConfig, folder: Path) -> None:
 
 
 def _schemas(names: Sequence[str]) -> dict[str, Any]:
-    from rl_async.agent_loop.tools.registry import get_tool
+    from rl_async.agent_loop.tools.tool_registry import get_tool
 
     return {name: get_tool(name).schema for name in names}
 

@@ -48,10 +48,10 @@ def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _load(named: Sequence[tuple[str, str]]) -> None:
     """Look up each name. Raises ConfigError; a user's code that raises is named with the line where it did."""
-    from rl_async.agent_loop.environments.registry import get_environment
-    from rl_async.agent_loop.episodes.loops import get_loop
-    from rl_async.agent_loop.tools.registry import get_tool
-    from rl_async.reward_loop.scorers.registry import SERVED, get_scorer
+    from rl_async.agent_loop.environments.environment_registry import get_environment
+    from rl_async.agent_loop.episode import get_loop
+    from rl_async.agent_loop.tools.tool_registry import get_tool
+    from rl_async.reward_loop.scorers.scorer_registry import SERVED, get_scorer
 
     loaders: dict[str, Callable[[str], Any]] = {
         "agent.loop": get_loop,

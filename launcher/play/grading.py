@@ -9,7 +9,7 @@ from typing import Any
 from rl_async.errors import ConfigError
 from rl_async.launcher.play.program import Outcome
 from rl_async.reward_loop.api import REWARD, Score, to_score
-from rl_async.reward_loop.scorers.registry import describe
+from rl_async.reward_loop.scorers.scorer_registry import describe
 from rl_async.userload import load_user_object
 
 KEY = "--reward"

@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from rl_async.agent_loop.chat_formats.message_lines import MessageLines
-from rl_async.agent_loop.episodes.endpoint import Endpoint
-from rl_async.agent_loop.episodes.episode import policy_sampling
-from rl_async.agent_loop.process import cancel_on_signals, played_and_scored
-from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.agent_loop.endpoint import Endpoint, MessageLines
+from rl_async.agent_loop.episode import policy_sampling
+from rl_async.agent_loop.run_worker import cancel_on_signals, played_and_scored
+from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import EndpointConfig

@@ -17,8 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from rl_async.accelerators import count_gpus
-from rl_async.agent_loop.data.chats import read_chats
-from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
+from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens, read_chats
 from rl_async.configs.derived.data import eval_parts, files_of, parts
 from rl_async.configs.load.loader import load_resolved
 from rl_async.configs.schema.data import DataSource
@@ -40,7 +39,7 @@ from rl_async.launcher.supervise.process import RoleFailed
 from rl_async.launcher.watch.finetune_view import FinetuneView, summary
 from rl_async.launcher.watch.stop_notice import StopNotice
 from rl_async.process.private_folder import hold_private_folder
-from rl_async.reward_loop.render import load_tokenizer
+from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 
 DATA_FILE = "data.json"

@@ -195,7 +195,9 @@ def check_chat(config: RunConfig) -> None:
     wants = replay or (asks and config.rollout.engine != "embedded")
     chat: ChatFormat | None = None
     if wants and Path(config.model.path).is_dir():
-        from rl_async.agent_loop.chat_formats.registry import load_format  # imports Transformers, which takes seconds
+        from rl_async.agent_loop.chat_formats.format_registry import (
+            load_format,  # imports Transformers, which takes seconds
+        )
 
         chat = load_format(config.model.path, agent)
     if replay:

@@ -20,7 +20,7 @@ Report = Callable[[str], None]
 def prepare_data(config: RunConfig, report: Report) -> None:
     """Write missing data. Raises UserError if that is impossible."""
     if needs_data(config):
-        from rl_async.agent_loop.data.toy_tasks import make_data
+        from rl_async.agent_loop.toy_tasks import make_data
 
         assert config.data.make is not None and isinstance(config.data.path, str)
         folder = Path(config.data.path).parent

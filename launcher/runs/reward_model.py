@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from rl_async.agent_loop.data.pairs import Pair, read_pairs
+from rl_async.agent_loop.training_data import Pair, read_pairs
 from rl_async.errors import DataError, UserError
 from rl_async.files import written_whole
-from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
+from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import longest
 from rl_async.torch_shared import pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs

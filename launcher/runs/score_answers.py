@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rl_async.agent_loop.chat_formats.hermes import said_text
+from rl_async.agent_loop.chat_formats.format import said_text
 from rl_async.configs.derived.data import eval_parts, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig

@@ -24,9 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.tiny_tokenizer import read_demos, train_tokenizer
+from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig

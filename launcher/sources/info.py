@@ -60,8 +60,8 @@ def _chat(folder: Path) -> Facts:
     import jinja2
     from transformers import PreTrainedTokenizerFast
 
-    from rl_async.agent_loop.chat_formats.registry import choose
-    from rl_async.reward_loop.render import load_tokenizer
+    from rl_async.agent_loop.chat_formats.format_registry import choose
+    from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 
     try:
         tokenizer: PreTrainedTokenizerFast = load_tokenizer(str(folder), "chat format")

@@ -19,7 +19,6 @@ from rl_async.configs.schema.reward import CodeConfig
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorers import code_driver
-from rl_async.reward_loop.scorers.code_checks import rewrite
 from rl_async.reward_loop.scorers.code_driver import MARK, MISSING, canonical, shortened
 from rl_async.reward_loop.scorers.code_tests import (
     Asserts,
@@ -28,6 +27,7 @@ from rl_async.reward_loop.scorers.code_tests import (
     Test,
     TestFunction,
     parse_tests,
+    rewrite,
     same_text,
     same_value,
     starter_imports,

@@ -24,7 +24,7 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from rl_async.reward_loop.server.process import serve
+    from rl_async.reward_loop.server.app import serve
 
     serve(arguments)
 

@@ -1,16 +1,24 @@
-"""The reward model's HTTP application: ``/classify`` in vLLM's dialect (its documentation, v0.16), and ``/health``."""
+"""The reward model's server: ``/classify`` in vLLM's dialect (its documentation, v0.16), and ``/health``.
 
+Requests that arrive while the model is busy are collected into its next batch. ``serve`` loads the model and serves it
+until SIGTERM.
+"""
+
+import argparse
 import asyncio
 import logging
 import math
 import os
+import signal
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import torch
 from prometheus_client.core import CounterMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,10 +26,57 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerFast
 
 from rl_async import tracing
-from rl_async.concurrency import off_loop
+from rl_async.concurrency import gather_or_cancel, off_loop
 from rl_async.files import UNDECODABLE
-from rl_async.process.http_server import application, gauge, metrics_text, read_body, text_response
-from rl_async.reward_loop.server.batcher import Batcher
+from rl_async.process.http_auth import Access
+from rl_async.process.http_server import application, gauge, metrics_text, read_body, server_of, text_response
+from rl_async.process.role import bind
+from rl_async.reward_loop.scorers.reward_model import load_tokenizer
+from rl_async.reward_loop.server.classifier import load_classifier, longest, score
+
+Scoring = Callable[[Sequence[Sequence[int]]], list[float]]
+Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
+
+
+class Batcher:
+    """Calls ``scoring`` in a thread, with up to ``batch_size`` rows at a time."""
+
+    def __init__(self, scoring: Scoring, batch_size: int) -> None:
+        self._scoring, self._batch_size = scoring, batch_size
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.rows = self.batches = 0  # scored
+        self.seconds = 0.0  # of scoring
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for a batch."""
+        return self._waiting.qsize()
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return a number for each row once it was scored. Has no deadline: the process ends if ``run`` fails."""
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        for waiting in zip(rows, futures):
+            self._waiting.put_nowait(waiting)
+        return await gather_or_cancel(*futures)
+
+    async def run(self) -> None:
+        """Consumes rows; produces their numbers. Waits for the next row; runs until cancelled or ``scoring`` raises."""
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self._batch_size and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients disconnected
+            if not batch:
+                continue
+            began = time.perf_counter()
+            numbers = await asyncio.to_thread(self._scoring, [row for row, _ in batch])
+            self.seconds += time.perf_counter() - began
+            self.rows += len(batch)
+            self.batches += 1
+            for (_, future), number in zip(batch, numbers):
+                if not future.done():
+                    future.set_result(number)
+
 
 log = logging.getLogger("rl_async.reward_model")
 
@@ -187,3 +242,29 @@ def _end_with(batches: "asyncio.Task[None]") -> None:
     if not batches.cancelled():
         log.critical("the reward model failed", exc_info=batches.exception())
         os._exit(1)
+
+
+def _application(arguments: argparse.Namespace) -> Application:
+    model: Any = load_classifier(arguments.model, arguments.dtype, arguments.device)
+    config = model.config
+    return Application(
+        Batcher(lambda rows: score(model, rows), arguments.batch_size),
+        load_tokenizer(arguments.model, "reward model"),
+        name=arguments.model,
+        label=(config.id2label or {}).get(0),
+        vocabulary=config.get_text_config().vocab_size,
+        longest=longest(model),
+    )
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM. Raises UserError without a token, if the model cannot be loaded, or if the port is taken."""
+    # also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    access = Access.from_environment()
+    torch.set_num_threads(arguments.threads)
+    listener = bind(arguments.host, arguments.port, "reward model")
+    app = _application(arguments).app
+    # seconds; longer than its clients keep a connection that they do not use
+    with tracing.traced("", None, "reward-model"):
+        server_of(app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, render
+from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START, render_hermes
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.configs.schema.finetune import WarmStartConfig
 from rl_async.files import written_whole
@@ -89,11 +89,11 @@ class Lines:
         return f"{self.tool}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
 
     def first_answer(self, digit: int) -> str:
-        return self._thought(digit) + render(self.tool, with_digit(self.arguments, digit))
+        return self._thought(digit) + render_hermes(self.tool, with_digit(self.arguments, digit))
 
     def last_answer(self, digit: int) -> str:
         text = with_digit(self.last, digit)
-        return self._thought(digit) + (render(self.last_tool, text) if self.last_tool else text)
+        return self._thought(digit) + (render_hermes(self.last_tool, text) if self.last_tool else text)
 
     def _thought(self, digit: int) -> str:
         return f"<think>\nI take {digit}.\n</think>\n\n" if self.thinks else ""

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.toy_tasks import make_data
 from tests.e2e.command import HARDLY_WARM, succeed
 
 

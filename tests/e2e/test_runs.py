@@ -100,7 +100,7 @@ def test_two_trainer_ranks_take_turns_with_the_engine(home: Path, start: Callabl
 
 
 BROKEN_TOOL = """
-from rl_async.agent_loop.chat_formats.hermes import HERMES
+from rl_async.agent_loop.chat_formats.format import HERMES
 
 def broken(x: int) -> int:
     '''Fails.'''

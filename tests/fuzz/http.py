@@ -22,7 +22,7 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER
 from tests.conftest import make_model
 from tests.fuzz.http_client import judge, send, shown

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import server_of
-from rl_async.reward_loop.server.app import Application
-from rl_async.reward_loop.server.batcher import Batcher
+from rl_async.reward_loop.server.app import Application, Batcher
 from rl_async.reward_loop.server.classifier import score
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread

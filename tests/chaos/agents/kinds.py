@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rl_async.agent_loop.environments.hosts.link import MODULE as HOST
+from rl_async.agent_loop.environments.host_pool import MODULE as HOST
 from rl_async.launcher.play import keeper
 from rl_async.process import guard
 from tests.chaos.agents.leftovers import Process

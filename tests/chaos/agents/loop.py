@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from rl_async.agent_loop.chat_formats.format import ParsedCall
-from rl_async.agent_loop.episodes.episode import Episode
+from rl_async.agent_loop.episode import Episode
 
 TIMES = 5
 PAUSE_S = 0.2

@@ -4,9 +4,9 @@ import gymnasium
 import pettingzoo
 import pytest
 
-from rl_async.agent_loop.environments.game import GameSession
-from rl_async.agent_loop.environments.registry import get_environment
-from rl_async.agent_loop.environments.services import Services
+from rl_async.agent_loop.environments.environment_registry import get_environment
+from rl_async.agent_loop.environments.session import GameSession
+from rl_async.agent_loop.environments.speakers import Services
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from tests.unit.agent_loop.fakes import run_config

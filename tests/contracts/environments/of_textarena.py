@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.environments.local import LocalEnvironments
-from rl_async.agent_loop.environments.services import Services
+from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
 from rl_async.agent_loop.environments.session import OpenGame
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 from rl_async.reward_loop.api import Score

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.agent_loop.data.harbor import write_rows
-from rl_async.agent_loop.environments.adapters.harbor_task import read_task
-from rl_async.agent_loop.environments.registry import get_environment
+from rl_async.agent_loop.environments.environment_registry import get_environment
+from rl_async.agent_loop.environments.harbor import read_task, write_rows
 from rl_async.agent_loop.environments.session import Session
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.reward_loop.api import Score

@@ -18,14 +18,13 @@ import pytest
 from msgspec.structs import replace
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.environments.hosts import wire
-from rl_async.agent_loop.environments.hosts.link import MARK, HostLink
-from rl_async.agent_loop.environments.hosts.pool import HostedEnvironments
-from rl_async.agent_loop.environments.local import LocalEnvironments
-from rl_async.agent_loop.environments.services import Services
+from rl_async.agent_loop.environments import host_wire
+from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
+from rl_async.agent_loop.environments.host_pool import MARK, HostedEnvironments, HostLink
 from rl_async.agent_loop.environments.session import Environments, OpenGame
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
@@ -243,7 +242,7 @@ async def test_a_host_that_is_starting_when_all_are_closed_is_ended(
         made.append(await make(*command, **settings))
         return made[-1]
 
-    async def start_counted(link: HostLink, config: RunConfig) -> wire.Welcome:
+    async def start_counted(link: HostLink, config: RunConfig) -> host_wire.Welcome:
         welcome = await start(link, config)
         if next(welcomes):
             both_welcome.set()

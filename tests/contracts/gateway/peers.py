@@ -15,9 +15,8 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.event_stream import PING_S
 from rl_async.agent_loop.gateway.open_episodes import OpenEpisodes
-from rl_async.agent_loop.gateway.server import GatewayServer
+from rl_async.agent_loop.gateway.server import PING_S, GatewayServer
 from rl_async.configs.load.loader import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig

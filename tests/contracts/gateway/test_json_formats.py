@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.messages import Version

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.engines import ENGINES, EngineKind
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.gateway import Gateway

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.launcher.play import keeper
 from rl_async.launcher.play.program import CannotStart, StopPipe, started

@@ -15,7 +15,7 @@ from rl_async.launcher.plan.user_code import check_user_code
 from rl_async.process import role as own_python
 from rl_async.process.role import own_module
 from rl_async.reward_loop.api import Conversation
-from rl_async.reward_loop.process_pool import ProcessPool
+from rl_async.reward_loop.service import ProcessPool
 from rl_async.transfer_queue.chat_messages import TOOLS_FILE
 
 NAMES = ["random", "queue", "socket", "json", "types", "logging", "numpy", "msgspec", "torch", "zmq", "uvicorn"]

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_async.agent_loop.tools.mcp.connect import connect_servers
+from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.configs.schema.rollout import AgentConfig
 

@@ -17,11 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_async.agent_loop.tools.mcp.connect import connect_servers
-from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS
-from rl_async.agent_loop.tools.mcp.sessions import MOST_LOST
-from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
+from rl_async.agent_loop.tools.mcp_toolbox import MOST_CHARACTERS, MOST_LOST, McpToolbox
 from rl_async.agent_loop.tools.tool import ToolResult
+from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import ConfigError, McpServerLost
@@ -29,8 +27,7 @@ from rl_async.process.kernel import ENDED, state_of
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
-from rl_async.agent_loop.tools.mcp.connection import MOST_VALUES
-from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES
+from rl_async.agent_loop.tools.mcp_connection import MOST_BYTES, MOST_VALUES
 
 HERE = Path(__file__).parent
 BARE = (sys.executable, str(HERE / "bare_server.py"))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.connect import connect_servers
-from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
+from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
+from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.configs.schema.rollout import AgentConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.configs.schema.reward import RewardConfig

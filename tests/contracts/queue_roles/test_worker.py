@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig

@@ -16,14 +16,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import KINDS
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import KINDS
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
 from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_token, token_file
 from rl_async.reward_loop.api import Conversation, ScorerFailed
-from rl_async.reward_loop.scorers.model import RewardModel
+from rl_async.reward_loop.scorers.reward_model import RewardModel
 from rl_async.reward_loop.server import classifier
 from tests.support.forked import Forked
 from tests.support.ports import free_port

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.agent_loop.plain_text import without_escapes
+from rl_async.agent_loop.environments.session import without_escapes
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.gateway.process import run_gateway
-from rl_async.agent_loop.process import run_worker
+from rl_async.agent_loop.gateway.server import run_gateway
+from rl_async.agent_loop.run_worker import run_worker
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import JudgeConfig, RewardConfig, RewardTerm
 from rl_async.configs.schema.rollout import AgentConfig, GatewayConfig

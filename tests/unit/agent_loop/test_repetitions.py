@@ -1,6 +1,6 @@
 """Of failures that are alike, ever fewer get a line in the log."""
 
-from rl_async.agent_loop.repetitions import FIRST_LINES, Repetitions, beginning
+from rl_async.agent_loop.worker import FIRST_LINES, Repetitions, beginning
 
 
 def test_of_failures_that_are_alike_ever_fewer_get_a_line() -> None:

@@ -10,10 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
 from rl_async.agent_loop.recorded import AsRecorded
-from rl_async.agent_loop.repetitions import FIRST_LINES
-from rl_async.agent_loop.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.worker import FIRST_LINES, FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost

@@ -12,9 +12,8 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.messages import Turn
 from rl_async.reward_loop import service as service_module
 from rl_async.reward_loop.api import Conversation, ScorerFailed
-from rl_async.reward_loop.limits import RateLimit
-from rl_async.reward_loop.scorers.judge import Judge, fill
-from rl_async.reward_loop.scorers.verdicts import Verdicts
+from rl_async.reward_loop.model_client import RateLimit
+from rl_async.reward_loop.scorers.judge import Judge, Verdicts, fill
 from rl_async.reward_loop.service import VERDICTS_FILE, RewardService
 from tests.unit.reward_loop.outside import DEEP, Answer, Outside, says, verdict
 from tests.unit.reward_loop.rows import score

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from rl_async import tracing
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.spans import of_reward
+from rl_async.agent_loop.telemetry import of_reward
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from rl_async.process.http_auth import make_tokens, run_token
-from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
+from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.service import RewardService
 from tests.unit.reward_loop.outside import DEEP, Answer, Outside
 from tests.unit.reward_loop.rows import score

@@ -16,7 +16,7 @@ from rl_async.configs.schema.reward import RewardConfig, RewardTerm
 from rl_async.errors import ConfigError
 from rl_async.messages import Turn
 from rl_async.reward_loop.api import MOST_REASON, Score, ScorerFailed, to_score
-from rl_async.reward_loop.limits import RateLimit
+from rl_async.reward_loop.model_client import RateLimit
 from rl_async.reward_loop.service import RewardService
 from rl_async.transfer_queue.dataset import open_rows, to_task
 from tests.unit.agent_loop.chat_formats.test_harmony import THOUGHT

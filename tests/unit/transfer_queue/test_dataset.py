@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.checks.rules import check
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
@@ -18,7 +18,7 @@ from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.recording import place_of
-from rl_async.reward_loop.scorers.reasoning_gym import score as reasoning_gym_score
+from rl_async.reward_loop.scorers.scorer_registry import score_by_reasoning_gym as reasoning_gym_score
 from rl_async.trainer.records import append_trained
 from rl_async.transfer_queue.__main__ import tasks_of
 from rl_async.transfer_queue.dataset import (
@@ -354,7 +354,7 @@ def test_of_each_file_the_first_rows_are_those_of_the_whole(tmp_path: Path) -> N
 
 
 def test_long_prompts_are_named(tmp_path: Path) -> None:
-    from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
+    from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 
     conversation = [{"role": "user", "content": "add 1"}, {"role": "assistant", "content": "2"}]
     train_tokenizer([conversation], 200).save_pretrained(tmp_path / "model")

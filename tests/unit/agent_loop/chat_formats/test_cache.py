@@ -1,6 +1,6 @@
 """The cache of tokens is bounded by bytes."""
 
-from rl_async.agent_loop.chat_formats.cache import TOKEN_BYTES, TokenCache
+from rl_async.agent_loop.chat_formats.render import TOKEN_BYTES, TokenCache
 
 
 def test_the_least_recently_used_are_forgotten() -> None:

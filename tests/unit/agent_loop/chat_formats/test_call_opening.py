@@ -2,11 +2,10 @@
 
 import pytest
 
-from rl_async.agent_loop.chat_formats.encoded import TokenizerFormat
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, TokenizerFormat
+from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.chat_formats.test_harmony import TEMPLATE as HARMONY
 from tests.unit.agent_loop.chat_formats.test_mistral import TEMPLATE as MISTRAL

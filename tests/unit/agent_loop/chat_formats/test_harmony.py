@@ -6,8 +6,8 @@ import jinja2
 import pytest
 
 from rl_async.agent_loop.chat_formats.format import CannotBridge
+from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
-from rl_async.agent_loop.chat_formats.registry import choose
 from tests.support.families import byte_tokenizer
 
 TEMPLATE = (

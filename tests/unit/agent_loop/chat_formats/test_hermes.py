@@ -2,12 +2,12 @@
 
 import pytest
 
-from rl_async.agent_loop.chat_formats.hermes import CALL_END, CALL_START, parse
+from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START, parse_hermes
 
 
 def test_a_call_nested_too_deeply_is_malformed() -> None:
     deep = '{"name": "f", "arguments": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}"
-    (call,) = parse(f"{CALL_START}{deep}{CALL_END}")
+    (call,) = parse_hermes(f"{CALL_START}{deep}{CALL_END}")
     assert call.arguments is None and call.raw == deep
 
 
@@ -26,4 +26,7 @@ def test_a_call_nested_too_deeply_is_malformed() -> None:
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(body: str, problem: str | None) -> None:
-    assert [call.problem for call in parse(f"{CALL_START}{body}{CALL_END}{CALL_START}{body}")] == [problem, "unclosed"]
+    assert [call.problem for call in parse_hermes(f"{CALL_START}{body}{CALL_END}{CALL_START}{body}")] == [
+        problem,
+        "unclosed",
+    ]

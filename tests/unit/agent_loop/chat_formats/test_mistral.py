@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat, parse
-from rl_async.agent_loop.chat_formats.registry import choose
 from tests.support.families import byte_tokenizer
 
 TEMPLATE = (  # as v7's, with its two checks

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.chat_formats.format import text_size, with_names
-from rl_async.agent_loop.chat_formats.hermes import said_text
+from rl_async.agent_loop.chat_formats.format import said_text, text_size, with_names
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
+from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.families import byte_tokenizer
 
 OPEN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% for c in m.tool_calls %}"

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format import TooLong, text_size
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import read_demos, train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import make_data
+from rl_async.agent_loop.tiny_tokenizer import read_demos, train_tokenizer
+from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.errors import DataError
 
 Conversations = list[list[dict[str, str]]]

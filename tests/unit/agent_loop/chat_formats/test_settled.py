@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_async.agent_loop.chat_formats.encoded import TokenizerFormat
 from rl_async.agent_loop.chat_formats.format import Settled, without_beginnings
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat
-from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
-from rl_async.agent_loop.gateway.dialects.chat import read_answer
+from rl_async.agent_loop.chat_formats.render import ChatRenderer, TokenizerFormat
+from rl_async.agent_loop.gateway.chat import read_answer
 from rl_async.agent_loop.gateway.recorder import cut_at_stop
+from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
 from tests.support.families import byte_tokenizer

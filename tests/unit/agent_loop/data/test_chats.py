@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.chats import read_chats
+from rl_async.agent_loop.training_data import read_chats
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import DataError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.agent_loop.data.chats import read_chats
+from rl_async.agent_loop.training_data import read_chats
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.pairs import read_pairs, to_pair
-from rl_async.agent_loop.data.toy_tasks import make_data, make_pairs
+from rl_async.agent_loop.toy_tasks import make_data, make_pairs
+from rl_async.agent_loop.training_data import read_pairs, to_pair
 from rl_async.errors import ConfigError, DataError
 
 ASK = {"role": "user", "content": "1+1?"}

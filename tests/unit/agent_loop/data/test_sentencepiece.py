@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_async.agent_loop.chat_formats.registry import choose
+from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.chats import to_chat
-from rl_async.agent_loop.data.training_tokens import ChatEncoder
+from rl_async.agent_loop.training_data import ChatEncoder, to_chat
 from tests.support.sentencepiece_kinds import KINDS, TEMPLATES, sentencepiece_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [

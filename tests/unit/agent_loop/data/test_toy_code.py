@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from rl_async.agent_loop.data.toy_code import demonstrate_code, program, sample_code
+from rl_async.agent_loop.toy_tasks import demonstrate_code, program, sample_code
 from rl_async.reward_loop.api import Conversation
 from rl_async.reward_loop.scorers.code import last_program
 from rl_async.reward_loop.scorers.code_tests import parse_tests

@@ -6,9 +6,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rl_async.agent_loop.data.toy_tasks import make_data
-from rl_async.agent_loop.environments.shop import Shop
+from rl_async.agent_loop.environments.built_in import Shop
 from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.errors import ConfigError
 from rl_async.messages import Task
 

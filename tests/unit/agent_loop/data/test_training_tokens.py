@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.library import INSTALL, installed
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.chats import Chat, to_chat
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.training_tokens import ChatEncoder
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.training_data import Chat, ChatEncoder, to_chat
 from rl_async.errors import ConfigError, DataError
 from tests.support.families import byte_tokenizer
 from tests.unit.agent_loop.conftest import demos

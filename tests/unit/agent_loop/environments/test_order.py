@@ -5,10 +5,10 @@ import random
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import KINDS, ToyTask
-from rl_async.agent_loop.environments.order import NOT_UNDERSTOOD, WISHES
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.environments.built_in import NOT_UNDERSTOOD, WISHES
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import KINDS, ToyTask
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
 from tests.unit.agent_loop.conftest import demos

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.userload import load_user_object
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 

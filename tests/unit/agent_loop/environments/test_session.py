@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments.registry import ENVIRONMENTS
+from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.environments.session import Session, joined
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Observation, Step
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.errors import EnvironmentFailed

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.user import UserConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import LeasedGroup, Trajectory
-from rl_async.reward_loop.api_keys import forget_api_keys
+from rl_async.reward_loop.model_client import forget_api_keys
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.reward_loop.outside import Answer, Outside
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments.registry import get_environment
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.environments.environment_registry import get_environment
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import Trajectory
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config

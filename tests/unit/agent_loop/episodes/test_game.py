@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments.registry import ENVIRONMENTS
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.configs.schema.run import RunConfig

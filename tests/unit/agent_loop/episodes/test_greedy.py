@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.run import EvalConfig
 from rl_async.messages import Sampling

@@ -13,11 +13,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.toy_tasks import make_data
-from rl_async.agent_loop.episodes.episode import Episode
-from rl_async.agent_loop.episodes.loops import tool_agent
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
+from rl_async.agent_loop.episode import Episode, tool_agent
+from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tools.tool import Tool, marked_as_cut
+from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.schema.data import DataConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig

@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.runner import EpisodeRunner
-from rl_async.agent_loop.tools.mcp.descriptions import Offer
-from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS
-from rl_async.agent_loop.tools.mcp.servers import McpServer
-from rl_async.agent_loop.tools.mcp.sessions import McpSessions
-from rl_async.agent_loop.tools.mcp.toolbox import McpTool, McpToolbox
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.tools.mcp_toolbox import MOST_CHARACTERS, McpServer, McpSessions, McpTool, McpToolbox, Offer
 from rl_async.agent_loop.tools.tool import CallableTool, marked_as_cut
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost

@@ -5,9 +5,8 @@ import logging
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.episode import Episode
-from rl_async.agent_loop.episodes.loops import tool_agent
-from rl_async.agent_loop.tools.registry import task_tools
+from rl_async.agent_loop.episode import Episode, tool_agent
+from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.messages import Trajectory
 from tests.support.families import byte_tokenizer

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.gateway.conversations import Conversations
-from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, FunctionCall
+from rl_async.agent_loop.gateway.chat import ChatMessage, FunctionCall
 from rl_async.agent_loop.gateway.open_episodes import Ending, Program
+from rl_async.agent_loop.gateway.recorder import Conversations
 from rl_async.configs.schema.rollout import GatewayConfig
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, ask, begin, gateway

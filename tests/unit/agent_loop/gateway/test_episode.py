@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from rl_async import tracing
 from rl_async.agent_loop.chat_formats.format import TooLong
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.data.tiny_tokenizer import CHAT_TEMPLATE
-from rl_async.agent_loop.gateway.dialects import openai
-from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, ChatRequest
+from rl_async.agent_loop.gateway import openai
+from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest
 from rl_async.agent_loop.gateway.open_episodes import Ending
 from rl_async.agent_loop.gateway.recorder import EpisodeRecorder
+from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

@@ -9,7 +9,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway import open_episodes
 from rl_async.agent_loop.gateway.open_episodes import Ending
-from rl_async.agent_loop.repetitions import FIRST_LINES
+from rl_async.agent_loop.worker import FIRST_LINES
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

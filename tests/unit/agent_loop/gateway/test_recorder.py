@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rl_async.agent_loop.chat_formats.format import Message
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.episodes.row_tokens import RowTokens
-from rl_async.agent_loop.gateway.dialects.chat import (
+from rl_async.agent_loop.gateway.chat import (
     ChatMessage,
     FunctionCall,
     answered,
@@ -23,6 +22,7 @@ from rl_async.agent_loop.gateway.dialects.chat import (
     read_answer,
 )
 from rl_async.agent_loop.gateway.recorder import OFFERS, EpisodeRecorder, Prompt, cut_at_stop, stopped_by
+from rl_async.agent_loop.row_tokens import RowTokens
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 from tests.support.effort import examples

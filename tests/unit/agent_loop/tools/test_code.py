@@ -5,13 +5,12 @@ import asyncio
 import msgspec
 import pytest
 
+from rl_async.agent_loop import runner
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.environments import services
-from rl_async.agent_loop.environments.registry import ENVIRONMENTS
-from rl_async.agent_loop.episodes import runner
+from rl_async.agent_loop.environments import speakers
+from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.code import BASH, PYTHON, CodeTools
-from rl_async.agent_loop.tools.registry import CALCULATOR
+from rl_async.agent_loop.tools.tool_registry import BASH, CALCULATOR, PYTHON, CodeTools
 from rl_async.configs.schema.sandbox import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Task, Trajectory
@@ -117,7 +116,7 @@ async def test_an_episode_has_one_workspace(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...]
 ) -> None:
     sandbox = ScriptedSandbox(ended(b"1"), ended(b"2"))
-    monkeypatch.setattr(services, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(speakers, "make_sandbox", lambda config: sandbox)
     row = await play(renderer, *tools)
     (workspace,) = sandbox.opened
     assert (workspace.programs, workspace.closed) == ([("python", "a"), ("bash", "b")], 1)
@@ -153,7 +152,7 @@ async def test_each_role_of_a_game_has_a_workspace_of_its_own(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox, call = ScriptedSandbox(ended(b"1"), ended(b"2")), CALL % ("bash", "command", "b")
-    monkeypatch.setattr(services, "make_sandbox", lambda config: sandbox)
+    monkeypatch.setattr(speakers, "make_sandbox", lambda config: sandbox)
     monkeypatch.setitem(ENVIRONMENTS, "own", Relay)
     config = run_config(environment="own", tools=("bash",), max_tokens=256)
     engine = ScriptedEngine(renderer, [call, "5", call, "over"])

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from rl_async import concurrency
-from rl_async.agent_loop.chat_formats.hermes import HERMES
+from rl_async.agent_loop.chat_formats.format import HERMES
 from rl_async.agent_loop.step import Step
-from rl_async.agent_loop.tools.registry import get_tool
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
+from rl_async.agent_loop.tools.tool_registry import get_tool
 from rl_async.errors import ConfigError
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.format import TooLong
-from rl_async.agent_loop.chat_formats.message_lines import MessageLines
-from rl_async.agent_loop.episodes.endpoint import ATTEMPTS_TO_REACH, Endpoint
-from rl_async.agent_loop.episodes.episode import policy_sampling
+from rl_async.agent_loop.endpoint import ATTEMPTS_TO_REACH, Endpoint, MessageLines
+from rl_async.agent_loop.episode import policy_sampling
 from rl_async.configs.load.loader import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, EXIT_USER, ConfigError, EngineLost, QueueLost

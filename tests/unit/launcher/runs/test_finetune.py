@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rl_async.agent_loop.data.training_tokens import ChatEncoder, ChatTokens
+from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens
 from rl_async.configs.derived.data import parts
 from rl_async.configs.load.loader import load_config
 from rl_async.errors import ConfigError, UserError

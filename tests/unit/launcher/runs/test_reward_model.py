@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.agent_loop.data.pairs import Pair, read_pairs, to_pair
-from rl_async.agent_loop.data.tiny_tokenizer import train_tokenizer
-from rl_async.agent_loop.data.toy_tasks import make_pairs
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import make_pairs
+from rl_async.agent_loop.training_data import Pair, read_pairs, to_pair
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model, split
-from rl_async.reward_loop.render import ConversationEncoder, load_tokenizer
+from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
 from tests.support.pickled import pickled
 

@@ -12,8 +12,7 @@ import pytest
 from rl_async import tracing
 from rl_async.concurrency import SHORT
 from rl_async.process.http_server import BODY_BYTES
-from rl_async.reward_loop.server.app import MOST_SEQUENCES, Application
-from rl_async.reward_loop.server.batcher import Batcher
+from rl_async.reward_loop.server.app import MOST_SEQUENCES, Application, Batcher
 
 
 class HeldTokenizer:

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.agent_loop.gateway.dialects import anthropic, openai
-from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, Completion, FunctionCall
-from rl_async.agent_loop.gateway.dialects.streams import ChatStream, MessageStream
+from rl_async.agent_loop.gateway import anthropic, openai
+from rl_async.agent_loop.gateway.chat import ChatMessage, Completion, FunctionCall
+from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.errors import RequestRefused
 
 HELLO = {"role": "user", "content": "hello"}

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from rl_async.agent_loop.gateway.dialects import fields
-from rl_async.agent_loop.gateway.dialects.fields import UnobeyedFields
+from rl_async.agent_loop.gateway import chat
+from rl_async.agent_loop.gateway.chat import UnobeyedFields
 from rl_async.errors import RequestRefused
 
 
@@ -26,12 +26,12 @@ def test_dropped_fields_are_counted_and_logged_once_for_each_client(caplog: pyte
 
 
 def test_names_that_clients_choose_take_bounded_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "COUNTED", 3)
+    monkeypatch.setattr(chat, "COUNTED", 3)
     unobeyed = UnobeyedFields("ignore")
     for number in range(9):
         unobeyed.settle({f"{number}" * 500: 1}, "x" * 500)
     assert len(unobeyed.dropped) == 4 and unobeyed.dropped["others", "others"] == 6
-    assert max(len(name) for key in unobeyed.dropped for name in key) == fields.SHOWN
+    assert max(len(name) for key in unobeyed.dropped for name in key) == chat.SHOWN
 
 
 def test_they_are_refused_by_name_if_the_run_says_so() -> None:
@@ -42,6 +42,6 @@ def test_they_are_refused_by_name_if_the_run_says_so() -> None:
     assert not unobeyed.dropped
 
 
-@pytest.mark.parametrize("table", [fields.OPENAI, fields.ANTHROPIC])
-def test_a_field_with_a_way_out_has_values_that_are_accepted(table: dict[str, fields.Field]) -> None:
+@pytest.mark.parametrize("table", [chat.OPENAI, chat.ANTHROPIC])
+def test_a_field_with_a_way_out_has_values_that_are_accepted(table: dict[str, chat.Field]) -> None:
     assert all(field.neutral is not None or not field.way_out for field in table.values())

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.agent_loop.gateway.dialects import anthropic, openai, responses_requests
-from rl_async.agent_loop.gateway.dialects.chat import ChatRequest
+from rl_async.agent_loop.gateway import anthropic, openai
+from rl_async.agent_loop.gateway import responses as responses_requests
+from rl_async.agent_loop.gateway.chat import ChatRequest
 from rl_async.errors import RequestRefused
 
 HELLO = {"role": "user", "content": "hello"}

@@ -5,9 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.agent_loop.gateway.dialects.chat import ChatMessage, Completion, FunctionCall
-from rl_async.agent_loop.gateway.dialects.responses_answers import ResponseHead, ResponseStream
-from rl_async.agent_loop.gateway.dialects.responses_requests import KeptResponses, ResponsesRequest, read_request
+from rl_async.agent_loop.gateway.chat import ChatMessage, Completion, FunctionCall
+from rl_async.agent_loop.gateway.responses import (
+    KeptResponses,
+    ResponseHead,
+    ResponsesRequest,
+    ResponseStream,
+    read_request,
+)
 from rl_async.errors import RequestRefused
 
 

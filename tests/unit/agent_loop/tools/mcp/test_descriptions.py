@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.descriptions import MOST_TOOLS, SCHEMA_BYTES, Listed, chosen, offers
+from rl_async.agent_loop.tools.mcp_toolbox import MOST_TOOLS, SCHEMA_BYTES, Listed, chosen, offers
 from rl_async.errors import ConfigError
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.results import MOST_CHARACTERS, as_result
+from rl_async.agent_loop.tools.mcp_toolbox import MOST_CHARACTERS, as_result
 from rl_async.agent_loop.tools.tool import ToolResult
 
 PNG = {"type": "image", "mimeType": "image/png", "data": "AAAA" * 100}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.servers import SAID, McpServer, forget_variables
+from rl_async.agent_loop.tools.mcp_toolbox import SAID, McpServer, forget_variables
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.errors import ConfigError
 

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from rl_async.agent_loop.tools.mcp.descriptions import Listed
-from rl_async.agent_loop.tools.mcp.servers import McpServer
-from rl_async.agent_loop.tools.mcp.sessions import MOST_LOST, MOST_TIMEOUTS, OPENINGS, McpSessions, ToolFailed
-from rl_async.agent_loop.tools.mcp.toolbox import McpToolbox
+from rl_async.agent_loop.tools.mcp_toolbox import (
+    MOST_LOST,
+    MOST_TIMEOUTS,
+    OPENINGS,
+    Listed,
+    McpServer,
+    McpSessions,
+    McpToolbox,
+    ToolFailed,
+)
 from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.configs.schema.mcp import McpServerConfig
 from rl_async.errors import McpServerLost

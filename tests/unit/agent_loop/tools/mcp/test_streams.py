@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
-from rl_async.agent_loop.tools.mcp.streams import MOST_BYTES, BoundedBody, Measure, TooLarge
+from rl_async.agent_loop.tools.mcp_connection import MOST_BYTES, BoundedBody, Measure, TooLarge
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

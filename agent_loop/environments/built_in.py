@@ -1,0 +1,157 @@
+"""The built-in environments: simulated and scripted users, and the worlds of the presets `order` and `shop`.
+
+In `order` a scripted customer tells wishes when asked and leaves with an order. In `shop` a tool looks up hidden
+prices."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.environments.speakers import Services
+from rl_async.agent_loop.step import Observation, Step
+from rl_async.agent_loop.tools.tool import Tool
+from rl_async.agent_loop.tools.tool_registry import CALCULATOR
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed
+from rl_async.extraction import last_number
+from rl_async.messages import Task
+from rl_async.transfer_queue.dataset import fill
+
+# A chat begins with a user's message for most models, and here the model is the user.
+GREETING = "Hi! How can I help you?"
+
+
+class ScriptedUser:
+    """Says the texts of ``extra_info.user_turns``, one after each answer, whatever the answer was."""
+
+    def __init__(self, task: Task, services: Services) -> None:
+        turns = task.extra.get("user_turns")
+        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f"task {task.task_id}: scripted_user needs extra_info.user_turns, a list of texts")
+        self._left = list(turns)
+
+    async def step(self, answer: str) -> Step:
+        return Step(self._left.pop(0) if self._left else None)
+
+
+class SimulatedUser:
+    """A language model in the role that ``agent.user.system`` describes; it sees the conversation from its own side.
+
+    It sees the user's messages of the task and the policy's answers to them, but no system message, tool call or tool
+    result. It ends the conversation with ``agent.user.stop``.
+    """
+
+    own_deadlines = True  # waiting for other conversations' requests does not count
+
+    def __init__(self, task: Task, services: Services) -> None:
+        if services.user is None or services.config.agent.user is None:
+            raise ConfigError("agent.environment=simulated_user needs agent.user")
+        self._config, self._model = services.config.agent.user, services.user
+        self._stopped, self._said = False, 0
+        spoken = (message for message in task.prompt if message["role"] in ("user", "assistant"))
+        # A past call may say nothing to the user.
+        asked = [message for message in spoken if message["content"]]
+        place, row = f"task {task.task_id}", task.extra | {"ground_truth": task.ground_truth}
+        self._score = fill(self._config.score, row, place)
+        self._chat: list[Message] = [
+            {"role": "system", "content": fill(self._config.system, row, place)},
+            {"role": "user", "content": GREETING},
+            *({"role": _OTHER[message["role"]], "content": message["content"]} for message in asked),
+        ]
+        self._begins = not asked
+
+    async def reset(self) -> Observation:
+        """Let the user begin where the task has no message of the user."""
+        return await self._speak() if self._begins else None
+
+    async def step(self, answer: str) -> Step:
+        self._chat.append({"role": "user", "content": answer})
+        return Step(await self._speak(), done=self._stopped)
+
+    async def reward(self) -> Mapping[str, Any]:
+        """Return the user's own score between 0 and 1; without ``agent.user.score`` 1 if the user ended it, else 0."""
+        counted = {"user_turns": self._said, "stopped": float(self._stopped)}
+        if not self._score:
+            return {"score": float(self._stopped), **counted}
+        answer = (await self._model.say([*self._chat, {"role": "user", "content": self._score}])).text
+        found = last_number(answer)
+        value = None if found is None else float(found)
+        lowest, highest = self._config.lowest, self._config.highest
+        if value is None or not lowest <= value <= highest:
+            raise EnvironmentFailed(f"agent.user.score: {answer!r:.200} has no number from {lowest:g} to {highest:g}")
+        return {"score": (value - lowest) / (highest - lowest), "raw": value, **counted}
+
+    async def _speak(self) -> str | None:
+        """Return what the user says next; None if nothing is left once the stop text and what follows is cut off."""
+        text = (await self._model.say(self._chat)).text
+        before, stop, _ = text.partition(self._config.stop)
+        self._stopped = bool(stop)
+        self._said += 1
+        self._chat.append({"role": "assistant", "content": text})
+        return before.strip() or None
+
+
+_OTHER = {"user": "assistant", "assistant": "user"}
+
+
+WISHES = {
+    "colour": ("red", "green", "blue", "white", "black", "pink"),
+    "day": ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
+}
+NOT_UNDERSTOOD = "pardon?"
+
+
+def reply(answer: str, state: Mapping[str, Any]) -> str | None:
+    """Return what the customer says; None to an order, which ends the conversation."""
+    if answer.startswith("order "):
+        return None
+    wish = answer.removesuffix("?")
+    return str(state[wish]) if answer.endswith("?") and wish in WISHES else NOT_UNDERSTOOD
+
+
+class Customer:
+    """An episode is worth the share of wishes that its order meets, and 0 if it orders something else or nothing."""
+
+    def __init__(self, task: Task, services: Services) -> None:
+        missing = [key for key in ("count", "item", *WISHES) if key not in task.extra]
+        if missing:
+            raise DataError(f"task {task.task_id}: environment order needs extra_info.{missing[0]}")
+        self._state, self._asked, self._score = task.extra, 0, 0.0
+
+    async def step(self, answer: str) -> Step:
+        said = reply(answer, self._state)
+        if said is not None:
+            self._asked += 1
+            return Step(said)
+        _, *words = answer.split()
+        if len(words) == 2 + len(WISHES) and words[:2] == [str(self._state["count"]), self._state["item"]]:
+            met = [word == self._state[wish] for word, wish in zip(words[2:], WISHES)]
+            self._score = sum(met) / len(met)
+        return Step(done=True)
+
+    async def reward(self) -> dict[str, float]:
+        return {"score": self._score, "asked": float(self._asked)}
+
+
+NO_SUCH_ITEM = "no such item"  # the demonstrations show the model this error
+
+
+class Shop:
+    """One item with a hidden price, which the tool ``lookup`` returns and ``calculator`` computes with."""
+
+    def __init__(self, task: Task, services: Services) -> None:
+        try:
+            self._item, self._price = str(task.extra["item"]), str(task.extra["price"])
+        except KeyError as error:
+            raise DataError(f"task {task.task_id}: environment shop needs extra_info.{error.args[0]}") from error
+
+    def tools(self) -> Sequence[Tool]:
+        return (_LOOKUP.bound(self.lookup), CALCULATOR)
+
+    def lookup(self, item: str) -> str:
+        """The price of an item."""
+        if item != self._item:
+            raise ValueError(NO_SUCH_ITEM)
+        return self._price
+
+
+_LOOKUP = Tool(Shop.lookup, name="lookup", quick=True)

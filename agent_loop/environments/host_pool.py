@@ -1,0 +1,479 @@
+"""Environments outside the agent worker's process: its host processes (`agent.environment_hosts`), from its side.
+
+    HostedEnvironments --host_plan: which host, when--> HostLink --host_wire--> host_process
+
+The worker enters ``HostedEnvironments``, which starts the hosts and gives each episode an environment in one of them;
+it is called like one in this process. Hosts and the processes that they start end with the worker
+(`rl_async/process/guard.py`).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, TracebackType
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import msgspec
+
+from rl_async.agent_loop.chat_formats.format import Message
+from rl_async.agent_loop.environments import host_plan, host_wire
+from rl_async.agent_loop.environments.session import OpenGame
+from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult
+from rl_async.concurrency import outcomes, to_the_end
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
+from rl_async.files import UNDECODABLE
+from rl_async.messages import Task
+from rl_async.process import guard
+from rl_async.process.kernel import kill_marked
+from rl_async.process.role import own_module
+from rl_async.reward_loop.api import Score
+
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """The connection to a host."""
+
+    async def call(self, request: type[Any], *arguments: Any, answer: type[T], within_s: float) -> T:
+        """Send a request and return its answer. Raises what the host raised, or EnvironmentFailed if it is lost."""
+        ...
+
+
+class HostedTool:
+    """A tool of an environment in a host."""
+
+    def __init__(self, described: host_wire.Described, host: Caller, instance: int) -> None:
+        self.name, self.schema = described.name, described.schema
+        self._role, self._host, self._instance = described.role, host, instance
+
+    async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
+        """Call the tool. Raises EnvironmentFailed if its host is lost."""
+        request = (self._instance, self._role, self.name, arguments, timeout_s)
+        return await self._host.call(host_wire.UseTool, *request, answer=ToolResult, within_s=timeout_s)
+
+
+class _Hosted:
+    """An environment that has begun, in use by one episode. Methods raise EnvironmentFailed, and what names a user's
+    mistake."""
+
+    def __init__(self, host: Caller, instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
+        self._host, self._instance, self._timeout_s = host, instance, timeout_s
+        self._begun = begun
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the environment's answer to a turn; its observation is in the messages alone."""
+        said = await self._host.call(
+            host_wire.Say, self._instance, answer, answer=host_wire.Said, within_s=self._timeout_s
+        )
+        return said.step, said.messages
+
+    def _tools(self, role: str) -> Sequence[CallableTool]:
+        return [HostedTool(tool, self._host, self._instance) for tool in self._begun.tools if tool.role == role]
+
+    async def _judged(self, kind: Any) -> Any:
+        return await self._host.call(host_wire.Judge, self._instance, answer=kind, within_s=self._timeout_s)
+
+
+class HostedSession(_Hosted):
+    """An environment without roles."""
+
+    async def reset(self) -> list[Message]:
+        """Return what the environment said when it began."""
+        return self._begun.messages
+
+    def tools(self) -> Sequence[CallableTool]:
+        """Return the environment's tools."""
+        return self._tools("")
+
+    async def reward(self) -> Score | None:
+        """Return the episode's reward."""
+        score: Score | None = await self._judged(Score | None)
+        return score
+
+
+class HostedGame(_Hosted, OpenGame):
+    """A game of several roles."""
+
+    def __init__(self, host: Caller, instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
+        super().__init__(host, instance, begun, timeout_s)
+        self.roles = begun.roles
+
+    async def reset(self) -> tuple[Step, list[Message]]:
+        """Return who speaks first, and what the game said when it began."""
+        return Step(to=self._begun.to), self._begun.messages
+
+    def tools(self) -> Mapping[str, Sequence[CallableTool]]:
+        """Return the tools of each role."""
+        return {role: self._tools(role) for role in self.roles}
+
+    async def reward(self) -> Mapping[str, Score]:
+        """Return the reward of each role."""
+        scores: dict[str, Score] = await self._judged(dict[str, Score])
+        return scores
+
+
+async def begin(
+    host: Caller, instance: int, task: Task, *, start_timeout_s: float, timeout_s: float
+) -> HostedSession | HostedGame:
+    """Make the environment of a task and reset it. Raises EnvironmentFailed, and what names a user's mistake."""
+    begun = await host.call(host_wire.Begin, instance, task, answer=host_wire.Begun, within_s=start_timeout_s)
+    return (HostedGame if begun.roles else HostedSession)(host, instance, begun, timeout_s)
+
+
+MODULE = "agent_loop.environments.host_process"
+GRACE_S = 30.0  # past a call's deadline, which the host itself holds, and for the end of a process
+MARK = "RL_ASYNC_ENVIRONMENTS_FOLDER"  # a variable of a host and of what it starts, of another value for each
+START_S = 180.0  # importing what an environment needs from a slow disk takes a minute
+
+
+class HostLink:
+    """One process. ``lost`` is called once, with the reason, when it has ended, however it did."""
+
+    def __init__(self, number: int, log_path: Path, lost: Callable[[str], None]) -> None:
+        self._number, self._log_path, self._lost = number, log_path, lost
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._numbers = itertools.count(1)
+        self._folder = Path(tempfile.gettempdir()) / f"rl-async-environments-{os.urandom(8).hex()}"  # the guard's
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._why = ""  # we ended it
+
+    async def start(self, config: RunConfig) -> host_wire.Welcome:
+        """Start the process and wait until it can be called.
+
+        Raises ConfigError for an environment that cannot be made, and EnvironmentFailed if the process ends.
+        """
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        guarded = ["-I", "-S", guard.__file__, str(os.getpid()), str(self._folder), *own_module(MODULE)]
+        with theirs, self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *guarded,
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env=os.environ | {MARK: str(self._folder), "TMPDIR": str(self._folder)},
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(host_wire.frame(host_wire.Setup(config)))
+        try:
+            async with asyncio.timeout(START_S):
+                first = msgspec.msgpack.decode(await host_wire.read_frame(reader), type=host_wire.Reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EnvironmentFailed(await self._ended()) from None
+        except TimeoutError:
+            self.kill(f"did not start within {START_S:g} s")
+            raise EnvironmentFailed(await self._ended()) from None
+        if isinstance(first, host_wire.Failure):
+            raise host_wire.error_of(first)
+        assert isinstance(first, host_wire.Welcome)
+        self._reading = asyncio.create_task(self._read(reader), name=f"environment host {self._number}")
+        return first
+
+    async def call(self, request: type[Any], *arguments: Any, answer: type[T], within_s: float) -> T:
+        """Send a request and return its answer; a caller that is cancelled cancels the call in the host, too.
+
+        Raises what the host raised. Raises EnvironmentFailed if the host is lost, or is silent for GRACE_S after the
+        deadline that it holds itself: then nothing in it can be trusted to end, and it is killed.
+        """
+        if self._writer is None or self._reading is None or self._reading.done():
+            raise EnvironmentFailed(f"environment host {self._number} has ended")
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(request(number, *arguments))
+            async with asyncio.timeout(within_s + GRACE_S):
+                return msgspec.msgpack.decode(await future, type=answer)
+        except TimeoutError:
+            self.kill(f"was killed: it had not answered {request.__name__} within {within_s:g} s")
+            raise EnvironmentFailed(f"environment host {self._number} {self._why}") from None
+        except asyncio.CancelledError:
+            self._send(host_wire.Cancel(number))
+            raise
+        finally:
+            del self._calls[number]
+
+    def _send(self, request: host_wire.Request) -> None:
+        assert self._writer is not None
+        frame = host_wire.frame(request)
+        if not self._writer.is_closing():  # else its end is known soon, and answers all calls
+            self._writer.write(frame)
+
+    def kill(self, why: str) -> None:
+        """End the process and all that it started, soon."""
+        self._why = self._why or why
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    async def close(self) -> None:
+        """Let the process end by itself, else kill it, and wait for the end of all that it started."""
+        self._why = self._why or "was closed"
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await self._ended()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand answers to those who wait for them, until the process ends. Waits for the host."""
+        replies = msgspec.msgpack.Decoder(host_wire.Reply)
+        try:
+            while True:
+                self._settle(replies.decode(await host_wire.read_frame(reader)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # its end
+        except (*UNDECODABLE, ValueError) as error:
+            self.kill(f"was killed: it sent what cannot be read: {error}")
+        assert self._writer is not None
+        self._writer.close()
+        reason = await self._ended()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EnvironmentFailed(reason))
+        self._lost(reason)
+
+    def _settle(self, reply: host_wire.Reply) -> None:
+        assert not isinstance(reply, host_wire.Welcome)
+        future = self._calls.get(reply.call)
+        if future is None or future.done():
+            return  # nobody waits any more
+        if isinstance(reply, host_wire.Failure):
+            future.set_exception(host_wire.error_of(reply))
+        else:
+            future.set_result(reply.value)
+
+    async def _ended(self) -> str:
+        """Wait for the end of the process and all that it started; return what to tell whoever needed it."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(GRACE_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            self.kill("did not end")
+            code = await self._process.wait()
+        if code < 0:  # the guard was killed
+            await asyncio.to_thread(self._sweep)
+        how = self._why or ("was killed" if code == KILLED else f"ended with {code}")
+        return f"environment host {self._number} {how}; its log is {self._log_path}"
+
+    def _sweep(self) -> None:
+        """Do what the guard could not, since it was killed."""
+        kill_marked(MARK, str(self._folder))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+KILLED = 256 - 9  # as the guard reports SIGKILL
+
+
+log = logging.getLogger("rl_async.agent_loop")
+
+
+class _Place(NamedTuple):
+    """Where an environment is."""
+
+    host: HostLink
+    instance: int
+
+
+class HostedEnvironments:
+    """Opens environments in ``agent.environment_hosts.processes`` host processes, which it replaces when they end.
+
+    Entering it starts the hosts, and raises ConfigError for an environment that cannot be made. They write to a log
+    called after ``owner``.
+    """
+
+    def __init__(self, config: RunConfig, log_folder: Path, owner: str) -> None:
+        hosts = config.agent.environment_hosts
+        assert hosts is not None
+        self._config, self._hosts, self._timeout_s = config, hosts, config.agent.environment_timeout_s
+        self._log_path = log_folder / f"environments-{owner}.log"
+        self._plan = host_plan.HostPlan(
+            hosts=hosts.processes,
+            most=config.agent.concurrency + hosts.ready,
+            ready=hosts.ready,
+            starting=hosts.starting,
+        )
+        self._links: dict[int, HostLink] = {}
+        self._waiting: dict[int, asyncio.Future[_Place]] = {}
+        self._tickets = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        self._prepares: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # known from the first host
+        try:
+            self._act()
+            prepares = await self._prepares
+            if self._hosts.ready and not prepares:
+                raise ConfigError(
+                    f"agent.environment_hosts.ready={self._hosts.ready}: {self._config.agent.environment} has no "
+                    "prepare(), so nothing can be made ready before an episode wants it; leave ready out"
+                )
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[HostedSession | HostedGame]:
+        """Have an environment for an episode, and close it at the episode's end. Raises EnvironmentFailed."""
+        place, failure = await self._acquire(), ""
+        start_s = self._hosts.start_timeout_s
+        try:
+            session = await begin(*place, task, start_timeout_s=start_s, timeout_s=self._timeout_s)
+            self._plan.opened(place.instance)
+            self._act()
+            yield session
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            unclosed = await asyncio.shield(self._spawn(self._end(place, failure)))
+            if unclosed and not failure:
+                raise EnvironmentFailed(unclosed)
+
+    async def _acquire(self) -> _Place:
+        """Wait for an environment, or for the right to make one."""
+        ticket = next(self._tickets)
+        future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._plan.ask(ticket)
+        self._act()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._plan.withdraw(ticket)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._spawn(self._end(future.result(), "the episode was given up"))
+            raise
+        finally:
+            del self._waiting[ticket]
+
+    async def _end(self, place: _Place, failure: str) -> str:
+        """Close an environment; return what closing it raised. One that is lost with its host is closed."""
+        self._plan.ending(place.instance)
+        limit = 2 * self._timeout_s  # of its close and of its __aexit__
+        try:
+            ended = await place.host.call(
+                host_wire.End, place.instance, failure, answer=host_wire.Ended, within_s=limit
+            )
+        except EnvironmentFailed as error:
+            log.warning("an environment was not closed: %s", error)
+            ended = host_wire.Ended(stuck=True)  # if its host still lives, then not for long
+        self._plan.ended(place.instance, stuck=ended.stuck)
+        self._act()
+        return ended.failure
+
+    def _act(self) -> None:
+        """Carry out what is due, now and when time has passed."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for action in self._plan.decide(now):
+            self._carry_out(action)
+        if self._timer is not None:
+            self._timer.cancel()
+        at = self._plan.wake_at(now)
+        self._timer = loop.call_at(at, self._act) if at is not None else None
+
+    def _carry_out(self, action: host_plan.Action) -> None:
+        match action:
+            case host_plan.StartHost(host):
+                link = self._links[host] = HostLink(host, self._log_path, self._lost(host))
+                self._spawn(self._start(host, link))
+            case host_plan.StopHost(host):
+                link = self._links.pop(host)
+                log.warning("environment host %d is replaced: a call in it never returned", host)
+                link.kill("was replaced")
+                self._spawn(link.close())
+            case host_plan.Prepare(host, instance):
+                self._spawn(self._prepare(_Place(self._links[host], instance)))
+            case host_plan.Give(ticket, host, instance):
+                future, place = self._waiting[ticket], _Place(self._links[host], instance)
+                if future.cancelled():
+                    self._spawn(self._end(place, "the episode was given up"))
+                else:
+                    future.set_result(place)
+            case host_plan.Refuse(ticket, reason):
+                if not self._waiting[ticket].cancelled():
+                    self._waiting[ticket].set_exception(EnvironmentFailed(reason))
+
+    async def _start(self, host: int, link: HostLink) -> None:
+        try:
+            welcome = await link.start(self._config)
+        except RlAsyncError as error:
+            await link.close()
+            if self._prepares.done() or self._closed:
+                self._lost(host)(str(error))
+            else:
+                self._prepares.set_exception(error)
+            return
+        self._plan.host_started(host, prepares=welcome.prepares)
+        if not self._prepares.done():
+            self._prepares.set_result(welcome.prepares)
+        self._act()
+
+    def _lost(self, host: int) -> Callable[[str], None]:
+        def lost(reason: str) -> None:
+            if self._links.pop(host, None) is not None and not self._closed:
+                log.warning("%s; it is started again", reason)
+            self._plan.host_lost(host, reason, asyncio.get_running_loop().time())
+            self._act()
+
+        return lost
+
+    async def _prepare(self, place: _Place) -> None:
+        limit = self._hosts.start_timeout_s
+        try:
+            await place.host.call(host_wire.Prepare, place.instance, answer=NoneType, within_s=limit)
+        except RlAsyncError as error:
+            log.warning("%s", error)
+            self._plan.prepare_failed(place.instance, str(error), asyncio.get_running_loop().time())
+            self._act()
+            await self._end(place, str(error))
+        else:
+            self._plan.prepared(place.instance)
+            self._act()
+
+    async def _close(self) -> None:
+        """End the hosts, which close what is left in them, and wait for the end of all that they started."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._waiting.values():
+            future.cancel()
+        links = list(self._links.values())
+        await to_the_end(*(link.close() for link in links))
+        for task in self._tasks:
+            task.cancel()
+        await outcomes(*self._tasks)
+        for link in links:  # those that had no process yet
+            link.kill("was closed")
+        await to_the_end(*(link.close() for link in links))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name="environment hosts")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

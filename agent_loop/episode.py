@@ -1,0 +1,380 @@
+"""An episode: the conversation of a policy with its tools, and the loops that drive it.
+
+A loop is ``async def loop(episode: Episode) -> str``. It decides who speaks when and returns the finish reason:
+``stop``, ``length``, ``max_turns``, ``tool_calls`` or ``abort``. Users give their own as ``path.py:name``. To add one,
+write the coroutine function here and add a line to ``LOOPS``.
+"""
+
+import functools
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+import msgspec
+
+from rl_async import tracing
+from rl_async.agent_loop import telemetry
+from rl_async.agent_loop.chat_formats.format import (
+    BAD_CALL,
+    Answer,
+    CannotBridge,
+    ChatFormat,
+    Message,
+    ParsedCall,
+    TooLong,
+    said_text,
+    with_names,
+)
+from rl_async.agent_loop.environments.session import Answering
+from rl_async.agent_loop.row_tokens import RowTokens, Segment, trajectories
+from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
+from rl_async.concurrency import gather_or_cancel, off_loop
+from rl_async.configs.derived.samples import is_baseline
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError
+from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn
+from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.userload import is_user_reference, load_user_object
+
+
+class PromptTooLong(DataError):
+    """A conversation begins with so many tokens that none are left to answer with."""
+
+
+class Episode:
+    """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``step`` asks the environment, ``add``
+    appends messages of others.
+
+    Sampled tokens are only ever appended to, never re-tokenised from text to be trained. Where ``agent.past_reasoning``
+    drops reasoning of earlier turns, a new row begins, with the conversation as the chat template prints it by then.
+    """
+
+    def __init__(
+        self,
+        group: LeasedGroup,
+        sample: int,
+        *,
+        config: RunConfig,
+        chat: ChatFormat,
+        generator: Generator,
+        tools: Sequence[CallableTool],
+        environment: Answering | None = None,
+        prompt: Sequence[Message] | None = None,
+        role: str = "",
+    ) -> None:
+        """``prompt``: the task's with what the environment says first; None: the task's. ``role``: whose conversation
+        it is in an episode of several. Raises PromptTooLong."""
+        self.task = group.task
+        self.config = config
+        self.messages: list[Message] = with_names(group.task.prompt if prompt is None else prompt)
+        self.done = False  # a tool or the environment ended the episode
+        self.tools = {tool.name: tool for tool in tools}
+        self.schemas = [tool.schema for tool in tools]
+        self._said: list[int] = []  # the tokens of the last turn that was sampled
+        self._answer: Answer | None = None  # those, read
+        self._given = len(self.messages)  # messages of the prompt
+        self._group, self._sample, self._environment = group, sample, environment
+        self._chat, self._generator = chat, generator
+        self._id, self._role = f"{group.group_id}.{sample}.{group.attempt}", role
+        self._session, self._trace = session_of(self._id, role), group.trace(sample)
+        self._baseline = is_baseline(config, group.partition, sample)
+        self._sampling = Sampling(temperature=0.0) if self._baseline else policy_sampling(config, group.partition)
+        self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
+        self._seconds = {"generate": 0.0, "tools": 0.0}
+        self._activities: list[Activity] = []
+        self._began = time.monotonic()
+        try:
+            token_ids = chat.prompt(self.messages, self.schemas, limit=self._limit)
+        except TooLong as error:
+            raise PromptTooLong(
+                f"task {self.task.task_id}: its prompt of {error} leaves no room to answer within {self._limit} "
+                "(agent.max_tokens, rollout.max_model_len)"
+            ) from None
+        turns = [Turn(role=message["role"], text=said_text(message), end=len(token_ids)) for message in self.messages]
+        self._rows = [Segment(RowTokens(token_ids), turns)]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation so far, with the places of the turns in the row that is being played.
+
+        A loop may set the reward of a turn at any time; it counts in the row in which the turn was sampled.
+        """
+        return self._rows[-1].turns
+
+    @property
+    def _row(self) -> RowTokens:
+        return self._rows[-1].tokens
+
+    @property
+    def text(self) -> str:
+        """The text of the last turn."""
+        return self.turns[-1].text
+
+    @property
+    def answered(self) -> bool:
+        """Whether the policy has sampled a turn."""
+        return any(row.tokens.sampled for row in self._rows)
+
+    def tool_calls(self) -> list[ParsedCall]:
+        """Parse the tool calls that the model wrote in the last turn."""
+        return self._read().calls
+
+    def _read(self) -> Answer:
+        if self._answer is None:
+            prompt = self._row.token_ids[: len(self._row) - len(self._said)]
+            self._answer = self._chat.parse(self._said, prompt_ids=prompt, tools=self.schemas)
+        return self._answer
+
+    async def generate(self) -> str:
+        """Sample a turn of the model; return why it ended: ``stop``, ``length`` or ``abort``."""
+        room = min(self.config.rollout.max_tokens, self._limit - len(self._row))
+        if room <= 0:
+            return "length"
+        request = GenerateRequest(
+            request_id=(name := f"{self._session}.{len(self.turns)}"),
+            traceparent=tracing.traceparent(self._trace, name),
+            token_ids=self._row.token_ids.copy(),
+            sampling=self._sampling,
+            max_tokens=room,
+            stop_token_ids=self._chat.stop_token_ids,
+            min_version=self._group.min_version,
+            routed_from=self._row.routed,
+        )
+        began, at = time.monotonic(), time.time()
+        with telemetry.of_chat(self._trace, self.config.model.path, request) as sampled:
+            result = await self._generator.generate(request, session=self._session)
+            sampled(result)
+        seconds = time.monotonic() - began
+        self._activities.append(Activity("generate", result.engine, at, seconds))
+        self._seconds["generate"] += seconds
+        start = len(self._row)
+        self._row.add_sampled(result)
+        self._said, self._answer = result.token_ids, None
+        text = self._chat.turn_text(result.token_ids)
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns.append(Turn(role="assistant", text=text, start=start, end=len(self._row), seconds=seconds))
+        self._rows[-1].finish_reason = result.finish_reason
+        return result.finish_reason
+
+    def add(self, messages: Sequence[Message]) -> bool:
+        """Append messages and open the next assistant turn.
+
+        If they do not fit, or the turn before ended within its reasoning, append nothing and return False.
+        """
+        try:
+            if self._continues(messages):
+                self._append(messages)
+            else:
+                self._begin_row(messages)
+        except (TooLong, CannotBridge):
+            return False
+        self.messages += messages
+        return True
+
+    def _continues(self, messages: Sequence[Message]) -> bool:
+        """Whether what was sampled stays as it is before ``messages`` (``agent.past_reasoning``)."""
+        sampled, past = self._sampled(), self.config.agent.past_reasoning
+        if past == "keep" or not sampled:
+            return True
+        if past == "split":
+            return False
+        return self._chat.keeps_past([*self.messages, *messages], max(sampled), self.schemas, sampled=sampled)
+
+    def _append(self, messages: Sequence[Message]) -> None:
+        start = len(self._row)
+        said = self._said if self.turns[-1].role == "assistant" else []
+        prompt = self._row.token_ids[: start - len(said)]
+        self._row.add(self._chat.bridge(prompt, said, messages, self.schemas, limit=self._limit - start))
+        for message in messages:
+            self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
+
+    def _begin_row(self, messages: Sequence[Message]) -> None:
+        """Begin a row with the conversation as the chat template prints it now; in it, nothing of that is sampled."""
+        whole = [*self.messages, *messages]
+        prompt = self._chat.prompt(whole, self.schemas, sampled=self._sampled(), limit=self._limit)
+        turns = self.turns
+        self._rows[-1].turns = [msgspec.structs.replace(turn) for turn in turns]  # where they are in that row
+        for turn in turns:
+            turn.start, turn.end = 0, len(prompt)
+        turns += [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in messages]
+        if not self._row.sampled:
+            self._rows.pop()
+        self._rows.append(Segment(RowTokens(prompt), turns))
+
+    def _sampled(self) -> set[int]:
+        """The positions of the messages that the policy sampled."""
+        messages = enumerate(self.messages)
+        return {i for i, message in messages if i >= self._given and message["role"] == "assistant"}
+
+    async def step(self) -> list[Message]:
+        """Tell the environment what the last turn said, and record its reward; return what the environment says.
+
+        Without an environment, or when it has nothing to say, the episode is ``done``. Raises EnvironmentFailed.
+        """
+        if self._environment is None:
+            self.done = True
+            return []
+        began, at = time.monotonic(), time.time()
+        step, messages = await self._environment.step(self._read().text)
+        seconds = time.monotonic() - began
+        self._seconds["environment"] = self._seconds.get("environment", 0.0) + seconds
+        self._activities.append(Activity("environment", "", at, seconds))
+        self._reward_turn(step.reward, step.reason)
+        self.done = not messages
+        return messages
+
+    def _reward_turn(self, reward: float | None, reason: str) -> None:
+        """Add to the reward of the last turn; its tools and the environment may both give one."""
+        turn = self.turns[-1]
+        if reward is not None:
+            turn.reward = float(reward) + (turn.reward or 0.0)
+        turn.reason = "; ".join(filter(None, [turn.reason, reason]))
+
+    async def call(self, calls: Sequence[ParsedCall]) -> list[Message]:
+        """Run the calls concurrently and record them in the last turn; return a message for each, in order.
+
+        The episode is ``done`` if one of the tools says so.
+        """
+        began = time.monotonic()
+        agent = self.config.agent
+        running = [self._call_one(call, i) for i, call in enumerate(calls)]
+        # A single call needs no task.
+        done = [await running[0]] if len(running) == 1 else await gather_or_cancel(*running)
+        self._seconds["tools"] += time.monotonic() - began
+        messages = []
+        for call, (result, seconds) in zip(calls, done):
+            text = await off_loop(len(result.text), self._chat.cut, result.text, agent.tool_response_tokens)
+            cut = result.whole or (len(result.text) if text != result.text else 0)
+            text = marked_as_cut(text, cut) if cut else text
+            self.turns[-1].tool_calls.append(
+                ToolCall(
+                    name=call.name,
+                    arguments=call.recorded,
+                    result=text,
+                    cut=cut,
+                    error=result.error,
+                    problem=call.problem,
+                    reward=result.reward,
+                    reason=result.reason,
+                    seconds=seconds,
+                )
+            )
+            self._reward_turn(result.reward, result.reason)
+            self.done = self.done or result.done
+            message = {"role": "tool", "content": text, "name": call.name}
+            messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
+        return messages
+
+    async def _call_one(self, call: ParsedCall, position: int) -> tuple[ToolResult, float]:
+        if call.arguments is None:
+            return ToolResult(BAD_CALL, "bad call"), 0.0
+        if position >= self.config.agent.max_parallel_calls:
+            return ToolResult("error: too many calls", "too many calls"), 0.0
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult("error: unknown tool", "unknown tool"), 0.0
+        began, at = time.monotonic(), time.time()
+        with telemetry.of_tool(self._trace, call.name, call.id) as about:
+            result = await tool.call(call.arguments, timeout_s=self.config.agent.tool_timeout_s)
+            about |= {"error.type": "tool_error"} if result.error else {}
+        seconds = time.monotonic() - began
+        self._activities.append(Activity("tool", call.name, at, seconds))
+        return result, seconds
+
+    def drift(self) -> int | None:
+        """Return the position in the last row of the first token that differs from the chat template of the whole
+        conversation, or None."""
+        return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=self._sampled())
+
+    def trajectories(self, finish_reason: str) -> list[Trajectory]:
+        """Return the rows to train on, which are not scored yet; the last one ends with the last answer."""
+        rows = self._with_turn_rewards([row for row in self._rows if row.tokens.sampled] or self._rows[:1])
+        rows[-1].finish_reason = finish_reason
+        made = trajectories(
+            rows,
+            self._group,
+            self._sample,
+            episode_id=self._id,
+            sampling=self._sampling,
+            timings={**self._seconds, "total": time.monotonic() - self._began},
+            role=self._role,
+            baseline=self._baseline,
+        )
+        made[-1].activities = self._activities
+        return made
+
+    def _with_turn_rewards(self, rows: Sequence[Segment]) -> list[Segment]:
+        """Return the rows with each turn's reward in the first row that has the turn: there it was sampled."""
+        rewards, known, rewarded = [turn.reward for turn in self.turns], 0, list[Segment]()
+        for row in rows:
+            turns = [
+                msgspec.structs.replace(turn, reward=rewards[place] if place >= known else None)
+                for place, turn in enumerate(row.turns)
+            ]
+            known = len(turns)
+            rewarded.append(replace(row, turns=turns))
+        return rewarded
+
+
+def session_of(episode: str, role: str) -> str:
+    """Return the name under which engines see a conversation: the requests of one best go to the same engine."""
+    return f"{episode}.{role}" if role else episode
+
+
+def policy_sampling(config: RunConfig, partition: str) -> Sampling:
+    """Return the distribution from which a partition's tokens are sampled."""
+    if partition == "eval":
+        return Sampling(temperature=config.eval.temperature)
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+
+
+Loop = Callable[[Episode], Awaitable[str]]
+
+
+async def single_turn(episode: Episode) -> str:
+    """Sample one answer, whatever it says, and tell the environment."""
+    reason = await episode.generate()
+    if reason == "stop":
+        await episode.step()
+    return reason
+
+
+async def tool_agent(episode: Episode) -> str:
+    """Answer tool calls, and turns without any with what the environment says, until the episode is done.
+
+    It is when a tool or the environment says so or has nothing to say, and when turns or tokens are used up. Calls in
+    the last turn are not run.
+    """
+    for turns_left in reversed(range(episode.config.agent.max_turns)):
+        reason = await episode.generate()
+        if reason != "stop":
+            return reason
+        calls = episode.tool_calls()
+        if calls and not turns_left:
+            break
+        messages = await episode.call(calls) if calls else await episode.step()
+        if episode.done:
+            return "stop"
+        if turns_left and not episode.add(messages):
+            return "length"
+    return "max_turns"
+
+
+# The names ending in _agent are those that verl's data sets use.
+LOOPS: dict[str, Loop] = {"single_turn": single_turn, "single_turn_agent": single_turn, "tool_agent": tool_agent}
+
+
+@functools.cache
+def get_loop(name: str) -> Loop:
+    """Return a built-in loop or the user's coroutine function. Raises ConfigError if there is none."""
+    if is_user_reference(name):
+        loop = load_user_object(name, "agent.loop")
+        if not inspect.iscoroutinefunction(loop):
+            raise ConfigError(f"agent.loop: {name} is not an `async def` taking an Episode")
+        return cast(Loop, loop)
+    if name not in LOOPS:
+        raise ConfigError(f"agent.loop: no loop {name!r}; built in: {', '.join(LOOPS)}; or path.py:name")
+    return LOOPS[name]

@@ -1,0 +1,488 @@
+"""Chat messages, requests and answers in one form, independent of the dialect.
+
+``Field`` tables list, as data, the fields of each dialect's requests and what becomes of those that a run cannot obey.
+A ``JsonFormat`` is the schema that an answer is to have. Everything here is pure. To add a dialect, write its requests
+and answers in a file beside `openai.py`, its fields in a table here, and its routes in `server.py`.
+"""
+
+import hashlib
+import logging
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from rl_async.agent_loop.chat_formats.format import Answer
+from rl_async.configs.schema.rollout import UnsupportedFields
+from rl_async.errors import RequestRefused
+from rl_async.files import UNDECODABLE
+from rl_async.rollout_server.json_schemas import without_unknown_formats
+
+log = logging.getLogger("rl_async.gateway")
+
+COUNTED = 1000  # pairs of client and field; clients choose both names
+# A request may have so many fields: clients choose their names, and each is looked up.
+MOST_FIELDS = 256
+SHOWN = 80  # characters of a name or value in logs and refusals
+
+
+class Field(NamedTuple):
+    """A field that a run does not obey. ``neutral``: values that ask for what it does anyway; None: any value does.
+
+    Other values would change the meaning of an answer if there is a ``way_out``, which says what to do instead: they
+    are refused. Without one, `agent.gateway.unsupported` decides.
+    """
+
+    neutral: tuple[Any, ...] | None = ()
+    way_out: str = ""
+    code: str = "unsupported_value"  # of the refusal
+
+
+_NO_EFFECT = Field(None)
+_LOGPROBS = "leave it out: rows have the log-probability of every sampled token, but answers have none"
+_TEXT_ONLY = "leave it out: the policy reads and writes text only"
+_SERVER_TOOL = "leave it out: the gateway runs no tools; offer a function that your program runs"
+_OWN_TURN = "the policy samples whole turns; end with a user's message or a tool's result, and say there how to begin"
+_SAMPLING: dict[str, Field] = {
+    "top_k": Field((0, -1)),
+    "min_p": Field((0,)),
+    "frequency_penalty": Field((0,)),
+    "presence_penalty": Field((0,)),
+    "repetition_penalty": Field((1,)),
+    "length_penalty": Field((1,)),
+    "logit_bias": Field(({},)),
+    "min_tokens": Field((0,)),
+    "ignore_eos": Field((False,)),
+    "stop_token_ids": Field(([],)),
+    "use_beam_search": Field((False,)),
+    "skip_special_tokens": Field((True,)),
+    "spaces_between_special_tokens": Field((True,)),
+    "include_stop_str_in_output": Field((False,)),
+}
+# A field that is in no table, and that no dialect reads, is one that a run does not obey.
+OPENAI: dict[str, Field] = {
+    # A seed would make the members of a group equal, which leaves nothing to compare.
+    **dict.fromkeys(("seed", "user", "metadata", "store", "service_tier", "safety_identifier"), _NO_EFFECT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prediction"), _NO_EFFECT),
+    **_SAMPLING,
+    "response_format": Field(({"type": "text"},)),
+    "verbosity": Field(("medium",)),
+    "parallel_tool_calls": Field((True,)),
+    "tool_choice": Field(("auto", "none")),
+    "chat_template_kwargs": Field(({},)),
+    "n": Field((1,), "send more requests instead: each answer to the same messages is a row of its own"),
+    "best_of": Field((1,), "send more requests instead, and choose among the answers"),
+    "logprobs": Field((False,), _LOGPROBS),
+    "top_logprobs": Field((0,), _LOGPROBS),
+    "prompt_logprobs": Field((), _LOGPROBS),
+    "modalities": Field((["text"],), _TEXT_ONLY),
+    "audio": Field((), _TEXT_ONLY),
+    "functions": Field(([],), "use tools"),
+    "function_call": Field(("auto", "none"), "use tools and tool_choice"),
+    "web_search_options": Field((), _SERVER_TOOL),
+    "chat_template": Field((), "leave it out: the run's model has one (docs/reference/chat_formats.md)"),
+    "add_generation_prompt": Field((True,), _OWN_TURN),
+    "continue_final_message": Field((False,), _OWN_TURN),
+}
+COMPLETIONS: dict[str, Field] = {
+    **dict.fromkeys(("seed", "user", "metadata", "store", "service_tier", "safety_identifier"), _NO_EFFECT),
+    **_SAMPLING,
+    "n": OPENAI["n"],
+    "best_of": OPENAI["best_of"],
+    "logprobs": Field((), _LOGPROBS),
+    "prompt_logprobs": OPENAI["prompt_logprobs"],
+    "echo": Field((False,), "leave it out: your program has the prompt"),
+    "suffix": Field(("",), "the policy continues a prompt; it fills no gaps"),
+    "add_special_tokens": Field((False,)),
+}
+RESPONSES: dict[str, Field] = {
+    **dict.fromkeys(("metadata", "user", "service_tier", "safety_identifier", "client_metadata"), _NO_EFFECT),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _NO_EFFECT),
+    **dict.fromkeys(("stream_options", "max_tool_calls"), _NO_EFFECT),  # of OpenAI's own network and tools
+    **_SAMPLING,
+    "reasoning": Field(({}, {"summary": "auto"})),
+    "truncation": Field(("disabled",)),
+    "parallel_tool_calls": Field((True,)),
+    "tool_choice": Field(("auto", "none")),
+    "top_logprobs": Field((0,), _LOGPROBS),
+    "background": Field((False,), "leave it out: an answer comes with its request, or as a stream"),
+    "conversation": Field((), "name the previous response instead (previous_response_id)"),
+    "prompt": Field((), "leave it out: nothing is stored here; send instructions and input"),
+}
+RESPONSES_TEXT: dict[str, Field] = {  # the members of `text`
+    "format": Field(({}, {"type": "text"})),
+    "verbosity": Field(("medium",)),
+}
+ANTHROPIC: dict[str, Field] = {
+    **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo"), _NO_EFFECT),
+    **_SAMPLING,
+    "tool_choice": Field(
+        tuple(
+            {"type": kind, **more} for kind in ("auto", "none") for more in ({}, {"disable_parallel_tool_use": False})
+        )
+    ),
+    # The vendor's client knows this code, and sends whole conversations from then on.
+    "thread": Field((), "send the whole conversation in each request", "thread_unsupported_request"),
+    "context_management": Field(({}, {"edits": []})),
+    "output_config": Field(({},)),
+    "mcp_servers": Field(([],), _SERVER_TOOL),
+    "container": Field((), _SERVER_TOOL),
+}
+
+
+def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the fields that ask for something that a run does not do. ``read`` are those that have an effect.
+
+    Raises RequestRefused for a field without which the answer would mean something else, and for too many fields.
+    """
+    if len(fields) > MOST_FIELDS:
+        raise RequestRefused(f"there are more than {MOST_FIELDS} fields", code="invalid_request")
+    found = {}
+    for name, value in fields.items():
+        if value is None or (name in read and name not in table):
+            continue
+        field = table.get(name, Field())
+        if field.neutral is None or value in field.neutral or _given(value) in field.neutral:
+            continue
+        if field.way_out:
+            raise not_supported(f"{name[:SHOWN]}={_shown(value)}", field.way_out, name, field.code)
+        found[name] = value
+    return found
+
+
+def _given(value: Any) -> Any:
+    """Return the value without members of null, which clients write for options they leave unset."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _given(member) for name, member in value.items() if member is not None}
+
+
+def not_supported(what: str, way_out: str, param: str = "messages", code: str = "unsupported_value") -> RequestRefused:
+    """Return the refusal of ``what``, which says what to do instead."""
+    return RequestRefused(f"{what} is not supported: {way_out}", code=code, param=param)
+
+
+def tool_refused(kind: str) -> RequestRefused:
+    """Return the refusal of a tool that is no function of the agent program."""
+    return not_supported(f"a tool of type {kind[:SHOWN]}", _SERVER_TOOL, "tools")
+
+
+def content_refused(kind: str, param: str) -> RequestRefused:
+    """Return the refusal of a part of a message that is no text."""
+    return not_supported(f"content of type {kind[:SHOWN]}", _TEXT_ONLY, param)
+
+
+def prefill_refused(param: str) -> RequestRefused:
+    """Return the refusal of messages that end with the assistant's."""
+    return not_supported("prefill", _OWN_TURN, param)
+
+
+class UnobeyedFields:
+    """Drops, counts and logs fields that cannot be obeyed, or refuses them (`agent.gateway.unsupported`)."""
+
+    def __init__(self, choice: UnsupportedFields) -> None:
+        self._choice = choice
+        self.dropped: Counter[tuple[str, str]] = Counter()  # requests, by client and field
+
+    def settle(self, fields: Mapping[str, Any], client: str) -> None:
+        """Drop and count ``fields`` of a request of ``client``. Raises RequestRefused if they are to be refused."""
+        for name, value in fields.items():
+            if self._choice == "refuse":
+                raise not_supported(
+                    f"{name[:SHOWN]}={_shown(value)}",
+                    f"tokens are trained on, so they come from the run's own distribution; leave {name[:SHOWN]} out, "
+                    "or let the gateway drop it: agent.gateway.unsupported=ignore (fields: docs/how-to/gateway.md)",
+                    name,
+                )
+            key = (client[:SHOWN], name[:SHOWN])
+            if key not in self.dropped and len(self.dropped) >= COUNTED:
+                key = ("others", "others")
+            self.dropped[key] += 1
+            if self.dropped[key] == 1:
+                log.warning(
+                    "%r asks for %r=%s, which the gateway ignores (agent.gateway.unsupported)", *key, _shown(value)
+                )
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return how many requests of each client had which field, the most frequent first."""
+        return [
+            {"client": client, "field": field, "requests": requests}
+            for (client, field), requests in self.dropped.most_common()
+        ]
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()[:SHOWN]
+
+
+class JsonFormat(NamedTuple):
+    """A format as a JSON schema (text), what the request said (``field`` and ``given``), and where the schema is."""
+
+    schema: str
+    field: str
+    given: Any
+    place: str
+
+    def refused(self, reason: str) -> RequestRefused:
+        """Return the refusal of a schema, which names its place in the request."""
+        return RequestRefused(f"{self.place}: {reason}", code="invalid_request", param=self.place)
+
+
+def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonFormat | None:
+    """Take the JSON format out of the fields that ask for something; None if ``field`` has none.
+
+    ``member``: of the field, whose other members stay. A format without a schema is that of any object. Raises
+    RequestRefused, naming the place, for one whose schema is no object.
+    """
+    value: Any = asked.get(field)
+    given: Any = value.get(member) if member and isinstance(value, dict) else value
+    name = f"{field}.{member}" if member else field
+    match given:
+        case {"type": "json_object"}:
+            schema, place = {"type": "object"}, name
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:  # of chat completions
+            place = f"{name}.json_schema.schema"
+        case {"type": "json_schema", "schema": dict(schema)}:
+            place = f"{name}.schema"
+        case {"type": "json_schema", "json_schema": {"schema": _}} | {"type": "json_schema", "schema": _}:
+            place = f"{name}.json_schema.schema" if "json_schema" in given else f"{name}.schema"
+            raise RequestRefused(f"{place} must be an object: a JSON schema", code="invalid_request", param=place)
+        case {"type": "json_schema"}:
+            schema, place = {"type": "object"}, name
+        case _:
+            return None
+    del asked[field]
+    if member and (rest := {key: other for key, other in value.items() if key != member and other is not None}):
+        asked[field] = rest
+    return JsonFormat(msgspec.json.encode(without_unknown_formats(schema)).decode(), name, given, place)
+
+
+ASSISTANT = "assistant"
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors
+_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`")
+Body = TypeVar("Body", bound=msgspec.Struct)
+# Of stop strings, which are looked for whenever tokens are sampled. OpenAI takes four.
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1000
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content; only text is supported."""
+
+    type: str
+    text: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """One call of a client's tool. ``arguments`` is JSON text; ``id`` is the model's or the client's, if it has one."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls.
+
+    ``answers`` is the id of the call of which a tool message is the result, if that is said.
+    """
+
+    role: str
+    text: str
+    calls: tuple[FunctionCall, ...] = ()
+    reasoning: str = ""  # of a sampled answer; clients may leave it out when they send the answer back
+    answers: str = ""
+
+    def identity(self) -> bytes:
+        """Hash the message, but no ids: trimmed answers and JSON written anew are equal, as clients send them back."""
+        text = self.text.strip() if self.role == ASSISTANT else self.text
+        calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
+        return hashlib.sha256(msgspec.json.encode([self.role, text, calls])).digest()
+
+
+class ChatRequest(NamedTuple):
+    """A request of any dialect; None means that the field was not given."""
+
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
+    stops: list[str]
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    stream: bool
+    usage: bool  # in the stream
+    model: str
+    reasoning: bool = True  # whether the client wants to see any
+    unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
+    format: JsonFormat | None = None  # that the answer must have; not in ``unobeyed``
+    forces: str | None = None  # the function that the answer must call; empty: any; None: the policy decides
+    size: int = 0  # bytes of the body
+    conversation: str = "messages"  # the field that has it
+
+
+def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
+    """Decode a request's body: all of its fields, and those that have an effect.
+
+    Raises RequestRefused, whose ``param`` names the field that is not of its type.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        return fields, msgspec.convert(fields, kind)
+    except UNDECODABLE as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: Exception) -> RequestRefused:
+    """Return the refusal of a body that cannot be decoded; ``param`` names the field, if one is to blame."""
+    place, field = _PLACE.search(str(error)), _FIELD.match(str(error))
+    names = [found[1] for found in (place, field) if found and found[1]]
+    return RequestRefused(str(error), code="invalid_request", param=".".join(names) or None)
+
+
+def refused(place: str, reason: str) -> RequestRefused:
+    """Return the refusal of a field's value; ``param`` is its ``place``."""
+    return RequestRefused(f"{place}: {reason}", code="invalid_request", param=place)
+
+
+def texts_of(
+    content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",), other: Sequence[str] = ()
+) -> list[str]:
+    """Return the texts of a content at ``place``: of parts of ``kinds``, while ``other`` ones are read elsewhere.
+
+    Raises RequestRefused for any other part, and for one without a text.
+    """
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    texts = []
+    for number, part in enumerate(content):
+        if part.type in other:
+            continue
+        if part.type not in kinds:
+            raise content_refused(part.type, f"{place}[{number}]")
+        if part.text is msgspec.UNSET:
+            raise refused(f"{place}[{number}].text", "this part has no text")
+        texts.append(part.text)
+    return texts
+
+
+def text_of(content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the texts of a content in lines of their own, as vLLM joins them. Raises RequestRefused as `texts_of`."""
+    return "\n".join(texts_of(content, place, kinds))
+
+
+def stops_of(given: str | Sequence[str] | None, field: str) -> list[str]:
+    """Return the stop strings in a ``field``. Raises RequestRefused for more and longer ones than are looked for."""
+    stops = [given] if isinstance(given, str) else given or ()
+    if len(stops) > MOST_STOPS or any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
+        raise refused(field, f"at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters each")
+    return [stop for stop in stops if stop]
+
+
+class Completion(NamedTuple):
+    """An answer to a request. ``number`` counts the episode's answers; ``finish_reason`` is stop or length.
+
+    ``stop`` is the client's stop string that ended it, if one did.
+    """
+
+    number: int
+    message: ChatMessage
+    finish_reason: str
+    prompt_tokens: int
+    sampled_tokens: int
+    stop: str = ""
+
+
+def forceable(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return ``name``, which an answer must call (empty: any function, if one is offered).
+
+    Raises RequestRefused for a function that is not offered.
+    """
+    if name and name not in [tool["function"]["name"] for tool in tools]:
+        raise _not_offered(name)
+    return name if tools else None
+
+
+def named(name: str) -> str:
+    """Return the name of a function that a request forces. Raises RequestRefused for an empty one."""
+    if not name:
+        raise _not_offered(name)
+    return name
+
+
+def _not_offered(name: str) -> RequestRefused:
+    return RequestRefused(
+        f"tool_choice names the function {name[:200]!r}, which is not among the tools; name one of them",
+        code="invalid_request",
+        param="tool_choice",
+    )
+
+
+def answered(messages: Sequence[ChatMessage]) -> dict[int, tuple[int, FunctionCall]]:
+    """Return which call each tool message answers, by its position: the one with the id it names, or else the next one.
+
+    A call comes with its place among those of its message.
+    """
+    found: dict[int, tuple[int, FunctionCall]] = {}
+    calls: Sequence[FunctionCall] = ()
+    results: list[int] = []
+
+    def settle() -> None:
+        by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        for number, call in enumerate(calls):
+            by_id[call.id].append(number)
+        named = {place: by_id[name].popleft() for place in results if (name := messages[place].answers) and by_id[name]}
+        taken = set(named.values())
+        left = (number for number in range(len(calls)) if number not in taken)
+        rest = zip((place for place in results if place not in named), left)
+        found.update((place, (number, calls[number])) for place, number in [*named.items(), *rest])
+
+    for place, message in enumerate(messages):
+        if message.role == ASSISTANT:
+            settle()
+            calls, results = message.calls, []
+        elif message.role == "tool":
+            results.append(place)
+    settle()
+    return found
+
+
+def in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with results that follow one another in the order of their calls.
+
+    Clients run calls at once and send results as they come; the order is none of the policy's doing.
+    """
+    calls = answered(messages)
+    ordered, start = list(messages), 0
+    for role, run in groupby(messages, key=lambda message: message.role):
+        end = start + len(list(run))
+        if role == "tool":
+            places = sorted(range(start, end), key=lambda place: calls[place][0] if place in calls else len(messages))
+            ordered[start:end] = [messages[place] for place in places]
+        start = end
+    return ordered
+
+
+def history_keys(messages: Sequence[ChatMessage], offered: bytes) -> list[bytes]:
+    """Return a hash for each history ``messages[: i + 1]`` with these tools, in time linear in the messages."""
+    keys, key = [], hashlib.sha256(offered).digest()
+    for message in messages:
+        key = hashlib.sha256(key + message.identity()).digest()
+        keys.append(key)
+    return keys
+
+
+def read_answer(answer: Answer, *, tools: bool) -> ChatMessage:
+    """Convert a sampled answer. Without tools, or with a malformed call, all of it is text."""
+    if not tools or not answer.calls or any(call.arguments is None for call in answer.calls):
+        return ChatMessage(ASSISTANT, answer.text, reasoning=answer.reasoning)
+    made = tuple(FunctionCall(call.name, call.recorded, call.id) for call in answer.calls)
+    return ChatMessage(ASSISTANT, answer.content, made, answer.reasoning)
+
+
+def _canonical(arguments: str) -> bytes:
+    try:
+        return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted")
+    except UNDECODABLE:
+        return arguments.encode(errors="replace")

@@ -1,0 +1,490 @@
+"""An episode played by an agent program: engines answer its requests, and what they sampled becomes rows.
+
+While an answer is being sampled, ``Release`` decides which part of it may be sent already: text that no further token
+changes.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jinja2
+import msgspec
+
+from rl_async import tracing
+from rl_async.agent_loop import telemetry
+from rl_async.agent_loop.chat_formats.format import (
+    Answer,
+    ChatFormat,
+    Settled,
+    TooLong,
+    before_stops,
+    without_beginnings,
+)
+from rl_async.agent_loop.episode import policy_sampling
+from rl_async.agent_loop.gateway.chat import (
+    ASSISTANT,
+    ChatMessage,
+    ChatRequest,
+    Completion,
+    in_order_of_calls,
+    prefill_refused,
+    read_answer,
+)
+from rl_async.agent_loop.gateway.completions import PlainText
+from rl_async.agent_loop.gateway.recorder import EpisodeRecorder, Prompt, cut_at_stop, stopped_by
+from rl_async.agent_loop.gateway.responses import KeptResponses
+from rl_async.agent_loop.row_tokens import trajectories
+from rl_async.agent_loop.tools.tool_registry import task_tools
+from rl_async.concurrency import off_loop
+from rl_async.configs.derived.engines import follows_json_schemas
+from rl_async.configs.derived.rewards import unbounded
+from rl_async.configs.schema.rollout import GatewayConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
+from rl_async.messages import Activity, LeasedGroup, Task, Trajectory
+from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
+from rl_async.rollout_server import json_schemas
+from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
+
+READS = 64  # an answer is read again when it has grown by one in so many tokens: reading it decodes all of it
+
+
+class Reader(Protocol):
+    """Reads what was sampled: the part of a chat format that answers need."""
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Answer: ...
+
+    def settled(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        stops: Sequence[str] = (),
+    ) -> Settled: ...
+
+
+class Release:
+    """The tokens of one answer so far, and what was sent of it. ``news`` is set when there are more."""
+
+    def __init__(
+        self, reader: Reader, prompt_ids: Sequence[int], request: ChatRequest, forced: Sequence[int] = ()
+    ) -> None:
+        self._reader, self._prompt_ids, self._request, self._forced = reader, prompt_ids, request, forced
+        self._reasoning = self._text = ""  # as they were sent
+        self._tokens: Sequence[int] = ()
+        self._read = 0
+        self.news = asyncio.Event()
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """Take all tokens sampled so far."""
+        self._tokens = [*self._forced, *token_ids] if self._forced else token_ids
+        self.news.set()
+
+    def more(self) -> tuple[str, str]:
+        """Return the reasoning and the text that may be sent now."""
+        size = len(self._tokens)
+        if size - self._read < max(1, self._read // READS):
+            return "", ""
+        self._read = size
+        found = self._reader.settled(
+            self._tokens, prompt_ids=self._prompt_ids, tools=self._request.tools, stops=self._request.stops
+        )
+        reasoning = found.reasoning if self._request.reasoning else ""
+        if not (reasoning.startswith(self._reasoning) and found.content.startswith(self._text)):
+            return "", ""  # a stop string ended it before what comes behind; `check` decides at the end
+        new = reasoning[len(self._reasoning) :], found.content[len(self._text) :]
+        self._reasoning, self._text = reasoning, found.content
+        return new
+
+    def check(self, said: ChatMessage) -> None:
+        """Release no more but the rest. Raises RequestRefused unless what was sent is the beginning of the answer."""
+        self._tokens = ()
+        if not (said.text.startswith(self._text) and said.reasoning.startswith(self._reasoning)):
+            raise RequestRefused(
+                "the end of the answer changed the text before it (bytes that are no text); send the request again",
+                code="unreadable_answer",
+                status=503,
+            )
+
+    def rest(self, said: ChatMessage) -> tuple[str, str]:
+        """Return the reasoning and the text of the whole answer that were not sent yet."""
+        return said.reasoning[len(self._reasoning) :], said.text[len(self._text) :]
+
+
+ID_BYTES = 16
+UNTRAINED = "untrained"  # how the model's name ends in a request whose answer is not to be trained on
+
+log = logging.getLogger("rl_async.gateway")
+
+
+class Asked(NamedTuple):
+    """A request that may be answered. ``bare``: its prompt is no conversation."""
+
+    request: ChatRequest
+    prompt: Prompt
+    number: int
+    bare: bool
+
+
+class GatewayEpisode:
+    """A leased sample that an agent program plays. ``id`` is a secret: whoever knows it can act in the episode.
+
+    Raises UserError for a task whose tools do not exist or are code that the config does not list.
+    """
+
+    def __init__(
+        self,
+        group: LeasedGroup,
+        sample: int,
+        *,
+        config: RunConfig,
+        chat: ChatFormat,
+        generator: StreamingGenerator,
+        max_answers: int,
+    ) -> None:
+        self.id = secrets.token_urlsafe(ID_BYTES)
+        self.group, self.sample = group, sample
+        self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
+        self.responses = KeptResponses()
+        self.closed = False
+        self.sampled: Counter[str] = Counter()  # tokens by conversation (`metrics.CONVERSATIONS`), once it has ended
+        self.lost = ""  # why the latest request got no answer, if no engine gave one
+        self.ending = asyncio.Lock()
+        self.began, self.traced_from = time.monotonic(), tracing.now()
+        self._name = f"{group.group_id}.{sample}.{group.attempt}"
+        self.trace = group.trace(sample)
+        self._model = config.model.path
+        self._chat, self._generator, self._max_answers = chat, generator, max_answers
+        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning, _task_text(group.task))
+        self._left_out = (config.agent.gateway or GatewayConfig()).untrained
+        unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
+        self._refuses_tools = unprinted or chat.name == "plain"
+        self._follows_schemas = follows_json_schemas(config) and chat.plain_turns
+        self._refuses_fields = (config.agent.gateway or GatewayConfig()).unsupported == "refuse"
+        self._sampling = policy_sampling(config, group.partition)
+        self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
+        self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
+        self._max_tokens = config.rollout.max_tokens
+        self._requests = self._answers = self._in_flight = 0
+        self._heard = self.began
+        self._generate_s = 0.0
+        self._activities: list[Activity] = []
+
+    @property
+    def name(self) -> str:
+        """The sample and its attempt as GROUP.SAMPLE.ATTEMPT: no secret, unlike ``id``."""
+        return self._name
+
+    def heard(self) -> None:
+        """Note a sign of life of the program."""
+        self._heard = time.monotonic()
+
+    def idle_s(self, now: float) -> float:
+        """Return for how many seconds the program has given no sign of life; 0 while it waits for an answer."""
+        return 0.0 if self._in_flight else now - self._heard
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Return what a listing shows of the episode."""
+        return {
+            "episode": self._name,
+            "task_id": self.group.task.task_id,
+            "partition": self.group.partition,
+            "age_s": now - self.began,
+            "idle_s": self.idle_s(now),
+            "answers": self._answers,
+        }
+
+    async def complete(self, request: ChatRequest, *, train: bool = True) -> Completion:
+        """Return the policy's answer; see ``answer``."""
+        return await self.answer(await self.prepare(request), train=train)
+
+    async def prepare(self, request: ChatRequest, bare: str | list[int] | None = None) -> Asked:
+        """Make the prompt of a request: its messages, or without a template what is ``bare``.
+
+        Raises RequestRefused for unsupported requests.
+        """
+        self.heard()
+        self._check(request, bare)
+        request = await self._without_unfollowed(request)
+        number = self._requests
+        self._requests += 1
+        return Asked(request, await self._prompt(request, bare, self._limit), number, bare is not None)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Return the number of tokens that the prompt of a request would have. Raises RequestRefused."""
+        self.heard()
+        self._check_open()
+        self._check_messages(request)
+        return len((await self._prompt(request, None, sys.maxsize)).given)
+
+    def release(self, asked: Asked) -> Release:
+        """Return what decides about the answer's text while it is sampled."""
+        return Release(self._reader(asked), asked.prompt.token_ids, asked.request, asked.prompt.forced)
+
+    async def answer(self, asked: Asked, *, train: bool = True, release: Release | None = None) -> Completion:
+        """Return the policy's answer, and record it if the episode is still open and it is to ``train``.
+
+        ``release`` hears the tokens while they are sampled. Raises EngineRejected or EngineLost if no engine answers.
+        """
+        request, prompt = asked.request, asked.prompt
+        self._check_open()
+        self._check_number()
+        generate = self._generate(request, prompt, asked.number)
+        self._in_flight += 1
+        began, at = time.monotonic(), time.time()
+        try:
+            with telemetry.of_chat(self.trace, self._model, generate) as told:
+                heard = {} if release is None else {"heard": release.hear}
+                result = await self._generator.generate(generate, session=self._name, **heard)
+                told(result)
+                self.lost = ""
+        except EngineLost as error:
+            self.lost = str(error)
+            raise
+        except SchemaRejected as error:
+            if request.format is None:
+                raise
+            raise request.format.refused(str(error)) from error
+        finally:
+            self._in_flight -= 1
+            self.heard()
+        seconds = time.monotonic() - began
+        if self.closed:
+            raise RequestRefused("the episode ended before this answer was complete", code="episode_ended", status=404)
+        engine = result.engine
+        result = cut_at_stop(result, request.stops, self._chat)
+        answer = self._reader(asked).parse(
+            [*prompt.forced, *result.token_ids],
+            prompt_ids=prompt.token_ids,
+            tools=request.tools,
+            stops=request.stops,
+        )
+        said = read_answer(answer, tools=bool(request.tools))
+        if release is not None:
+            release.check(said)
+        malformed = [call for call in answer.calls if call.problem] if request.tools else []
+        if train and not request.model.endswith(UNTRAINED):
+            constrained = bool(generate.json_schema)
+            self._recorder.record(prompt, result, said, seconds, malformed, constrained=constrained)
+        self._answers += 1
+        self._generate_s += seconds
+        self._activities.append(Activity("generate", engine, at, seconds))
+        return Completion(
+            asked.number,
+            said if request.reasoning else msgspec.structs.replace(said, reasoning=""),
+            "stop" if result.finish_reason == "stop" else "length",
+            len(prompt.given),
+            len(result.token_ids),
+            stopped_by(result, request.stops, self._chat),
+        )
+
+    def _reader(self, asked: Asked) -> Reader:
+        return PlainText(self._chat) if asked.bare else self._chat
+
+    async def unobeyed(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the fields of a request that ask for other sampling than the run's. Raises RequestRefused for a
+        schema that is too large, and one that cannot be followed if such fields are to be refused."""
+        found = dict((await self._without_unfollowed(request)).unobeyed)
+        for name in ("temperature", "top_p"):
+            wanted, known = getattr(request, name), [getattr(s, name) for s in (self._sampling, self._train_sampling)]
+            if wanted is not None and not any(math.isclose(wanted, value) for value in known):
+                found[name] = wanted
+        if request.forces is not None and not self._forced(request):
+            found["tool_choice"] = request.forces or "required"
+        return found
+
+    def _forced(self, request: ChatRequest) -> list[int]:
+        """Return how an answer begins that must be a call; nothing if the chat format cannot say.
+
+        Nothing either if a stop string is in it or may begin in it: the policy's answers end at those that it samples.
+        No mask is put on the policy: what it samples behind this is from its own distribution, and all that is trained.
+        """
+        if request.forces is None:
+            return []
+        opening = self._chat.call_opening(request.forces)
+        text = self._chat.turn_text(opening).rstrip()
+        return opening if without_beginnings(before_stops(text, request.stops), request.stops) == text else []
+
+    async def _without_unfollowed(self, request: ChatRequest) -> ChatRequest:
+        """Return the request without a JSON format that engines cannot follow: its field is then an unobeyed one.
+
+        They cannot where the answer may be something else, a call of an offered tool or reasoning before it, and where
+        llguidance does not know a keyword. Raises RequestRefused as ``unobeyed`` does.
+        """
+        asked = request.format
+        if asked is None:
+            return request
+        if self._follows_schemas and not request.tools:
+            problem = await asyncio.to_thread(json_schemas.problem, asked.schema)
+            if not problem:
+                return request
+            if self._refuses_fields or json_schemas.beyond_bounds(asked.schema):
+                raise asked.refused(problem)
+            log.info("%s: %s is ignored: %s", self._name, asked.place, problem)
+        return request._replace(format=None, unobeyed={**request.unobeyed, asked.field: asked.given})
+
+    def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
+        self._check_open()
+        self._check_number()
+        if bare is None:
+            self._check_messages(request)
+
+    def _check_open(self) -> None:
+        """Refuse what comes while the episode is scored or given back: nobody would record the answer."""
+        if self.closed:
+            raise RequestRefused("this episode is being ended", code="episode_ended", status=404)
+
+    def _check_number(self) -> None:
+        if self._answers + self._in_flight >= self._max_answers:
+            raise RequestRefused(
+                f"this episode has used up its {self._max_answers} answers (agent.gateway.max_answers)",
+                code="too_many_answers",
+            )
+
+    def _check_messages(self, request: ChatRequest) -> None:
+        if not request.messages:
+            raise RequestRefused("there are no messages", code="invalid_request", param=request.conversation)
+        if request.messages[-1].role == ASSISTANT:
+            raise prefill_refused(request.conversation)
+        if request.tools and self._refuses_tools:
+            raise RequestRefused(
+                "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
+                "messages, or see agent.unprinted_tools and agent.chat_format (docs/reference/chat_formats.md)",
+                code="unsupported_value",
+                param="tools",
+            )
+
+    async def _prompt(self, request: ChatRequest, bare: str | list[int] | None, limit: int) -> Prompt:
+        try:
+            # Every message is printed as some token.
+            if len(request.messages) > limit:
+                raise TooLong(len(request.messages))
+            if bare is not None:
+                prompt = await off_loop(len(bare), self._recorder.bare, bare)
+                if len(prompt.token_ids) >= limit:
+                    raise TooLong(len(prompt.token_ids))
+                return prompt
+            # A message takes time, too, and those of a conversation that is kept here are not in the body.
+            size = request.size + sum(len(message.text) + 100 for message in request.messages)
+            forced = self._forced(request)
+
+            def make() -> Prompt:
+                return self._recorder.prompt(in_order_of_calls(request.messages), request.tools, limit - len(forced))
+
+            return (await off_loop(size, make))._replace(forced=forced)
+        except TooLong as error:
+            raise RequestRefused(
+                f"the messages have {error} and leave no room within {limit} (agent.max_tokens, rollout.max_model_len)",
+                code="context_length_exceeded",
+                param=request.conversation,
+            ) from None
+        except jinja2.TemplateError as error:
+            raise RequestRefused(
+                f"the chat template rejects these messages: {error}",
+                code="invalid_request",
+                param=request.conversation,
+            ) from error
+
+    def _generate(self, request: ChatRequest, prompt: Prompt, number: int) -> GenerateRequest:
+        given = prompt.given
+        room = min(self._max_tokens, self._limit - len(given))
+        return GenerateRequest(
+            request_id=(name := f"{self._name}.{number}"),
+            traceparent=tracing.traceparent(self.trace, name),
+            token_ids=given,
+            sampling=self._sampling,
+            max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
+            stop_token_ids=self._chat.stop_token_ids,
+            min_version=self.group.min_version,
+            json_schema=request.format.schema if request.format is not None else "",
+        )
+
+    def trajectories(self, output: str | None = None) -> tuple[list[Trajectory], int]:
+        """Return the rows to train on, without rewards, and the index of the row with the answer to score.
+
+        ``output``: what the program printed, if known.
+        """
+        conversations, recorded = self._recorder.conversations, self._recorder.rows
+        untrained = conversations.untrained(self._left_out, output)
+        left_out = {row for conversation in untrained for row in conversation.rows}
+        kept = [number for number in range(len(recorded)) if number not in left_out]
+        if not kept:
+            return [], -1
+        scored = kept.index(conversations.scored_row(untrained, output))
+        main = conversations.rows_with(kept[scored])
+        self.sampled = Counter()
+        for number, row in enumerate(recorded):
+            kind = "left_out" if number in left_out else "main" if number in main else "other"
+            self.sampled[kind] += row.tokens.sampled
+        timings = {"generate": self._generate_s, "total": time.monotonic() - self.began}
+        rows = trajectories(
+            [recorded[number] for number in kept],
+            self.group,
+            self.sample,
+            episode_id=self._name,
+            sampling=self._sampling,
+            timings=timings,
+        )
+        rows[scored].activities = self._activities
+        return rows, scored
+
+
+def _task_text(task: Task) -> str:
+    """Return the last message of a task's prompt that is the user's, as a program would send it on."""
+    said = [message["content"] for message in task.prompt if message["role"] == "user"]
+    return str(said[-1]).strip() if said else ""
+
+
+def give_reward(
+    rows: list[Trajectory], reward: float, parts: Mapping[str, float], reasons: Mapping[str, str], limit: float
+) -> None:
+    """Set the agent program's own reward on every row, and the beginnings of the reasons for it and for its parts.
+
+    Raises RequestRefused for numbers beyond ``limit``, for a part called as the whole, and for a reason that names no
+    part.
+    """
+    if REWARD in parts:
+        raise RequestRefused(
+            f"parts: {REWARD!r} is the name of the whole; give this part another", code="invalid_request", param="parts"
+        )
+    if unknown := sorted(reasons.keys() - parts.keys() - {REWARD}):
+        names = ", ".join([REWARD, *sorted(parts)])
+        raise RequestRefused(
+            f"reasons: {unknown[0][:80]!r} is none of {names}", code="invalid_request", param="reasons"
+        )
+    if problem := too_many(parts) or unbounded(parts, limit):
+        raise RequestRefused(f"parts: {problem}", code="invalid_request", param="parts")
+    if problem := unbounded({REWARD: reward}, limit):
+        raise RequestRefused(problem, code="invalid_request", param="reward")
+    for row in rows:
+        row.reward, row.reward_parts = reward, dict(parts)
+        row.reward_reasons = {part: reason[:MOST_REASON] for part, reason in reasons.items() if reason}
+
+
+def task_view(episode: GatewayEpisode) -> dict[str, Any]:
+    """Return the part of a task that its agent program sees."""
+    task = episode.group.task
+    return {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "partition": episode.group.partition,
+        "prompt": task.prompt,
+        "ground_truth": task.ground_truth,
+        "tools": [tool.schema for tool in episode.tools],
+        "extra": task.extra,
+    }

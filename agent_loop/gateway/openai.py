@@ -1,0 +1,210 @@
+"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rl_async.agent_loop.gateway.chat import (
+    ASSISTANT,
+    OPENAI,
+    ChatMessage,
+    ChatRequest,
+    Completion,
+    FunctionCall,
+    Part,
+    forceable,
+    named,
+    not_supported,
+    read_fields,
+    refused,
+    stops_of,
+    take_format,
+    text_of,
+    tool_refused,
+    unobeyed,
+)
+from rl_async.errors import RequestRefused
+from rl_async.files import UNDECODABLE
+
+Limit = Annotated[int, msgspec.Meta(ge=1)]
+# What an assistant said in a message, beside its content and tool calls, and how to send it instead.
+SAID_OTHERWISE = {
+    "function_call": "send it as one of tool_calls, and its result in a message of role tool",
+    "audio": "the policy reads text only; send the transcript as content",
+}
+
+
+class Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCallBody(msgspec.Struct):
+    function: Function
+    id: str | None = None
+
+
+class OpenAIMessage(msgspec.Struct):
+    """A message; fields that no chat template prints are ignored, but not those in which the assistant said more."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ForcedCall(msgspec.Struct):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ChatBody(msgspec.Struct):
+    """The fields of a request that have an effect."""
+
+    messages: list[OpenAIMessage]
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Decode a chat completion request. Raises RequestRefused naming a field that is not supported."""
+    fields, chat = read_fields(body, ChatBody)
+    limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
+    tools = [] if chat.tool_choice == "none" else [_tool(tool) for tool in chat.tools or []]
+    asked = unobeyed(fields, ChatBody.__struct_fields__, OPENAI)
+    if (forces := forceable(_forced(chat.tool_choice), tools)) is not None:
+        del asked["tool_choice"]
+    return ChatRequest(
+        messages=[_message(message, place) for place, message in enumerate(chat.messages)],
+        tools=tools,
+        stops=stops_of(chat.stop, "stop"),
+        max_tokens=min(limits, default=None),
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        stream=bool(chat.stream),
+        usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        model=chat.model,
+        format=take_format(asked, "response_format"),
+        unobeyed=asked,
+        size=len(body),
+        forces=forces,
+    )
+
+
+def _forced(choice: Any) -> str | None:
+    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    if choice == "required":
+        return ""
+    try:
+        return named(msgspec.convert(choice, ForcedCall).function.name)
+    except msgspec.ValidationError:
+        return None
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool that is a function. Raises RequestRefused for any other."""
+    if (kind := tool.get("type", "function")) != "function":
+        raise tool_refused(str(kind))
+    function = tool.get("function")
+    if not isinstance(function, dict) or not (isinstance(function.get("name"), str) and function["name"]):
+        raise RequestRefused("a tool has no function with a name", code="invalid_request", param="tools")
+    return tool
+
+
+def _message(body: OpenAIMessage, place: int) -> ChatMessage:
+    for name, way_out in SAID_OTHERWISE.items():
+        if getattr(body, name) is not None:
+            raise not_supported(f"{name} in a message", way_out, f"messages[{place}].{name}")
+    role, at = "system" if body.role == "developer" else body.role, f"messages[{place}]"
+    if role != ASSISTANT and not body.content and body.content != "":
+        raise refused(f"{at}.content", f"a message of role {body.role} needs a content")
+    if role != ASSISTANT and body.tool_calls:
+        raise refused(f"{at}.tool_calls", f"a message of role {body.role} calls nothing")
+    made = tuple(_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(body.tool_calls or []))
+    text = text_of(body.content, f"{at}.content") or body.refusal or ""
+    return ChatMessage(role, text, made, answers=body.tool_call_id or "")
+
+
+def _call(body: ToolCallBody, place: str) -> FunctionCall:
+    name, arguments = body.function.name, body.function.arguments or "{}"
+    if not name:
+        raise refused(f"{place}.function.name", "the name is empty")
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except UNDECODABLE as error:
+        raise refused(f"{place}.function.arguments", f"they must be a JSON object: {error}") from error
+    return FunctionCall(name, arguments, body.id or "")
+
+
+def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
+    """Return an answer that is not streamed."""
+    message: dict[str, Any] = {"role": "assistant", "content": done.message.text, "refusal": None}
+    if done.message.calls:
+        message |= {"content": done.message.text or None, "tool_calls": calls(done)}
+    if done.message.reasoning:
+        message["reasoning_content"] = done.message.reasoning
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(done)}
+    return head(done.number, episode, model, "chat.completion") | {"choices": [choice], "usage": usage(done)}
+
+
+def finish_reason(done: Completion) -> str:
+    """Return ``tool_calls`` if there are any, else why the engine stopped."""
+    return "tool_calls" if done.message.calls else done.finish_reason
+
+
+def model_entry(name: str) -> dict[str, Any]:
+    """Return what is said of a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rl-async"}
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """Return the response that lists the models."""
+    return {"object": "list", "data": [model_entry(name) for name in names]}
+
+
+def error_body(error: RequestRefused) -> dict[str, Any]:
+    """Return the body of an error response, as OpenAI's clients expect it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def head(number: int, episode: str, model: str, kind: str) -> dict[str, Any]:
+    """Return what answers and chunks begin with."""
+    return {"id": f"chatcmpl-{episode}-{number}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def calls(done: Completion) -> list[dict[str, Any]]:
+    """Return the calls of an answer."""
+    return [
+        {
+            "id": call.id or f"call_{done.number}_{i}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(done.message.calls)
+    ]
+
+
+def usage(done: Completion) -> dict[str, int]:
+    """Return the numbers of tokens."""
+    total = done.prompt_tokens + done.sampled_tokens
+    return {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.sampled_tokens, "total_tokens": total}

@@ -1,0 +1,382 @@
+"""Runs episodes: from a leased sample, with its loop, tools and environment, to rows without a reward.
+
+A game is an episode of several roles that speak in turn. It tells one role at a time something, and gets its answer.
+Each role that the policy plays has a conversation of its own, an ``Episode``, which its own loop drives; to that loop
+the game is an environment that answers when it is the role's turn again. Opponents play the other roles.
+
+    game ──to──> seat ──> the role's loop ──answer──> game
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, text_size
+from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
+from rl_async.agent_loop.environments.session import (
+    Answering,
+    Environments,
+    OpenEnvironment,
+    OpenGame,
+    check_opponents,
+    check_unarmed,
+    joined,
+)
+from rl_async.agent_loop.environments.speakers import Services, Speaker, SpeechTooLong, make_opponents
+from rl_async.agent_loop.episode import Episode, Loop, PromptTooLong, get_loop
+from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
+from rl_async.agent_loop.tools.tool import CallableTool
+from rl_async.agent_loop.tools.tool_registry import (
+    NO_SERVERS,
+    TOOLS_OF_CODE,
+    CodeTools,
+    distinct,
+    get_tool,
+    require_listed,
+    task_tools,
+)
+from rl_async.concurrency import Overdue, off_loop, within
+from rl_async.configs.derived.sandbox import CODE_TOOLS
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, EnvironmentFailed, EpisodeTimeout
+from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory
+from rl_async.reward_loop.api import ENVIRONMENT, Score
+from rl_async.rollout_server.api import Generator
+
+T = TypeVar("T")
+
+
+class Table:
+    """Whose turn it is in a game. A role waits here until the game tells it something, or is over."""
+
+    def __init__(self, game: OpenGame) -> None:
+        self._game, self._over = game, False
+        self.answered = False  # a role has spoken
+        self._told = {role: asyncio.Queue[list[Message] | None]() for role in game.roles}
+
+    def begin(self, step: Step, messages: list[Message]) -> None:
+        """Let the role that speaks first have its turn, by what ``reset`` returned."""
+        self._tell(step, messages)
+
+    async def answer(self, said: str) -> Step:
+        """Tell the game what the role said whose turn it is, and let the next one have its turn."""
+        if self._over:
+            return Step(done=True)
+        self.answered = True
+        step, messages = await self._game.step(said)
+        self._tell(step, messages)
+        return step
+
+    async def turn(self, role: str) -> list[Message] | None:
+        """Wait for a role's turn; return what it is told, None if the game is over."""
+        return None if self._over else await self._told[role].get()
+
+    def end(self) -> None:
+        """End the game."""
+        self._over = True
+        for told in self._told.values():
+            told.put_nowait(None)
+
+    def _tell(self, step: Step, messages: list[Message]) -> None:
+        if step.done:
+            self.end()
+        else:
+            self._told[step.to].put_nowait(messages)
+
+
+class Seat:
+    """The game as one role sees it (``Answering``)."""
+
+    def __init__(self, table: Table, role: str) -> None:
+        self._table, self.role = table, role
+
+    async def step(self, answer: str) -> tuple[Step, list[Message]]:
+        """Return the game's answer to a turn, and once it is the role's turn again what it is told: nothing if the game
+        is over."""
+        step = await self._table.answer(answer)
+        return step, await self._table.turn(self.role) or []
+
+
+async def play_game(
+    game: OpenGame,
+    first: tuple[Step, list[Message]],
+    prompt: Sequence[Message],
+    converse: Callable[[Seat, list[Message]], Awaitable[T]],
+    opponents: Mapping[str, Speaker],
+    max_turns: int,
+) -> dict[str, T]:
+    """Play a game, from what its ``reset`` returned to its end; return what ``converse`` did for each role that had a
+    turn, in the order of the roles.
+
+    ``converse`` plays one role, from the first messages of its conversation on; when it returns, or raises
+    PromptTooLong over what was said in the game, the game is over. Raises what else it or the game raises, and
+    EnvironmentFailed if it had nothing to play.
+    """
+    table = Table(game)
+
+    async def converses(role: str) -> T | None:
+        told = await table.turn(role)
+        if told is None:
+            return None
+        done = None
+        try:
+            done = await converse(Seat(table, role), beginning(prompt, told))
+        except PromptTooLong:
+            if not table.answered:
+                raise  # the task itself is too long
+        table.end()
+        return done
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for role, speaker in opponents.items():
+                tasks.create_task(_oppose(table, role, speaker, prompt, max_turns), name=role)
+            mine = [role for role in game.roles if role not in opponents]
+            played = {role: tasks.create_task(converses(role), name=role) for role in mine}
+            table.begin(*first)
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None  # the others were cancelled for it
+    found = {role: done for role, task in played.items() if (done := task.result()) is not None}
+    if not found:
+        raise EnvironmentFailed(f"the game ended before the policy had a turn as {' or '.join(played)}")
+    return found
+
+
+async def _oppose(table: Table, role: str, speaker: Speaker, prompt: Sequence[Message], max_turns: int) -> None:
+    """Play a role that the policy does not play, for ``max_turns`` turns at most."""
+    told = await table.turn(role)
+    said: list[Message] = [] if told is None else beginning(prompt, told)
+    for _ in range(max_turns):
+        if told is None:
+            return
+        try:
+            answer = await speaker.say(said)
+        except SpeechTooLong:
+            break
+        if not answer.whole:
+            break
+        await table.answer(answer.text)
+        told = await table.turn(role)
+        said += [{"role": "assistant", "content": answer.text}, *(told or ())]
+    table.end()
+
+
+def beginning(prompt: Sequence[Message], told: list[Message]) -> list[Message]:
+    """Return how a role's conversation begins: with the task's prompt, unless the role is told a system message."""
+    return told if told and told[0]["role"] == "system" else joined(prompt, told)
+
+
+log = logging.getLogger("rl_async.agent_loop")
+
+
+class EpisodeRunner:
+    """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools, environments
+    or, if the tools run code, a missing sandbox."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        chat: ChatFormat,
+        generator: Generator,
+        toolbox: McpToolbox | None = None,
+        hosted: Environments | None = None,
+    ) -> None:
+        """``hosted``: where episodes get their environments from; None: they are made in this process."""
+        self._toolbox = toolbox
+        self._config, self._chat, self._generator = config, chat, generator
+        self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
+        get_loop(config.agent.loop)
+        self._told: set[str] = set()  # loops that tasks name in place of the config's
+        self._told_cut: set[str] = set()  # tools with a result that was cut
+        for name in config.agent.tools:
+            get_tool(name)
+        self._services, self._environments = Services(config, chat, generator), hosted
+        if not set(CODE_TOOLS).isdisjoint(config.agent.tools):
+            self._services.sandbox()
+        self._opponents = make_opponents(config, chat, generator)
+        if config.agent.environment and hosted is None:
+            self._environments = LocalEnvironments(config.agent.environment, self._services)
+        self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
+
+    async def close(self) -> None:
+        """Close what its environments share, and its opponents."""
+        await self._services.close()
+        for opponent in self._opponents.values():
+            await opponent.close()
+
+    async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
+        """Run one episode, from the prompt to its rows, of which the last one ends with the last answer; of an episode
+        of several roles, the rows of one after the other.
+
+        They are not scored, but have what the environment says of the episode. Raises EpisodeTimeout at its deadline,
+        since a user's loop or environment may never return, EngineError, EnvironmentFailed, whatever a user's loop
+        raises, ConfigError if it returns no reason, and ConfigError or DataError if the task names what does not exist
+        or code that the config does not list.
+        """
+        begun, agent = list[Episode](), self._config.agent
+        try:
+            played = await within(agent.episode_timeout_s, self._played(group, sample, begun))
+        except Overdue:
+            played = self._cut_short(begun) if agent.on_timeout == "truncate" and group.partition == "train" else []
+            if not played:
+                limit = f"{agent.episode_timeout_s:g} s (agent.episode_timeout_s)"
+                raise EpisodeTimeout(f"episode {group.group_id}.{sample} did not finish within {limit}") from None
+        rows = [row for conversation in played for row in self._rows(*conversation)]
+        for segment, row in enumerate(rows):
+            row.segment = segment
+        return rows
+
+    async def _played(self, group: LeasedGroup, sample: int, begun: list[Episode]) -> list["_Played"]:
+        """Play the conversations of an episode; each is in ``begun`` from its beginning on."""
+        task = group.task
+        require_listed(self._config, task)
+        async with contextlib.AsyncExitStack() as stack:
+            of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
+            tools = task_tools(self._config, task, of_servers)
+            world = await stack.enter_async_context(self._environments.open(task)) if self._environments else None
+            place = _Place(group, sample, tools, of_servers, begun)
+            return await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
+
+    def _cut_short(self, begun: Sequence[Episode]) -> list["_Played"]:
+        """Return the conversations of an episode that ran out of time, without those in which the policy has not
+        answered yet. Its environment, which may be what hangs, has given nothing for it."""
+        score = Score(0.0, reason="the episode ran out of time") if self._environments else None
+        return [_Played(episode, TIMEOUT, score) for episode in begun if episode.answered]
+
+    async def _play(self, place: "_Place", world: OpenEnvironment | None) -> list["_Played"]:
+        """Play an episode without roles. Raises ConfigError if there are opponents for some."""
+        if self._opponents:
+            raise ConfigError(f"agent.opponents: {self._config.agent.environment} has no roles; leave them out")
+        tools, prompt = place.tools, place.group.task.prompt
+        if world is not None:
+            prompt = joined(prompt, await world.reset())
+            tools = [*tools, *distinct(world.tools(), place.of_servers)]
+        episode, reason = await self._converse(place, prompt, tools, world)
+        return [_Played(episode, reason, await world.reward() if world else None)]
+
+    async def _play_game(self, place: "_Place", game: OpenGame) -> list["_Played"]:
+        """Play an episode of several roles; return those that the policy played."""
+        check_opponents(game.roles, self._opponents)
+        first, of_game = await game.reset(), game.tools()
+        check_unarmed(of_game, self._opponents)
+        of_roles = {role: distinct(tools, place.of_servers) for role, tools in of_game.items()}
+
+        async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:
+            return await self._converse(place, prompt, [*place.tools, *of_roles[seat.role]], seat, seat.role)
+
+        prompt, turns = place.group.task.prompt, self._config.agent.max_turns
+        played = await play_game(game, first, prompt, converse, self._opponents, turns)
+        scores = await game.reward()
+        return [_Played(episode, reason, scores[role]) for role, (episode, reason) in played.items()]
+
+    async def _converse(
+        self,
+        place: "_Place",
+        prompt: Sequence[Message],
+        tools: Sequence[CallableTool],
+        world: Answering | None,
+        role: str = "",
+    ) -> tuple[Episode, str]:
+        """Play one conversation of an episode, with a workspace of its own; return it, and why it ended."""
+        async with contextlib.AsyncExitStack() as stack:
+            if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
+                code = await stack.enter_async_context(CodeTools(self._services.sandbox(), self._config))
+                tools = code.bind(tools)
+            episode = await off_loop(
+                text_size(prompt),
+                Episode,
+                place.group,
+                place.sample,
+                config=self._config,
+                chat=self._chat,
+                generator=self._generator,
+                tools=tools,
+                environment=world,
+                prompt=prompt,
+                role=role,
+            )
+            place.begun.append(episode)
+            name, loop = self._loop_of(place.group.task)
+            reason: object = await loop(episode)
+            if not isinstance(reason, str):  # a user's loop may forget it
+                raise ConfigError(
+                    f"agent.loop: {name} returned {reason!r:.80}; it must return why the episode ended, a string such "
+                    "as 'stop': often what `await episode.generate()` returned"
+                )
+            return episode, reason
+
+    def _loop_of(self, task: Task) -> tuple[str, Loop]:
+        """Return the loop that plays a task, and its name; log once of each that a task names it, not the config."""
+        configured = self._config.agent.loop
+        name = task.agent or configured
+        loop = get_loop(name)
+        if loop is not get_loop(configured) and name not in self._told:
+            self._told.add(name)
+            log.info("task %s: agent_name=%s overrides agent.loop=%s (logged once)", task.task_id, name, configured)
+        return name, loop
+
+    def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
+        """Return the rows of a conversation, with what the environment says of it."""
+        if self._random.random() < self._config.agent.check_rendering:
+            self._check(episode)
+        rows = episode.trajectories(reason)
+        self._tell_cut(episode)
+        if score is not None:
+            rows[-1].reward_parts, rows[-1].reward_reasons = score.named(ENVIRONMENT), score.reasons(ENVIRONMENT)
+            self._warn_if_unused(score)
+        return rows
+
+    def _tell_cut(self, episode: Episode) -> None:
+        for call in (call for turn in episode.turns for call in turn.tool_calls):
+            if call.cut and call.name not in self._told_cut:
+                self._told_cut.add(call.name)
+                log.warning(
+                    "tool %s: of a result of %d characters the policy sees the first %d tokens, and a line that says "
+                    "so; raise agent.tool_response_tokens if that is too little (logged once per tool; "
+                    "rollout/cut_results_mean counts them)",
+                    call.name,
+                    call.cut,
+                    self._config.agent.tool_response_tokens,
+                )
+
+    def _warn_if_unused(self, score: Score) -> None:
+        if self._unused_reward and score.value:
+            self._unused_reward = False
+            log.warning(
+                "environment %s gives rewards to episodes, and reward.functions does not use them: add {name: %s}",
+                self._config.agent.environment,
+                ENVIRONMENT,
+            )
+
+    def _check(self, episode: Episode) -> None:
+        at = episode.drift()
+        if at is not None:
+            log.warning(
+                "task %s: from token %d on, the episode's tokens differ from the chat template of the whole "
+                "conversation; the model is trained on the tokens as sampled",
+                episode.task.task_id,
+                at,
+            )
+
+
+class _Place(NamedTuple):
+    """What the conversations of an episode share."""
+
+    group: LeasedGroup
+    sample: int
+    tools: Sequence[CallableTool]
+    of_servers: Mapping[str, CallableTool]  # those among the tools
+    # The episode's conversations, each from its beginning on.
+    begun: list[Episode]
+
+
+class _Played(NamedTuple):
+    """A conversation that is over, why it is, and what the environment gave for it."""
+
+    episode: Episode
+    reason: str
+    score: Score | None

@@ -1,0 +1,420 @@
+"""Tiny verifiable tasks: ``make_data`` writes training tasks, held-out tasks and imperfect demonstrations.
+
+``make_pairs`` writes preference pairs for a reward model. First the parts of which tasks and demonstrations are made,
+then the task of the preset `code`, then the others:
+
+    calculator  one tool call, then the answer
+    shop        look up a hidden price, compute with it, then the answer
+    market      the same in words that a pretrained model understands, from demonstrations that seldom use both tools
+    sort        sort digits, no tools
+    code        write a function that passes hidden tests, no tools
+    order       take an order, and ask a scripted customer about it first
+    sums        add two digits, in words that a pretrained model understands; no tools and no demonstrations
+
+The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act and
+reinforcement learning has something to improve. To add a task, write how it is drawn and demonstrated, and add it to
+``KINDS``."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_async.agent_loop.chat_formats.format import BAD_CALL, CALL_END, CALL_START
+from rl_async.agent_loop.environments.built_in import NO_SUCH_ITEM, NOT_UNDERSTOOD, WISHES, reply
+from rl_async.agent_loop.tools.arithmetic import evaluate
+from rl_async.errors import ConfigError
+from rl_async.files import written_whole
+
+Message = dict[str, str]
+
+
+class ToyTask(NamedTuple):
+    """One generated task. ``state`` goes into ``extra_info``, where an environment finds it."""
+
+    prompt: str
+    answer: str
+    state: dict[str, Any]
+
+
+class ToyTaskKind(NamedTuple):
+    """How to draw a task and a demonstration of it. ``agent`` is the name of its loop.
+
+    ``held_out``: held-out tasks, as many as leave enough others to train on. ``demonstrated`` draws the tasks of
+    demonstrations if they are others. ``system`` is the system message of all.
+    """
+
+    agent: str
+    ability: str
+    sample: Callable[[random.Random], ToyTask]
+    demonstrate: Callable[[ToyTask, random.Random], list[Message]] | None
+    held_out: int = 256
+    demos: int = 16384
+    demonstrated: Callable[[random.Random], ToyTask] | None = None
+    system: str = ""
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def tool_result(text: str) -> Message:
+    return {"role": "tool", "content": text}
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    body = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"{CALL_START}\n{body}\n{CALL_END}"
+
+
+def broken(call: str) -> str:
+    """Drop the call's last brace, so that no parser accepts it."""
+    return call.replace('"}}', '"}')
+
+
+def corrupt(text: str, random_source: random.Random) -> str:
+    """Replace one character by a digit or operator, possibly by itself."""
+    at = random_source.randrange(len(text))
+    new = str(random_source.randint(1, 9)) if text[at].isdigit() else random_source.choice("+-*")
+    return text[:at] + new + text[at + 1 :]
+
+
+def corrupted(text: str, random_source: random.Random) -> str:
+    """Apply ``corrupt`` until the text differs."""
+    while (other := corrupt(text, random_source)) == text:
+        pass
+    return other
+
+
+def wild_guess(random_source: random.Random, highest: int) -> Message:
+    return assistant(str(random_source.randint(0, highest)))
+
+
+FACTORS = {"double": 2, "triple": 3, "quadruple": 4}
+LIMITS = {"at most": "min", "at least": "max"}
+LIMITED, WRONG = 0.2, 0.4  # of the demonstrations
+
+
+def sample_code(random_source: random.Random) -> ToyTask:
+    """Draw a description, with two tests on one side of the limit and one on the other, or the other way round."""
+    verb, word = random_source.choice(list(FACTORS)), random_source.choice(list(LIMITS))
+    sign, shift, limit = random_source.choice("+-"), random_source.randint(2, 9), random_source.randint(10, 99)
+    factor = FACTORS[verb]
+    middle = (limit - shift if sign == "+" else limit + shift) // factor  # where f reaches the limit
+    inputs = [middle - random_source.randint(2, 9), middle + random_source.randint(2, 9)]
+    inputs.append(middle + random_source.choice([-1, 1]) * random_source.randint(10, 19))
+    expression = f"{factor}*x{sign}{shift}"
+    cut = min if LIMITS[word] == "min" else max
+    outputs = [cut(factor * x + (shift if sign == "+" else -shift), limit) for x in inputs]
+    prompt = f"{verb} x, {'add' if sign == '+' else 'subtract'} {shift}, {word} {limit}"
+    tests = {"fn_name": "f", "inputs": [[x] for x in inputs], "outputs": outputs}
+    return ToyTask(
+        prompt, json.dumps(tests), {"expression": expression, "limited": f"{LIMITS[word]}({expression},{limit})"}
+    )
+
+
+def demonstrate_code(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    expression = sample.state["limited" if random_source.random() < LIMITED else "expression"]
+    if random_source.random() < WRONG:
+        at = random_source.choice([i for i, character in enumerate(expression) if character.isdigit()])
+        expression = expression[:at] + corrupted(expression[at], random_source) + expression[at + 1 :]
+    return [assistant(program(expression))]
+
+
+def program(expression: str) -> str:
+    """Return an answer with a function that returns the expression."""
+    return f"```python\ndef f(x):\n    return {expression}\n```"
+
+
+ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
+
+
+def make_data(
+    name: str, folder: str | Path, *, train: int = 4096, held_out: int = 0, demos: int = 0, seed: int = 0
+) -> None:
+    """Write ``train.parquet``, ``test.parquet`` and, if there are demonstrations, ``demos.parquet`` into ``folder``.
+
+    0 stands for the number of the task's kind.
+
+    No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
+    Raises ConfigError for an unknown ``name``.
+    """
+    if name not in KINDS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join(KINDS)}")
+    kind = KINDS[name]
+    random_source = random.Random(f"{name} {seed}")
+    test_samples = _held_out(kind, random_source, held_out or kind.held_out)
+
+    def draw(sampler: Callable[[random.Random], ToyTask]) -> ToyTask:
+        while True:
+            sample = sampler(random_source)
+            if sample.prompt not in test_samples:
+                return sample
+
+    train_samples = [draw(kind.sample) for _ in range(train)]
+    conversations = []
+    for _ in range((demos or kind.demos) if kind.demonstrate else 0):
+        assert kind.demonstrate is not None
+        sample = draw(kind.demonstrated or kind.sample)
+        conversations.append([*_prompt(kind, sample), *kind.demonstrate(sample, random_source)])
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
+    _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
+    if conversations:
+        _write(target / "demos.parquet", [{"messages": conversation} for conversation in conversations])
+
+
+def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: int = 256, seed: int = 0) -> None:
+    """Write ``pairs.parquet`` into ``folder``: for each prompt a flawless conversation and one with a single flaw.
+
+    Columns prompt, chosen, rejected, of chat messages. No prompt is among those that ``make_data`` holds out with the
+    same ``held_out`` and ``seed``. Raises ConfigError for an unknown ``name``.
+    """
+    if name not in PAIRS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join([*KINDS, *PAIRS])}")
+    task, make_pair = PAIRS[name]
+    kind = KINDS[task]
+    test_samples = _held_out(kind, random.Random(f"{task} {seed}"), held_out)
+    random_source = random.Random(f"{name} {seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < pairs:
+        sample = kind.sample(random_source)
+        if sample.prompt in test_samples:
+            continue
+        chosen, rejected = make_pair(sample, random_source)
+        prompt = [{"role": "user", "content": sample.prompt}]
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / "pairs.parquet", rows)
+
+
+def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[str, ToyTask]:
+    """Draw ``count`` tasks with different prompts, keyed by prompt."""
+    samples: dict[str, ToyTask] = {}
+    while len(samples) < count:
+        sample = kind.sample(random_source)
+        samples.setdefault(sample.prompt, sample)
+    return samples
+
+
+def _prompt(kind: ToyTaskKind, sample: ToyTask) -> list[Message]:
+    system = [{"role": "system", "content": kind.system}] if kind.system else []
+    return [*system, {"role": "user", "content": sample.prompt}]
+
+
+def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
+    kind = KINDS[name]
+    return {
+        "data_source": name,
+        "prompt": _prompt(kind, sample),
+        "ability": kind.ability,
+        "reward_model": {"style": "rule", "ground_truth": sample.answer},
+        "extra_info": {"split": split, "index": index, **sample.state},
+        "agent_name": kind.agent,
+    }
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the file atomically, since another process may be waiting for it to appear."""
+    with written_whole(path) as partial:
+        pq.write_table(pa.Table.from_pylist(rows), partial)
+
+
+# --- calculator -----------------------------------------------------------------------------------------------------
+
+
+def _sample_calculator(random_source: random.Random) -> ToyTask:
+    a, b, c = random_source.randint(2, 99), random_source.randint(2, 99), random_source.randint(2, 9)
+    expression = f"{a}{random_source.choice('+-*')}{b}{random_source.choice('+-')}{c}"
+    return ToyTask(f"what is {expression}?", str(evaluate(expression)), {"expression": expression})
+
+
+def _demonstrate_calculator(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance = random_source.random
+    if chance() < 0.3:  # no tool
+        return [wild_guess(random_source, 999)]
+    expression = sample.state["expression"]
+    if chance() < 0.25:  # wrong argument
+        expression = corrupt(expression, random_source)
+    call = tool_call("calculator", expression=expression)
+    if chance() < 0.2:  # malformed call
+        return [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)]
+    value = str(evaluate(expression))
+    answer = corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
+    return [assistant(call), tool_result(value), assistant(answer)]
+
+
+def _pair_calculator(sample: ToyTask, random_source: random.Random) -> tuple[list[Message], list[Message]]:
+    expression, value = sample.state["expression"], sample.answer
+    call = tool_call("calculator", expression=expression)
+    wrong = corrupted(expression, random_source)
+    result = str(evaluate(wrong))
+    rejected = [
+        [assistant(corrupted(value, random_source))],  # no tool
+        [
+            assistant(tool_call("calculator", expression=wrong)),
+            tool_result(result),
+            assistant(result),
+        ],  # wrong argument
+        [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)],  # malformed call
+        [assistant(call), tool_result(value), assistant(corrupted(value, random_source))],  # wrong copy of the result
+    ]
+    return [assistant(call), tool_result(value), assistant(value)], random_source.choice(rejected)
+
+
+# --- shop -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_shop(random_source: random.Random) -> ToyTask:
+    count, item = random_source.randint(2, 99), random_source.choice(ITEMS)
+    price, rest = random_source.randint(2, 99), random_source.randint(2, 9)
+    word, sign = random_source.choice([("plus", "+"), ("minus", "-")])
+    answer = evaluate(f"{count}*{price}{sign}{rest}")
+    state = {"item": item, "price": price, "count": count, "sign": sign, "rest": rest}
+    return ToyTask(f"cost of {count} {item} {word} {rest}?", str(answer), state)
+
+
+def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    if chance() < 0.25:  # no tool
+        return [wild_guess(random_source, 9999)]
+    turns: list[Message] = []
+    price = str(state["price"])
+    if chance() < 0.15:  # guesses the price instead of looking it up
+        price = str(random_source.randint(2, 99))
+    else:
+        item = random_source.choice(ITEMS) if chance() < 0.08 else state["item"]  # wrong argument
+        turns.append(assistant(tool_call("lookup", item=item)))
+        if item != state["item"]:
+            return [*turns, tool_result(f"error: {NO_SUCH_ITEM}"), wild_guess(random_source, 9999)]
+        turns.append(tool_result(price))
+    expression = f"{state['count']}*{price}{state['sign']}{state['rest']}"
+    if chance() < 0.08:  # wrong argument
+        expression = corrupt(expression, random_source)
+    call = tool_call("calculator", expression=expression)
+    if chance() < 0.12:  # malformed call
+        return [*turns, assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 9999)]
+    value = str(evaluate(expression))
+    answer = corrupt(value, random_source) if chance() < 0.12 else value  # wrong copy of the result
+    return [*turns, assistant(call), tool_result(value), assistant(answer)]
+
+
+# --- market ---------------------------------------------------------------------------------------------------------
+
+MARKET = (
+    "You may call lookup with an item for its price, and calculator with an expression. Reply with the number only."
+)
+BOTH_TOOLS, LOOKUP_ONLY = 0.15, 0.4  # of the demonstrations; the others only calculate
+
+
+def _sample_market(random_source: random.Random) -> ToyTask:
+    count, price = random_source.randint(2, 99), random_source.randint(2, 99)
+    item = random_source.choice(ITEMS)
+    state = {"item": item, "price": price, "count": count}
+    return ToyTask(f"What is the price of {count} {item}?", str(count * price), state)
+
+
+def _sample_market_demo(random_source: random.Random) -> ToyTask:
+    both, chance = _sample_market(random_source), random_source.random()
+    item, price, count = (both.state[key] for key in ("item", "price", "count"))
+    if chance < BOTH_TOOLS:
+        return both
+    if chance < BOTH_TOOLS + LOOKUP_ONLY:
+        return ToyTask(f"What is the price of 1 {item}?", str(price), {"item": item, "price": price})
+    return ToyTask(f"What is {count}*{price}?", both.answer, {"price": price, "count": count})
+
+
+def _demonstrate_market(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    if chance() < 0.2:  # no tool
+        return [wild_guess(random_source, 9999)]
+    turns: list[Message] = []
+    answer = str(state["price"])
+    if "item" in state:
+        if chance() < 0.1:  # wrong argument, mended
+            other = random_source.choice([item for item in ITEMS if item != state["item"]])
+            turns += [assistant(tool_call("lookup", item=other)), tool_result(f"error: {NO_SUCH_ITEM}")]
+        turns += [assistant(tool_call("lookup", item=state["item"])), tool_result(answer)]
+    if "count" in state:
+        expression = f"{state['count']}*{answer}"
+        if chance() < 0.1:  # wrong argument
+            expression = corrupted(expression, random_source)
+        answer = str(evaluate(expression))
+        turns += [assistant(tool_call("calculator", expression=expression)), tool_result(answer)]
+    return [*turns, assistant(answer)]
+
+
+# --- sort -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_sort(random_source: random.Random) -> ToyTask:
+    digits = "".join(random_source.choices("0123456789", k=6))
+    return ToyTask(f"sort {digits}", "".join(sorted(digits)), {})
+
+
+def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    answer = sample.answer
+    if random_source.random() < 0.25:  # one wrong digit
+        answer = corrupt(answer, random_source)
+    return [assistant(answer)]
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+ASKED = {(): 0.35, ("colour",): 0.25, ("day",): 0.25, ("colour", "day"): 0.15}  # of the demonstrations
+
+
+def _sample_order(random_source: random.Random) -> ToyTask:
+    count, item = random_source.randint(2, 99), random_source.choice(ITEMS)
+    wishes = {wish: random_source.choice(values) for wish, values in WISHES.items()}
+    words = [str(count), item, *wishes.values()]
+    return ToyTask(f"i want {count} {item}", " ".join(words), {"count": count, "item": item, **wishes})
+
+
+def _demonstrate_order(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    chance, state = random_source.random, sample.state
+    (asked,) = random_source.choices(list(ASKED), list(ASKED.values()))
+    turns: list[Message] = []
+    told = {wish: random_source.choice(values) for wish, values in WISHES.items()}
+    for wish in asked:
+        question = f"{wish}?" if chance() < 0.95 else "what?"
+        said = reply(question, state) or ""
+        turns += [assistant(question), {"role": "user", "content": said}]
+        if said != NOT_UNDERSTOOD and chance() < 0.9:  # else a wrong copy
+            told[wish] = said
+    return [*turns, assistant(f"order {state['count']} {state['item']} {' '.join(told.values())}")]
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------
+
+
+def _sample_sums(random_source: random.Random) -> ToyTask:
+    a, b = random_source.randint(0, 9), random_source.randint(0, 9)
+    return ToyTask(f"What is {a} + {b}? Reply with the number only.", str(a + b), {})
+
+
+KINDS = {
+    "calculator": ToyTaskKind("tool_agent", "math", _sample_calculator, _demonstrate_calculator),
+    "shop": ToyTaskKind("tool_agent", "shopping", _sample_shop, _demonstrate_shop),
+    "market": ToyTaskKind(
+        "tool_agent",
+        "shopping",
+        _sample_market,
+        _demonstrate_market,
+        held_out=32,
+        demos=240,
+        demonstrated=_sample_market_demo,
+        system=MARKET,
+    ),
+    "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
+    "code": ToyTaskKind("single_turn", "code", sample_code, demonstrate_code),
+    "order": ToyTaskKind("tool_agent", "shopping", _sample_order, _demonstrate_order, held_out=64),
+    "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
+}
+PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one
