@@ -36,7 +36,7 @@ DENSE = ("qwen3", "qwen2-tied", "llama")
 TIED, DEEP = ("qwen2-tied",), ("qwen3-deep",)
 MEGATRON = {"backend": "megatron"}
 # A backend's layouts have every family among them, rather than each layout all families. One rank without options
-# passes through a model as tests/unit/trainer/model/test_families.py does. Tied embeddings, which are in two places,
+# passes through a model as tests/unit/trainer/test_families.py does. Tied embeddings, which are in two places,
 # meet every way in which a model or its rows are divided.
 IMPLEMENTATIONS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "fsdp2 x2": (2, {"backend": "fsdp2"}, ("llama", "qwen3-moe")),

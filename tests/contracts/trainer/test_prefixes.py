@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.forked import run_ranks
-from tests.unit.trainer.model.test_families import saved
+from tests.unit.trainer.test_families import saved
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 OPTIONS: dict[str, dict[str, Any]] = {

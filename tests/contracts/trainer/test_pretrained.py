@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.trainer.families import FAMILIES
 from tests.support.forked import run_ranks
-from tests.unit.trainer.model.test_families import COMMON, SPECIAL
+from tests.unit.trainer.test_families import COMMON, SPECIAL
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"kind": "qwen3", "tie_word_embeddings": True},

@@ -18,8 +18,8 @@ from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS, train
 from tests.contracts.trainer.workers.update import RATE, STEPS
 from tests.support.forked import run_ranks
 from tests.support.rounding import assert_trained_alike, pass_rounding
-from tests.unit.trainer.batches.test_packing import padded
-from tests.unit.trainer.model.test_families import COMMON, SPECIAL, saved
+from tests.unit.trainer.test_families import COMMON, SPECIAL, saved
+from tests.unit.trainer.test_packing import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
 MODELS = {

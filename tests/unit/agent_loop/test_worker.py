@@ -12,7 +12,15 @@ from msgspec.structs import replace
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.recorded import AsRecorded
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.agent_loop.worker import FIRST_LINES, FIRST_PAUSE_S, LONGEST_PAUSE_S, AgentWorker, Pauses
+from rl_async.agent_loop.worker import (
+    FIRST_LINES,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    AgentWorker,
+    Pauses,
+    Repetitions,
+    beginning,
+)
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.errors import ConfigError, EngineLost, QueueLost
@@ -387,3 +395,14 @@ async def test_cancelling_ends_conversations(renderer: ChatRenderer) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not queue.rows
+
+
+def test_of_failures_that_are_alike_ever_fewer_get_a_line() -> None:
+    repetitions = Repetitions()
+    told = [times for _ in range(20) if (times := repetitions.another("one"))]
+    assert told == [*range(1, FIRST_LINES + 1), 4, 8, 16]
+    assert repetitions.another("other") == 1
+
+
+def test_errors_that_differ_in_numbers_begin_alike() -> None:
+    assert beginning("sample 3.1 took 20 s") == beginning("sample 14.0 took 7 s") != beginning("sample 3.1 broke")

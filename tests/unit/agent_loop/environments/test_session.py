@@ -1,21 +1,24 @@
 """Environments in episodes: what they say, give and end, and how their faults fail a sample and nothing else."""
 
 import asyncio
+import random
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
-from rl_async.agent_loop.environments.session import Session, joined
+from rl_async.agent_loop.environments.session import Session, joined, without_escapes
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Observation, Step
 from rl_async.agent_loop.tools.tool import Tool
 from rl_async.errors import EnvironmentFailed
 from rl_async.messages import Task, Trajectory
 from rl_async.reward_loop.api import Score
+from rl_async.userload import load_user_object
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 GUESS = '<tool_call>\n{"name":"submit","arguments":{"number":4}}\n</tool_call>'
@@ -263,3 +266,58 @@ def test_two_user_messages_become_one() -> None:
     assert joined([system, user], [more]) == [system, {"role": "user", "content": "a\n\nb"}]
     assert joined([system], [more]) == [system, more]
     assert joined([user], []) == [user]
+
+
+RELAY = f"{Path(__file__).parents[4]}/examples/relay.py"
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "written", "speaker", "listener"),
+    [
+        ("four seven two", "four seven two", "472", 1.0, 1.0),
+        ("four seven one", "four seven one", "471", 2 / 3, 1.0),  # it heard well what was said wrongly
+        ("four seven two", "four seven two", "402", 2 / 3, 2 / 3),
+        ("4 7 two", "  two", "2", 0.0, 1.0),  # digits are not heard
+        ("472", "nothing", "472", 1.0, 0.0),
+        ("four seven two", "four seven two", "4720", 0.0, 0.0),
+    ],
+)
+async def test_a_game(
+    renderer: ChatRenderer, said: str, heard: str, written: str, speaker: float, listener: float
+) -> None:
+    engine = ScriptedEngine(renderer, [said, written])
+    config = run_config(environment=f"{RELAY}:Relay", max_turns=1)
+    rows = await EpisodeRunner(config, renderer, engine).run(leased(ground_truth="472"), 0)
+    assert [(turn.role, turn.text) for turn in rows[1].turns][:2] == [("system", "listener"), ("user", heard)]
+    assert [row.reward_parts["environment"] for row in rows] == pytest.approx([speaker, listener])
+
+
+def test_some_demonstrations_of_either_role_are_wrong() -> None:
+    demonstration, draw = load_user_object(f"{RELAY}:demonstration", "test"), random.Random(0)
+    talks = [[message["content"] for message in demonstration("472", draw)] for _ in range(200)]
+    for role, right in (("speaker", "four seven two"), ("listener", "472")):
+        of_role = [talk[2] for talk in talks if talk[0] == role]
+        assert 0.2 < of_role.count(right) / len(of_role) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("plain\ttext\n", "plain\ttext\n"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b[41mS\x1b[0mFF", "[S]FF"),
+        ("\x1b[1;43mT\x1b[0m|\x1b[34;1mR\x1b[0m", "[T]|R"),
+        ("\x1b[48;5;2mx\x1b[0m", "x"),
+        ("\x1b[2J\x1b[Hhome\x1b[K", "home"),
+        ("\x1b]0;title\x07shell", "shell"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b(Bascii\x1b=", "ascii"),
+        ("\x1bPdevice\x1b\\text", "text"),
+        ("\x9b31mred\x9bm", "red"),
+        ("cut \x1b[3", "cut "),
+        ("cut \x1b", "cut "),
+        ("[0m is text", "[0m is text"),
+    ],
+)
+def test_escapes_are_removed_and_nothing_else(written: str, read: str) -> None:
+    assert without_escapes(written) == read

@@ -1,18 +1,30 @@
-"""Every policy loss against plain loops in float64, its gradient, and what must not change it."""
+"""Losses, KL estimators and aggregations against plain loops."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, LossOptions
+from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, KlConfig, LossOptions
 from rl_async.configs.schema.formulas import LOSSES as TRAITS
-from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, SelectInputs
+from rl_async.trainer.algorithms.losses import (
+    AGGREGATIONS,
+    ESTIMATORS,
+    LOSSES,
+    Counts,
+    KlController,
+    LossInputs,
+    SelectInputs,
+    count,
+)
 from rl_async.trainer.algorithms.rows import Rows
 
 OPTIONS = AlgorithmConfig(
@@ -437,3 +449,171 @@ def test_a_share_of_nothing_picks_nothing(loss: str) -> None:
     select = LOSSES[loss].select
     assert select is not None
     assert not select(SelectInputs(x.proximal, x.behaviour, x.advantages, x.mask, options, seed=0)).any()
+
+
+PLAIN = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: min(math.exp(-d) - 1 + d, 10.0),
+    "abs": abs,
+}
+
+
+@given(st.floats(-5, 0), st.floats(-5, 0))
+def test_values_are_those_of_the_formulas_with_and_without_plus(a: float, b: float) -> None:
+    p, q = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    for name, formula in PLAIN.items():
+        for variant in (name, f"{name}+"):
+            if variant in ESTIMATORS:
+                assert ESTIMATORS[variant](p, q).item() == pytest.approx(formula(a - b), abs=1e-12)
+
+
+def gradient(name: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    variable = logprobs.clone().requires_grad_()
+    ESTIMATORS[name](variable, reference).sum().backward()
+    assert variable.grad is not None
+    return variable.grad
+
+
+def test_plus_has_the_gradient_of_k2() -> None:
+    p, q = -torch.rand(3, 4, dtype=torch.float64), -torch.rand(3, 4, dtype=torch.float64)
+    for name in ("k1+", "k3+", "abs+"):
+        torch.testing.assert_close(gradient(name, p, q), p - q)
+    torch.testing.assert_close(gradient("k2", p, q), p - q)
+    torch.testing.assert_close(gradient("k3", p, q), 1 - (q - p).exp())
+
+
+def test_k3_is_limited_to_10_and_the_others_are_not() -> None:
+    far, reference = torch.tensor([-2.0, -3.0, -30.0]).double(), torch.zeros(3).double()
+    assert ESTIMATORS["k3"](far, reference).tolist() == pytest.approx([math.exp(2) - 3, 10.0, 10.0])
+    assert gradient("k3", far, reference).tolist() == pytest.approx([1 - math.exp(2), 0.0, 0.0])
+    assert gradient("k3+", far, reference).tolist() == far.tolist()
+    for name in ("k1", "k2", "abs"):
+        assert ESTIMATORS[name](far, reference).tolist() == pytest.approx([PLAIN[name](d) for d in far.tolist()])
+    assert gradient("k2", far, reference).tolist() == far.tolist(), "the furthest token is pulled back the most"
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, generator=draw, dtype=torch.float64)
+    return logits[0].log_softmax(0), logits[1].log_softmax(0)
+
+
+def test_full_is_the_divergence_and_k1_and_k3_estimate_it_without_bias() -> None:
+    p, q = distributions()
+    divergence = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    assert ESTIMATORS["full"](p[None, None], q[None, None]).item() == pytest.approx(divergence)
+    for name in ("k1", "k3"):
+        expected = (p.exp() * ESTIMATORS[name](p, q)).sum().item()
+        assert expected == pytest.approx(divergence)
+
+
+def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
+    logits = distributions()[0].clone().requires_grad_()
+    q = distributions()[1]
+    p = logits.log_softmax(0)
+    (true,) = torch.autograd.grad(ESTIMATORS["full"](p, q), logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((p.exp().detach() * ESTIMATORS["k2"](p, q)).sum(), logits)
+    torch.testing.assert_close(estimated, true)
+
+
+def test_extreme_log_probabilities_stay_finite() -> None:
+    for name, estimator in ESTIMATORS.items():
+        if name != "full":
+            assert estimator(torch.tensor(-900.0), torch.tensor(0.0)).isfinite()
+
+
+def test_the_adaptive_coefficient_follows_the_target_within_its_limits() -> None:
+    controller = KlController(KlConfig(coef=0.1, controller="adaptive", target=0.02, horizon=1000))
+    assert controller.after_step(0.021, 100) == {"kl/coef": 0.1}
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.05 * 0.1))
+    before = controller.coef
+    controller.after_step(5.0, 100)
+    assert controller.coef == pytest.approx(before * (1 + 0.2 * 0.1))
+    before = controller.coef
+    controller.after_step(0.0, 100)
+    assert controller.coef == pytest.approx(before * (1 - 0.2 * 0.1))
+
+
+def test_the_coefficient_never_turns() -> None:
+    controller = KlController(KlConfig(coef=0.1, controller="adaptive", horizon=5))
+    controller.after_step(0.0, 1000)
+    assert controller.coef == 0.0
+
+
+def test_a_fixed_coefficient_stays_and_none_is_not_reported() -> None:
+    fixed = KlController(KlConfig(coef=0.1, target=0.02))
+    fixed.after_step(5.0, 100)
+    assert fixed.coef == 0.1
+    assert KlController(KlConfig()).after_step(0.0, 100) == {}
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    values, mask = torch.randn(7, 5).double(), torch.rand(7, 5) > 0.4
+    mask[2] = False  # a row that the correction rejected
+    return values, mask, torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0]).double()
+
+
+def reference(mode: str, width: int) -> float:
+    values, mask, weights = batch()
+    rows = [[v for v, m in zip(*row, strict=True) if m] for row in zip(values.tolist(), mask.tolist(), strict=True)]
+    tokens = [v for row in rows for v in row]
+    sequences = sum(weights.tolist())
+    sums = sum(w * sum(row) for w, row in zip(weights.tolist(), rows, strict=True))
+    means = sum(w * sum(row) / len(row) for w, row in zip(weights.tolist(), rows, strict=True) if row)
+    return {
+        "token-mean": sum(tokens) / len(tokens),
+        "token-sum": sum(tokens),
+        "seq-mean-token-sum": sums / sequences,
+        "seq-mean-token-sum-norm": sums / sequences / width,
+        "seq-mean-token-mean": means / sequences,
+    }[mode]
+
+
+def test_config_and_registry_agree() -> None:
+    assert set(get_args(Aggregation)) == AGGREGATIONS.keys()
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_definitions(mode: str) -> None:
+    values, mask, weights = batch()
+    assert AGGREGATIONS[mode](values, mask, weights, count(mask, weights, 9)).item() == pytest.approx(
+        reference(mode, 9), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_no_split_changes_value_or_gradient_and_masked_garbage_does_not_enter(mode: str) -> None:
+    values, mask, weights = batch()
+    counts = count(mask, weights, 9)
+    whole = values.clone().requires_grad_()
+    AGGREGATIONS[mode](whole, mask, weights, counts).backward()
+    spoiled = torch.where(mask, values, 1e30)
+    for parts in (1, 2, 4, 7):
+        split = spoiled.clone().requires_grad_()
+        chunks = zip(split.chunk(parts), mask.chunk(parts), weights.chunk(parts), strict=True)
+        total = sum(AGGREGATIONS[mode](v, m, w, counts) for v, m, w in chunks)
+        assert isinstance(total, Tensor)
+        total.backward()
+        assert total.item() == pytest.approx(reference(mode, 9), rel=1e-12)
+        assert whole.grad is not None and split.grad is not None
+        torch.testing.assert_close(split.grad, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_of_one_token_counts_with_its_whole_loss() -> None:
+    values, mask = torch.tensor([[3.0, 9.0], [1.0, 2.0]]), torch.tensor([[True, False], [True, True]])
+    weights = torch.ones(2)
+    mean = AGGREGATIONS["seq-mean-token-mean"](values, mask, weights, count(mask, weights, 2))
+    assert mean.item() == pytest.approx((3.0 + 1.5) / 2)
+
+
+def test_a_row_in_which_nothing_trains_counts_in_a_mean_over_rows_and_not_over_tokens() -> None:
+    _, mask, weights = batch()
+    assert count(mask, weights, 9) == Counts(tokens=int(mask.sum()), sequences=6.0, width=9)
+    assert count(torch.zeros_like(mask), weights, 9) == Counts(tokens=1, sequences=6.0, width=9)
+
+
+def test_counts_of_a_mini_batch_without_episodes_that_train_divide_by_one() -> None:
+    _, mask, weights = batch()
+    assert count(torch.zeros_like(mask), torch.zeros_like(weights), 9) == Counts(tokens=1, sequences=1.0, width=9)

@@ -1,0 +1,197 @@
+"""The built-in environments: users, and the customer of the preset `order`."""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.environments.built_in import NOT_UNDERSTOOD, WISHES
+from rl_async.agent_loop.runner import EpisodeRunner
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.agent_loop.toy_tasks import KINDS, ToyTask
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.user import UserConfig
+from rl_async.errors import ConfigError, DataError, EnvironmentFailed
+from rl_async.messages import LeasedGroup, Trajectory
+from rl_async.reward_loop.model_client import forget_api_keys
+from tests.unit.agent_loop.conftest import demos
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
+from tests.unit.reward_loop.outside import Answer, Outside
+
+ROLE = "You want {wish}. Say so, and write [DONE] once you have it."
+WISH = {"wish": "tea"}
+
+
+def says(text: str) -> Answer:
+    return Answer({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+
+
+def with_user(**user: Any) -> RunConfig:
+    settings = UserConfig(**{"system": ROLE, "backoff_s": 0.01, **user})
+    return run_config(environment="simulated_user", user=settings, max_turns=6, max_tokens=250)
+
+
+async def play(
+    config: RunConfig, renderer: ChatRenderer, answers: Sequence[str], group: LeasedGroup | None = None
+) -> tuple[Trajectory, ScriptedEngine]:
+    engine = ScriptedEngine(renderer, answers)
+    runner = EpisodeRunner(config, renderer, engine)
+    try:
+        (row,) = await runner.run(group or leased(extra=WISH), 0)
+    finally:
+        await runner.close()
+    return row, engine
+
+
+async def test_a_script_is_said_whatever_the_answers(renderer: ChatRenderer) -> None:
+    group = leased(extra={"user_turns": ["and 3+3?", "and 4+4?"]})
+    row, _ = await play(run_config(environment="scripted_user"), renderer, ["5", "6", "8"], group)
+    assert [turn.text for turn in row.turns] == ["what is 2+3?", "5", "and 3+3?", "6", "and 4+4?", "8"]
+    assert row.finish_reason == "stop"
+    with pytest.raises(DataError, match=r"extra_info\.user_turns"):
+        await play(run_config(environment="scripted_user"), renderer, ["5"], leased())
+
+
+async def test_a_model_outside_plays_the_user_and_scores(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER_KEY", "sk-very-secret")
+    async with Outside(
+        Answer("later", status=503), says("green tea"), says("thanks! [DONE] bye"), says("I say 8")
+    ) as it:
+        config = with_user(url=f"{it.url}/v1", model="m", api_key_env="USER_KEY", score="How was the {wish}? 0 to 10")
+        row, _ = await play(config, renderer, ["which?", "here"])
+    forget_api_keys(config)
+    assert [(turn.role, turn.text) for turn in row.turns] == [
+        *(("user", "what is 2+3?"), ("assistant", "which?"), ("user", "green tea"), ("assistant", "here")),
+    ]
+    assert row.reward_parts == {
+        "environment": 0.8,
+        "environment/raw": 8.0,
+        "environment/user_turns": 2.0,
+        "environment/stopped": 1.0,
+    }
+    last = it.asked[-1].body["messages"]
+    assert [message["role"] for message in last] == ["system", *["user", "assistant"] * 3, "user"]
+    assert last[0]["content"].startswith("You want tea.") and last[-1]["content"] == "How was the tea? 0 to 10"
+    assert [message["content"] for message in last[2:5]] == ["what is 2+3?", "which?", "green tea"]
+    assert {asked.authorization for asked in it.asked} == {"Bearer sk-very-secret"}
+    assert "USER_KEY" not in os.environ
+
+
+async def test_a_user_does_not_see_past_calls(renderer: ChatRenderer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    called = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    asked = [{"role": "user", "content": "1+2?"}, *called, {"role": "assistant", "content": "3. And now?"}]
+    async with Outside(says("[DONE]")) as it:
+        await play(with_user(url=f"{it.url}/v1", model="m"), renderer, ["5"], leased(prompt=asked, extra=WISH))
+    said = [message["content"] for message in it.asked[0].body["messages"][2:]]
+    assert said == ["1+2?", "3. And now?", "5"]
+
+
+async def test_a_user_who_cannot_be_asked_fails_the_sample_without_the_key(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER_KEY", "sk-very-secret")
+    async with Outside(Answer("no such key: sk-very-secret", status=401)) as it:
+        config = with_user(url=f"{it.url}/v1", model="m", api_key_env="USER_KEY")
+        with pytest.raises(EnvironmentFailed, match=r"agent\.user.*401") as failed:
+            await play(config, renderer, ["which?"])
+        assert "very-secret" not in str(failed.value)
+        monkeypatch.delenv("USER_KEY")
+        with pytest.raises(ConfigError, match=r"agent\.user\.api_key_env"):
+            EpisodeRunner(config, renderer, ScriptedEngine(renderer, []))
+
+
+async def test_a_score_that_is_none_fails_the_sample(renderer: ChatRenderer) -> None:
+    async with Outside(says("[DONE]"), says("eleven, no, 11")) as it:
+        config = with_user(url=f"{it.url}/v1", model="m", score="0 to 10?")
+        with pytest.raises(EnvironmentFailed, match=r"agent\.user\.score"):
+            await play(config, renderer, ["which?"])
+
+
+async def test_the_policy_plays_the_user_and_trains_only_as_itself(renderer: ChatRenderer) -> None:
+    """The engine says, in turn: the policy, the user, the policy, the user who has enough."""
+    row, engine = await play(with_user(stop="[enough]"), renderer, ["7", "more", "8", "[enough]"])
+    assert [(turn.role, turn.text) for turn in row.turns][1:] == [
+        ("assistant", "7"),
+        ("user", "more"),
+        ("assistant", "8"),
+    ]
+    assert renderer.decode(row.token_ids[row.loss_mask].tolist()) == "7<|im_end|>8<|im_end|>"
+    assert row.reward_parts["environment"] == 1.0
+    asked = renderer.decode(engine.requests[3].token_ids)
+    assert "<|im_start|>system" in asked and asked.index("<|im_start|>assistant\nmore") < asked.index("user\n8")
+    assert len(set(engine.sessions)) == 3, "the policy's own conversation is one"
+
+
+async def test_a_user_begins_where_the_task_does_not(renderer: ChatRenderer) -> None:
+    group = leased(extra=WISH)
+    task = msgspec.structs.replace(group.task, prompt=[{"role": "system", "content": "be kind"}])
+    group = msgspec.structs.replace(group, task=task)
+    row, _ = await play(with_user(stop="[enough]"), renderer, ["tea", "7", "[enough]"], group)
+    assert [turn.text for turn in row.turns] == ["be kind", "tea", "7"]
+
+
+async def test_a_column_that_is_missing_is_named(renderer: ChatRenderer) -> None:
+    with pytest.raises(DataError, match="wish"):
+        await play(with_user(), renderer, [], leased(extra={}))
+
+
+LEMONS = ToyTask("i want 3 lime", "3 lime red friday", {"count": 3, "item": "lime", "colour": "red", "day": "friday"})
+
+
+async def play_order(renderer: ChatRenderer, sample: ToyTask, says: list[str]) -> Trajectory:
+    config = run_config(environment="order", max_turns=4, max_tokens=128)
+    group = leased(sample.prompt, ground_truth=sample.answer, extra=sample.state)
+    (row,) = await EpisodeRunner(config, renderer, ScriptedEngine(renderer, says)).run(group, 0)
+    return row
+
+
+@pytest.fixture(scope="module")
+def orders() -> ChatRenderer:
+    return ChatRenderer(train_tokenizer(demos("order", 400), 200))
+
+
+async def test_demonstrations_replay_through_the_real_loop(orders: ChatRenderer) -> None:
+    source, met = random.Random(2), 0.0
+    for _ in range(60):
+        sample = KINDS["order"].sample(source)
+        demo = [{"role": "user", "content": sample.prompt}, *KINDS["order"].demonstrate(sample, source)]
+        row = await play_order(
+            orders, sample, [message["content"] for message in demo if message["role"] == "assistant"]
+        )
+        assert [(turn.role, turn.text) for turn in row.turns] == [(m["role"], m["content"]) for m in demo]
+        token_ids, mask = orders.demo_row(demo)
+        assert (row.token_ids.tolist(), row.loss_mask.tolist()) == (token_ids, mask)
+        met += row.reward_parts["environment"]
+    assert 10 < met < 40, "the demonstrations leave something to learn"
+
+
+@pytest.mark.parametrize(
+    ("says", "score", "answers"),
+    [
+        (["day?", "colour?", "order 3 lime red friday"], 1.0, ["friday", "red"]),
+        (["order 3 lime red monday"], 0.5, []),
+        (["what?", "day?", "order 3 lime friday"], 0.0, [NOT_UNDERSTOOD, "friday"]),
+        (["order 4 lime red friday"], 0.0, []),
+        (["day?", "day?", "day?", "day?"], 0.0, ["friday"] * 3),
+    ],
+)
+async def test_an_order_is_worth_the_wishes_that_it_meets(
+    says: list[str], score: float, answers: list[str], orders: ChatRenderer
+) -> None:
+    row = await play_order(orders, LEMONS, says)
+    assert row.reward_parts["environment"] == score
+    assert [turn.text for turn in row.turns if turn.role == "user"][1:] == answers
+
+
+async def test_a_task_without_wishes_is_refused(orders: ChatRenderer) -> None:
+    for wish in WISHES:
+        state = {key: value for key, value in LEMONS.state.items() if key != wish}
+        with pytest.raises(DataError, match=wish):
+            await play_order(orders, LEMONS._replace(state=state), [])

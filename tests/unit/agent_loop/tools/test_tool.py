@@ -1,0 +1,148 @@
+"""Tools: schemas from types, and every failure as a result."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rl_async import concurrency
+from rl_async.agent_loop.chat_formats.format import HERMES
+from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.tools.tool import Tool, ToolResult
+from rl_async.agent_loop.tools.tool_registry import get_tool
+from rl_async.errors import ConfigError
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add."""
+    return a + b
+
+
+async def add_later(a: int) -> dict[str, int]:
+    await asyncio.sleep(0)
+    return {"sum": a + 1}
+
+
+def broken(a: int) -> str:
+    raise RuntimeError("no disk")
+
+
+def unit(kind: Literal["c", "f"]) -> str:
+    return kind
+
+
+async def call(function: Callable[..., Any], *, timeout_s: float = 5.0, **arguments: Any) -> ToolResult:
+    return await Tool(function).call(arguments, timeout_s=timeout_s)
+
+
+async def test_results() -> None:
+    assert await call(add, a=1) == ToolResult("2")
+    assert await call(add_later, a=1) == ToolResult('{"sum":2}')
+    assert await call(unit, kind="c") == ToolResult("c")
+
+
+async def test_a_step_is_a_result_with_a_reward() -> None:
+    def submit(a: int) -> Step:
+        return Step(f"got {a}", reward=0.5, done=True, reason="close")
+
+    assert await call(submit, a=1) == ToolResult("got 1", reward=0.5, reason="close", done=True)
+
+
+async def test_failures_are_results() -> None:
+    assert await call(broken, a=1) == ToolResult("error: no disk", "no disk")
+    for arguments in ({}, {"a": "x"}, {"a": 1, "c": 2}):
+        assert (await call(add, **arguments)).error == "bad arguments"
+    assert (await call(unit, kind="k")).error == "bad arguments"
+
+
+async def test_where_a_tool_raises_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    tool = Tool(broken)
+    for number in range(3):
+        await tool.call({"a": number}, timeout_s=5.0)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("tool broken raised RuntimeError in ") and "test_tool.py:" in said and "no disk" in said
+
+
+async def test_a_hanging_tool_meets_its_deadline() -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+
+    async def hang_later() -> None:
+        await asyncio.sleep(30)
+
+    assert await call(hang, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
+    assert await call(hang_later, timeout_s=0.05) == ToolResult("error: timeout", "timeout")
+    release.set()
+
+
+async def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "MOST_OVERDUE", 3)
+    release, started = threading.Event(), list[int]()
+
+    def hang() -> None:
+        started.append(1)
+        release.wait(30)
+
+    tool = Tool(hang)
+    bound = tool.bound(hang)  # an episode's own, which counts with the others
+    errors = [(await (tool, bound)[n % 2].call({}, timeout_s=0.02)).error for n in range(5)]
+    assert errors[:3] == ["timeout"] * 3 and all("agent.tool_timeout_s" in error for error in errors[3:])
+    assert len(started) == 3
+    release.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "tool"]:
+        await asyncio.to_thread(thread.join, 10.0)
+    assert (await tool.call({}, timeout_s=5.0)).error == ""
+
+
+def test_schema() -> None:
+    assert Tool(add).schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 1}},
+                "required": ["a"],
+            },
+        },
+    }
+
+
+def test_untyped_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' needs a type"):
+        Tool(eval("lambda a: a"), name="bad")
+
+
+def test_users_tools(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("def shout(text: str) -> str:\n    return text.upper()\nnumber = 3\n")
+    assert get_tool(f"{tmp_path}/t.py:shout").name == "shout"
+    with pytest.raises(ConfigError, match="is not a function"):
+        get_tool(f"{tmp_path}/t.py:number")
+    with pytest.raises(ConfigError, match="built in: calculator"):
+        get_tool("magic")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call", []),
+        ('<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>', [("f", {"a": 1})]),
+        ('<tool_call>{"name":"f"}</tool_call>', [("f", {})]),
+        ('x<tool_call>{"name":"f"}</tool_call>y<tool_call>{"name":"g"}</tool_call>', [("f", {}), ("g", {})]),
+        ("<tool_call>{</tool_call>", [("", None)]),
+        ('<tool_call>{"name":"f"}', [("", None)]),
+        ('<tool_call>{"name":"f"}<tool_call>{"name":"g"}</tool_call>', [("", None), ("g", {})]),
+        ('<tool_call>{"name":1}</tool_call>', [("", None)]),
+        ('<tool_call>{"name":"f","arguments":"x"}</tool_call>', [("", None)]),
+        ("<tool_call>[]</tool_call>", [("", None)]),
+        ("</tool_call>", []),
+    ],
+)
+def test_hermes(text: str, expected: list[tuple[str, Any]]) -> None:
+    assert [(call.name, call.arguments) for call in HERMES.parse(text)] == expected

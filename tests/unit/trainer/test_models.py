@@ -1,0 +1,261 @@
+"""A critic's part in a step, and model FLOPs."""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_async.configs.load.loader import load_config
+from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.errors import TrainingDiverged
+from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
+from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
+from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
+from rl_async.trainer.batches import Batch, MicroBatch
+from rl_async.trainer.models import (
+    CriticUpdate,
+    Models,
+    compute_rates,
+    critic_training,
+    critic_update,
+    model_flops,
+    peak_flops,
+    policy_training,
+)
+from rl_async.trainer.packing import Tensors, empty_tensors
+from rl_async.trainer.ranks import DataParallel
+
+ROWS, WIDTH = 6, 5
+PACKED = Rows(torch.full((ROWS,), WIDTH))
+ALONE = DataParallel(0, 1, is_recorder=True)
+
+
+def inputs() -> AdvantageInputs:
+    """Rows 0 to 5, packed, of which the scorer failed on row 3; NaN stands wherever nothing was sampled."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand((ROWS, WIDTH), generator=draw) > 0.3
+    numbers = torch.randn((2, ROWS, WIDTH), generator=draw, dtype=torch.float64)
+    rewards, values = torch.where(mask, numbers, math.nan)
+    scored = torch.arange(ROWS) != 3
+    return AdvantageInputs(
+        rewards=torch.zeros(ROWS, dtype=torch.float64),
+        token_rewards=rewards.flatten(),
+        mask=mask.flatten(),
+        groups=torch.arange(ROWS),
+        scored=scored,
+        row_weights=torch.ones(ROWS, dtype=torch.float64),
+        lengths=mask.sum(1).double(),
+        turns=torch.zeros_like(mask.flatten(), dtype=torch.int64),
+        options=AdvantageOptions(gamma=0.9, lam=0.8),
+        parts={},
+        values=values.flatten(),
+        rows=PACKED,
+    )
+
+
+def micro(rows: list[int]) -> MicroBatch:
+    tensors = empty_tensors("cpu")
+    if rows:
+        tensors = msgspec.structs.replace(tensors, mask=torch.zeros((len(rows), WIDTH), dtype=torch.bool))
+    return MicroBatch(rows, tensors, PACKED)
+
+
+class FakeCritic:
+    """Gives ``values`` of each row and steps without learning; keeps the loss and its gradient."""
+
+    def __init__(self, values: Tensor, parts: Sequence[MicroBatch]) -> None:
+        self.values, self.parts = values.clone().requires_grad_(), parts
+
+    def step(self, batches: Sequence[Tensors], loss_fn: LossFn) -> tuple[float, float]:
+        total = sum(loss_fn(n, self.outputs(part)) for n, part in enumerate(self.parts))
+        assert isinstance(total, Tensor) and len(batches) == len(self.parts)
+        total.backward()
+        return total.item(), 2.5
+
+    def outputs(self, part: MicroBatch) -> Outputs:
+        return Outputs(values=self.values[part.rows] if part.rows else self.values[:1, :1])
+
+
+def teach(learns: CriticUpdate, critic: FakeCritic, rows: list[int]) -> None:
+    fake: Backend = critic  # type: ignore[assignment]
+    learns.wrap_loss(fake, lambda *_: torch.zeros(()), critic.parts, rows)
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[3, 1], [0], [], [5, 2, 4]]])
+def test_every_sampled_token_of_a_scored_row_counts_the_same_in_any_split(split: list[list[int]]) -> None:
+    learns, x = critic_update(ALONE, inputs(), CriticConfig(clip=0.2)), inputs().padded()
+    assert learns is not None and x.values is not None
+    now = PACKED.pad_all(learns.values) + torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    critic = FakeCritic(torch.where(x.mask, now, 7e7), [micro(rows) for rows in split])
+    teach(learns, critic, list(range(ROWS)))
+
+    mask = x.mask.clone()
+    mask[3] = False
+    _, returns = gae(x.token_rewards, x.values, mask, 0.9, 0.8)
+    losses = []
+    for row, t in mask.nonzero().tolist():
+        v, old, target = now[row, t].item(), x.values[row, t].item(), returns[row, t].item()
+        kept = old + min(max(v - old, -0.2), 0.2)
+        losses.append(0.5 * max((v - target) ** 2, (kept - target) ** 2))
+    assert torch.stack(learns.losses).sum().item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert critic.values.grad is not None
+    assert critic.values.grad[mask].any()
+    assert not critic.values.grad[~mask].any()
+
+
+def test_a_shared_critic_adds_its_weighted_loss_and_takes_it_out_of_the_report() -> None:
+    learns = critic_update(ALONE, inputs(), CriticConfig(shared=True, value_coef=0.25))
+    assert learns is not None
+    parts = [micro([0, 1]), micro([2, 4])]
+    critic = FakeCritic(torch.ones(ROWS, WIDTH), parts)
+    joined = learns.wrap_loss(None, lambda number, _: torch.tensor(10.0 + number), parts, [0, 1, 2, 4])
+    total = sum(joined(number, critic.outputs(part)).item() for number, part in enumerate(parts))
+    assert sum(learns.losses) > 0.1
+    assert total == pytest.approx(21.0 + 0.25 * torch.stack(learns.losses).sum().item(), rel=1e-6)
+    assert total - learns.shared_loss() == pytest.approx(21.0, rel=1e-6)
+
+
+def test_a_critic_of_its_own_leaves_the_policy_loss_alone() -> None:
+    learns = critic_update(ALONE, inputs(), CriticConfig())
+    assert learns is not None
+    parts = [micro([0, 1])]
+
+    def policy_loss(number: int, outputs: Outputs) -> Tensor:
+        return torch.tensor(3.0)
+
+    fake: Backend = FakeCritic(torch.ones(ROWS, WIDTH), parts)  # type: ignore[assignment]
+    assert learns.wrap_loss(fake, policy_loss, parts, [0, 1]) is policy_loss
+    assert learns.shared_loss() == 0.0
+
+
+def test_metrics_are_over_the_values_before_the_step() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        learns = critic_update(ALONE, inputs(), CriticConfig())
+        assert learns is not None
+        parts = [micro([0, 1, 2, 3, 4, 5])]
+        for _ in range(2):
+            teach(learns, FakeCritic(torch.ones(ROWS, WIDTH), parts), list(range(ROWS)))
+        metrics = learns.metrics()
+    finally:
+        dist.destroy_process_group()
+    values, returns = learns.values[learns.mask].double(), learns.returns[learns.mask].double()
+    assert not PACKED.pad_all(learns.mask)[3].any()
+    assert metrics["critic/values_mean"] == pytest.approx(values.mean().item(), rel=1e-5)
+    assert metrics["critic/returns_mean"] == pytest.approx(returns.mean().item(), rel=1e-5)
+    variances = [((y - y.mean()) ** 2).mean().item() for y in (returns - values, returns)]
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - variances[0] / variances[1], rel=1e-5)
+    assert metrics["critic/grad_norm"] == 2.5
+    assert metrics["critic/loss"] == pytest.approx(torch.stack(learns.losses).sum().item() / 2)
+
+
+class Diverging:
+    def step(self, *_: object) -> tuple[float, float]:
+        raise TrainingDiverged("loss nan")
+
+
+def test_a_critic_that_diverges_is_named() -> None:
+    learns = critic_update(ALONE, inputs(), CriticConfig())
+    assert learns is not None
+    fake: Backend = Diverging()  # type: ignore[assignment]
+    with pytest.raises(TrainingDiverged, match="critic: loss nan"):
+        learns.wrap_loss(fake, lambda *_: torch.zeros(()), [micro([0])], [0])
+
+
+def test_without_a_critic_there_is_no_lesson() -> None:
+    assert critic_update(ALONE, inputs(), None) is None
+
+
+def test_the_policy_s_schedule_leaves_out_the_critic_s_warm_up() -> None:
+    config = load_config("calculator-gae", ["critic.warmup_steps=10", "trainer.schedule=linear", "trainer.steps=50"])
+    factor = learning_rate_factor(policy_training(config))
+    taken = (50 - 10) * config.trainer.minibatches
+    assert factor(0) == 1.0
+    assert factor(taken // 2) == 0.5
+    assert factor(taken) == 0.0
+
+
+def test_a_critic_of_its_own_has_its_own_numbers_and_the_trainer_s_for_the_rest() -> None:
+    trainer = TrainerConfig(learning_rate=1.0, schedule="linear", warmup_steps=9, grad_clip=3.0, beta2=0.7, steps=20)
+    critic = CriticConfig(learning_rate=0.5, schedule="cosine", lr_warmup_steps=4, grad_clip=0.1)
+    got = critic_training(trainer, critic)
+    assert (got.learning_rate, got.schedule, got.warmup_steps, got.grad_clip) == (0.5, "cosine", 4, 0.1)
+    assert (got.beta2, got.steps) == (0.7, 20)
+
+
+LENGTHS = (100, 60, 40)
+QWEN = SimpleNamespace(  # Qwen2.5-0.5B
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=151936,
+)
+
+
+def batch() -> Batch:
+    headers = [SimpleNamespace(tokens=n, baseline=False, prompt_tokens=0, prompt=n) for n in LENGTHS]
+    plan = [MiniBatch(ranks=[[[0]], [[1, 2]]], rows=[0, 1, 2])]
+    return Batch(step=0, headers=headers, plan=plan, rows={})  # type: ignore[arg-type]
+
+
+def models(**others: Any) -> Models:
+    policy = SimpleNamespace(row_cost=row_cost_of(QWEN))
+    return Models(policy, **dict.fromkeys(others, policy))  # type: ignore[arg-type]
+
+
+def flops(them: Models, *, epochs: int = 1, trains_policy: bool = True, recomputes: bool = False) -> float:
+    return model_flops(them, batch(), epochs=epochs, trains_policy=trains_policy, recomputes=recomputes)
+
+
+def test_it_is_six_times_the_weights_per_token_and_attention() -> None:
+    """Against the model's published size: 357.9 M parameters beside the embeddings, which are the last layer too."""
+    added = 24 * (2 * 896 + (14 + 2 * 2) * 64) + 896  # norms and biases, which multiply nothing
+    parameters = 357_898_112 - added + 896 * 151936
+    attention = 12 * 24 * 14 * 64 * sum(n * n for n in LENGTHS) // 2  # 12 L H Q T, of which the causal mask leaves half
+    assert flops(models()) == 6 * parameters * sum(LENGTHS) + attention
+
+
+def test_every_pass_counts() -> None:
+    one = flops(models()) / 3  # a forward pass
+    assert flops(models(), epochs=2) == pytest.approx(6 * one)
+    assert flops(models(), recomputes=True) == pytest.approx(4 * one)
+    assert flops(models(), trains_policy=False) == pytest.approx(one)
+    assert flops(models(reference=True)) == pytest.approx(4 * one)
+    assert flops(models(critic=True)) == pytest.approx(7 * one)
+
+
+def test_mfu_is_a_share_of_a_known_peak_and_absent_without_one() -> None:
+    metrics = {"compute/model_flops": 4 * 989.4e12, "time/update_s": 2.0}
+    rates = compute_rates(metrics, 4, "NVIDIA H200", "bfloat16")
+    assert rates == {"compute/tflops_per_s": pytest.approx(494.7), "compute/mfu": pytest.approx(0.5)}
+    assert "compute/mfu" not in compute_rates(metrics, 4, "cpu", "bfloat16")
+    assert "compute/mfu" not in compute_rates(metrics, 4, "NVIDIA H200", "float32")
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GH200 480GB", 989.4e12),
+        ("NVIDIA L40", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(device: str, peak: float | None) -> None:
+    assert peak_flops(device, "bfloat16") == peak

@@ -1,0 +1,345 @@
+"""A rank's memory and profiles, the engines' loads, and the queue's depth."""
+
+import asyncio
+import gzip
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+from rl_async.errors import EngineLost, OutOfMemory
+from rl_async.messages import EngineList, EngineRecord, StatusReport, Version
+from rl_async.process.run_files import DeviceBudget, Holder, Phase, Stage
+from rl_async.rollout_server.api import EngineLoad, EngineTokens
+from rl_async.trainer import monitoring
+from rl_async.trainer.monitoring import (
+    STAGES,
+    DeviceMeter,
+    EngineLoads,
+    HostMeter,
+    MemoryWatch,
+    Observation,
+    QueueDepth,
+    StepProfiler,
+    engine_metrics,
+)
+from rl_async.trainer.profile_request import traces, write_request
+
+MIB = 1 << 20
+
+
+def budget(**limits: int) -> tuple[DeviceBudget, Holder]:
+    stages: dict[Stage, dict[str, int]] = {
+        stage: {"runtime": 1, "activations": limits.get(stage, 1 << 40)} for stage in STAGES
+    }
+    holder = Holder("trainer-0", "trainer", stages)  # type: ignore[arg-type]
+    return DeviceBudget("cpu", None, None, (holder,)), holder
+
+
+def fill(mib: int) -> None:
+    np.ones(mib * MIB, dtype=np.uint8)
+
+
+def test_a_peak_is_that_since_the_reset() -> None:
+    meter = HostMeter()
+    meter.reset()
+    before = meter.peak()
+    fill(300)
+    assert meter.peak() - before > 250 * MIB
+    meter.reset()
+    assert abs(meter.peak() - before) < 50 * MIB
+
+
+def test_a_peak_that_cannot_be_forgotten_is_no_error(tmp_path: Path) -> None:
+    HostMeter(tmp_path / "hidden").reset()
+
+
+def test_a_device_that_changes_hands_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 100 bytes: the trainer has 60 at most and goes, then an engine has 70."""
+    own = most = others = 0
+    for name, value in {
+        "get_memory_info": lambda device: (100 - own - others, 100),
+        "memory_reserved": lambda device: own,
+        "max_memory_reserved": lambda device: most,
+        "reset_peak_memory_stats": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    meter = DeviceMeter("cuda:0")
+    own, most, others = 50, 50, 5
+    meter.reset()
+    most, others = 60, 10
+    assert meter.peak() == 70, "both are there"
+    own, others = 2, 70
+    assert meter.peak() == 65
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_each_stage_has_its_own_peak() -> None:
+    watch = MemoryWatch("cpu", budget(train=7))
+    watch.at("waiting for a batch")
+    watch.at("training")
+    fill(300)
+    watch.at("publishing")
+    watch.at("reporting")
+    found = watch.metrics()
+    assert found["memory/train_peak_bytes"] - found["memory/rollout_peak_bytes"] > 250 * MIB
+    assert found["memory/train_peak_bytes"] - found["memory/gather_peak_bytes"] > 250 * MIB
+    assert found["memory/train_budget_bytes"] == 8
+    assert found["memory/host_peak_bytes"] >= found["memory/train_peak_bytes"]
+    watch.at("waiting for a batch")
+    assert watch.metrics()["memory/train_peak_bytes"] == 0, "of this step"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_a_budget_there_are_only_peaks() -> None:
+    watch = MemoryWatch("cpu", None)
+    watch.at("waiting for a batch")
+    found = watch.metrics()
+    assert found["memory/rollout_peak_bytes"] > MIB and not [name for name in found if name.endswith("budget_bytes")]
+
+
+def test_more_than_planned_is_told_once_with_stage_and_key(caplog: pytest.LogCaptureFixture) -> None:
+    watch = MemoryWatch("cpu", budget(train=MIB))
+    with caplog.at_level(logging.WARNING, "rl_async.trainer"):
+        for _ in range(2):
+            watch.at("waiting for a batch")
+            watch.at("training")
+            watch.at("publishing")
+    [warning] = caplog.messages
+    assert "'train'" in warning and "trainer.max_tokens_per_microbatch" in warning
+
+
+def test_a_failed_allocation_is_explained_and_nothing_else() -> None:
+    watch = MemoryWatch("cpu", budget(train=MIB))
+    watch.at("training")
+    with pytest.raises(OutOfMemory, match=r"'train'.*trainer\.max_tokens_per_microbatch"), watch.explained():
+        torch.empty(1 << 50, dtype=torch.uint8)
+    with pytest.raises(OutOfMemory, match="No budget"), MemoryWatch("cpu", None).explained():
+        np.empty(1 << 50, dtype=np.uint8)
+    with pytest.raises(RuntimeError, match="shape"), watch.explained():
+        torch.ones(2).view(3)
+
+
+PHASES: tuple[Phase, ...] = ("waiting for a batch", "training", "reporting")
+
+
+def work(profiler: StepProfiler, step: int) -> None:
+    for phase in PHASES:
+        profiler.at(step, phase)
+        if phase == "training":
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def names(file: Path) -> set[str]:
+    return {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(file.name for file in traces(run))
+
+
+def test_a_step_of_the_config_is_recorded_with_its_phases(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, 1, [1, 3], "cpu")
+    for step in range(4):
+        work(profiler, step)
+        assert len(traces(tmp_path)) == (step > 1), "it is there from the next step on"
+    profiler.close()
+    assert steps(tmp_path) == ["step-000001-rank1.json.gz", "step-000003-rank1.json.gz"]
+    assert {*PHASES, "aten::mm"} <= names(min(traces(tmp_path)))
+
+
+def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, 0, [], "cpu")
+    work(profiler, 0)
+    profiler.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_is_answered_once_with_the_next_steps(tmp_path: Path) -> None:
+    write_request(tmp_path, 1)  # of an earlier process
+    profiler = StepProfiler(tmp_path, 0, [], "cpu")
+    work(profiler, 4)
+    assert steps(tmp_path) == []
+    write_request(tmp_path, 2)
+    for step in range(5, 9):
+        work(profiler, step)
+    assert steps(tmp_path) == ["step-000005-rank0.json.gz", "step-000006-rank0.json.gz"]
+    write_request(tmp_path, 1)
+    work(profiler, 9)
+    profiler.close()
+    assert steps(tmp_path)[2:] == ["step-000009-rank0.json.gz"]
+    assert not [file for file in (tmp_path / "profiles").iterdir() if file.name.startswith(".")]
+
+
+class FakeDevice:
+    """What torch.cuda offers, noting the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.memory = self.nvtx = self
+
+    def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+        self.calls.append(f"record {enabled}")
+
+    def _dump_snapshot(self, file: str) -> None:
+        self.calls.append("dump")
+        Path(file).write_bytes(b"allocations")
+
+    def range_push(self, name: str) -> None:
+        self.calls.append(f"push {name}")
+
+    def range_pop(self) -> None:
+        self.calls.append("pop")
+
+
+def test_on_a_device_allocations_are_written_and_phases_are_ranges_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: {"cuda": device}[name])
+    monkeypatch.setattr(monitoring, "supported_activities", lambda: {ProfilerActivity.CPU})
+    profiler = StepProfiler(tmp_path, 0, [1], "cuda")
+    ranges = [call for phase in PHASES for call in (f"push {phase}", "pop")]
+    for step in range(3):
+        work(profiler, step)
+    profiler.close()
+    assert device.calls == [*ranges, "record all", *ranges, "dump", "record None", *ranges]
+    assert steps(tmp_path) == ["step-000001-rank0.json.gz"]
+    assert (tmp_path / "profiles" / "step-000001-rank0.memory.pickle").read_bytes() == b"allocations"
+    assert set(PHASES) <= names(min(traces(tmp_path)))
+
+
+def load(running: int, sampled: int = 0, *, looked_up: int = 0, found: int = 0, preemptions: int = 0) -> EngineLoad:
+    tokens = EngineTokens(prompt=2 * sampled, sampled=sampled, looked_up=looked_up, found=found)
+    return EngineLoad(running=running, waiting=1, cache_usage=running / 10, preemptions=preemptions, tokens=tokens)
+
+
+def test_state_is_summed_and_what_happened_is_divided_by_the_time() -> None:
+    before = Observation(10.0, {"a": load(1, 100, looked_up=50, found=10), "b": load(2, 10)})
+    now = Observation(12.0, {"a": load(3, 140, looked_up=90, found=30, preemptions=2), "b": load(5, 30)})
+    assert engine_metrics(before, now) == {
+        "engine/answering": 2,
+        "engine/running": 8,
+        "engine/waiting": 2,
+        "engine/cache_usage": pytest.approx(0.4),
+        "engine/preemptions": 2,
+        "engine/prompt_tokens_per_s": 60,
+        "engine/sampled_tokens_per_s": 30,
+        "engine/prefix_hit_rate": 0.5,
+    }
+
+
+def test_an_engine_that_was_not_there_before_counts_in_the_state_alone() -> None:
+    found = engine_metrics(
+        Observation(0.0, {"a": load(1, 10)}), Observation(2.0, {"a": load(1, 12), "b": load(1, 999)})
+    )
+    assert (found["engine/running"], found["engine/sampled_tokens_per_s"]) == (2, 1)
+    assert "engine/sampled_tokens_per_s" not in engine_metrics(Observation(0.0, {}), Observation(1.0, {"a": load(1)}))
+    assert engine_metrics(Observation(0.0, {}), Observation(1.0, {})) == {}
+
+
+def test_an_engine_that_counts_nothing_has_a_state_and_no_rates() -> None:
+    bare = EngineLoad(running=1, waiting=0, cache_usage=0.5)
+    found = engine_metrics(Observation(0.0, {"a": bare}), Observation(1.0, {"a": bare}))
+    assert found.keys() == {"engine/answering", "engine/running", "engine/waiting", "engine/cache_usage"}
+
+
+class Engine:
+    """Answers when it is told to, or is lost."""
+
+    def __init__(self, answered: threading.Event | None) -> None:
+        self._answered = answered
+
+    async def load(self) -> EngineLoad:
+        if self._answered is None:
+            raise EngineLost("gone")
+        await asyncio.to_thread(self._answered.wait, 10)
+        return load(4, int(time.monotonic() * 1e6))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_step_waits_for_no_engine_and_a_lost_one_is_left_out() -> None:
+    answered, clock = threading.Event(), [100.0]
+    engines = {"slow": Engine(answered), "lost": Engine(None)}
+    records = [EngineRecord(engine_id=name, url=name, kind="embedded") for name in engines]
+    loads = EngineLoads(
+        lambda: EngineList(revision=0, published=Version(), engines=records),
+        lambda record: engines[record.url],
+        lambda: clock[0],
+    )
+    assert loads.metrics() == {} and loads.metrics() == {}, "nothing has answered"
+    answered.set()
+    assert until_metrics(loads)["engine/answering"] == 1
+    assert loads.metrics() == {}, "it is not asked again so soon"
+    clock[0] += 5.0
+    assert loads.metrics() == {}
+    assert until_metrics(loads)["engine/sampled_tokens_per_s"] > 0
+
+
+def until_metrics(loads: EngineLoads) -> dict[str, float]:
+    """The next metrics, which must come in time."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if found := loads.metrics():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("no metrics came")
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.counters: dict[str, int] = {}
+
+    def status(self) -> StatusReport:
+        return StatusReport(
+            published=Version(),
+            waiting=0,
+            leased=1,
+            ready=2,
+            reserved=0,
+            committed=0,
+            slots_used=3,
+            slots=4,
+            max_staleness=1,
+            admitted=5,
+            payload_bytes=600,
+            counters=dict(self.counters),
+            oldest_lease_s=0.0,
+            workers=1,
+            finished=False,
+        )
+
+
+def test_a_queue_short_of_bytes_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue()
+    depth = QueueDepth(queue)
+    with caplog.at_level(logging.WARNING):
+        assert depth.depth()["queue/payload_bytes"] == 600.0
+        assert not caplog.messages
+        for count in (1, 2):
+            queue.counters["short_of_bytes"] = count
+            assert depth.depth()["queue/short_of_bytes"] == count
+    (message,) = caplog.messages
+    assert "600 payload bytes" in message and "queue.max_bytes" in message
+
+
+def test_failed_attempts_are_those_since_the_step_before() -> None:
+    queue = Queue()
+    queue.counters = {"failed/EpisodeTimeout": 3, "dead_letters": 1}
+    depth = QueueDepth(queue)
+    assert depth.depth()["rollout/failed_attempts"] == 0.0
+    queue.counters = {"failed/EpisodeTimeout": 5, "failed/lost_worker": 1}
+    found = {name: value for name, value in depth.depth().items() if "failed" in name}
+    assert found == {
+        "rollout/failed_attempts": 3.0,
+        "rollout/failed_attempts/EpisodeTimeout": 2.0,
+        "rollout/failed_attempts/lost_worker": 1.0,
+    }

@@ -1,0 +1,85 @@
+"""Weights that do not fit the config are refused by name, before anything is allocated."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_async.errors import UserError
+from rl_async.model_files import INDEX
+from rl_async.trainer.model import build_headed
+from rl_async.trainer.pretrained import ONE_FILE
+from tests.unit.trainer.test_families import saved
+
+NORM = "model.layers.1.input_layernorm.weight"
+EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def with_experts_of(inner: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Make the experts of another inner size than config.json says."""
+
+    def sized(name: str, tensor: Tensor) -> Tensor:
+        if ".experts." not in name:
+            return tensor
+        rows, columns = tensor.shape
+        return (
+            torch.ones(rows, inner) if name.endswith(("down_proj.weight", "w2.weight")) else torch.ones(inner, columns)
+        )
+
+    return lambda tensors: {name: sized(name, tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("qwen3", without(NORM), NORM),
+        ("qwen3", lambda tensors: tensors | {NORM: torch.ones(63)}, NORM),
+        ("qwen3_moe", without(EXPERT), "model.layers.2.mlp.experts.gate_up_proj"),
+        ("qwen3_moe", with_experts_of(64), "model.layers.0.mlp.experts.down_proj"),
+        ("qwen3_moe", with_experts_of(16), "model.layers.0.mlp.experts.down_proj"),
+        ("mixtral", with_experts_of(200), "model.layers.0.mlp.experts.gate_up_proj"),
+        ("qwen3_moe", lambda tensors: tensors | {EXPERT: torch.ones(32, 63)}, "layers.2.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    tmp_path: Path, kind: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], named: str
+) -> None:
+    saved(kind, tmp_path)
+    build_headed(str(tmp_path), "policy")
+    save_file(change(load_file(tmp_path / ONE_FILE)), tmp_path / ONE_FILE, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.path.*{named}"):
+        build_headed(str(tmp_path), "policy")
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    file = tmp_path / "config.json"
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(UserError, match=r"model\.path.*quantization_config"):
+        build_headed(str(tmp_path), "policy")
+
+
+@pytest.mark.parametrize("index", ["{", '{"weight_map": {"x": "gone.safetensors"}}'])
+def test_an_index_that_cannot_be_followed_names_its_file(tmp_path: Path, index: str) -> None:
+    saved("qwen3", tmp_path)
+    (tmp_path / ONE_FILE).unlink()
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(UserError, match=r"model\.path.*(index|gone)"):
+        build_headed(str(tmp_path), "policy")
+
+
+def test_no_parameter_has_memory_before_it_is_filled(tmp_path: Path) -> None:
+    saved("gemma3_text", tmp_path)
+    model, _ = build_headed(str(tmp_path), "policy")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    torch.nn.Linear(2, 2).weight.sum().item()  # and modules that are made later have some
