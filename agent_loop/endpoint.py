@@ -21,7 +21,7 @@ from rl_async.agent_loop.chat_formats.format import (
     Settled,
     TooLong,
 )
-from rl_async.configs.schema.user import EndpointConfig
+from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem, Version, VersionRun

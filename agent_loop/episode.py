@@ -31,7 +31,7 @@ from rl_async.agent_loop.environments.session import Answering
 from rl_async.agent_loop.row_tokens import RowTokens, Segment, trajectories
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
 from rl_async.concurrency import gather_or_cancel, off_loop
-from rl_async.configs.derived.samples import is_baseline
+from rl_async.configs.derived import is_baseline
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import Activity, LeasedGroup, Sampling, ToolCall, Trajectory, Turn

@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.derived import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import LeasedGroup, Task, Trajectory

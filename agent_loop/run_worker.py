@@ -20,7 +20,7 @@ from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.agent_loop.tools.mcp_toolbox import forget_variables
 from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL
 from rl_async.process.http_auth import run_token

@@ -40,7 +40,7 @@ from rl_async.agent_loop.tools.tool_registry import (
     task_tools,
 )
 from rl_async.concurrency import Overdue, off_loop, within
-from rl_async.configs.derived.sandbox import CODE_TOOLS
+from rl_async.configs.derived import CODE_TOOLS
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, EnvironmentFailed, EpisodeTimeout
 from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory

@@ -22,9 +22,9 @@ from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import LibraryFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer, nested, takes_arguments_as_text
-from rl_async.configs.derived.data import files_of
-from rl_async.configs.schema.chat_formats import ChatFormatName
+from rl_async.configs.derived import files_of
 from rl_async.configs.schema.data import DataSource
+from rl_async.configs.schema.rollout import ChatFormatName
 from rl_async.errors import ConfigError, DataError
 from rl_async.files import UNDECODABLE
 from rl_async.template_tokens import TemplateTokens

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol
 
 from rl_async.agent_loop import telemetry
-from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.derived import samples_per_group
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory, by_role

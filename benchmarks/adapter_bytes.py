@@ -22,9 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.processes.command_line import parser
 from benchmarks.processes.engine_process import SingleEngineDirectory, serving
 from benchmarks.processes.trainer_arms import VOCAB, rows_of
-from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig, WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.trainer.backend import Outputs

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import PRESETS
+from rl_async.configs.schema.algorithm import PRESETS, AlgorithmConfig
 from rl_async.trainer.algorithms.correction import correct
 from rl_async.trainer.algorithms.losses import LOSSES, LossInputs, PolicyLoss, SelectInputs
 

@@ -43,7 +43,7 @@ from benchmarks.processes.busy import busy_process
 from benchmarks.processes.engine_process import serving, serving_open
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.runner import EpisodeRunner
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost
 from rl_async.launcher.plan.artifacts import needs_preparation

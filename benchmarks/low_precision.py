@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.whole_run import launch
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.launcher.runs.prepare import prepare
 
 STEPS, EDGE, DEADLINE_S = 20, 3, 900.0

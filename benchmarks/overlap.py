@@ -21,7 +21,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 ITERATIONS = 40  # of decoding per response

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.processes.command_line import parser, save
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.launcher.plan.artifacts import needs_preparation
 from rl_async.launcher.runs.prepare import prepare

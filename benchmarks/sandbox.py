@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import PYTHON
 from rl_async.sandbox.registry import make_sandbox

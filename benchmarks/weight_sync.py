@@ -37,7 +37,7 @@ from transformers import Qwen3ForCausalLM
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.engine_process import SingleEngineDirectory
 from benchmarks.processes.publishing_ranks import SYNC, TIMEOUT_S, WAYS, PublishingRanks, by, shape
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.processes.telemetry_peers import discarding_collector, scraped
 from benchmarks.processes.whole_run import DIGITS, RL_ASYNC, Arm, make_endless, our_steps, run_trl
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 
 GROUPS, GROUP_SIZE, TOKENS, TRL_THREADS = 32, 8, 32, 2
 ROUNDS = 2

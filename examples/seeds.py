@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.launcher.folder.run_folder import changes, unfinished
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))

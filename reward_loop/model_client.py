@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from rl_async.configs.schema.rollout import ServedModelConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.user import ServedModelConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
 from rl_async.reward_loop.api import ScorerFailed, ScorerUnreachable

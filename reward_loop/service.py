@@ -21,10 +21,8 @@ from typing import Self
 import msgspec
 
 from rl_async.concurrency import gather_or_cancel, to_the_end
-from rl_async.configs.derived.rewards import unbounded
-from rl_async.configs.derived.sandbox import CODE_SCORER
-from rl_async.configs.schema.reward import RewardConfig, RewardTerm
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.derived import CODE_SCORER, unbounded
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token

@@ -369,7 +369,7 @@ def by_role(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):
     """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
 
-    rule: str  # of configs/schema/correction.py's RULES
+    rule: str  # of configs/schema/algorithm.py's RULES
     start: int
     end: int
 

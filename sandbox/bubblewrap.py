@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Language
 from rl_async.sandbox.cgroup import ControlGroup, Place

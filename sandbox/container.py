@@ -11,7 +11,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import refuse_top
 from rl_async.sandbox.bubblewrap import FIRST_PROCESS, OWN_BYTES, SHARED_MEMORY_BYTES

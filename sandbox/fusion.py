@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused, refuse_top

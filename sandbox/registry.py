@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Sandbox
 from rl_async.sandbox.bubblewrap import Bubblewrap

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rl_async.concurrency import outcomes
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.files import UNDECODABLE
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
 

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.derived.models import compute_type, reference_is_base
+from rl_async.configs.derived import compute_type, reference_is_base
 from rl_async.configs.schema.algorithm import CriticConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from rl_async import tracing
 from rl_async.concurrency import gather_or_cancel, in_daemon_thread
-from rl_async.configs.schema.trainer import LoraConfig
-from rl_async.configs.schema.weight_sync import MismatchConfig
+from rl_async.configs.schema.trainer import LoraConfig, MismatchConfig
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, Generator

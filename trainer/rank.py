@@ -18,11 +18,10 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl_async import tracing
-from rl_async.configs.derived.engines import engine_traits
-from rl_async.configs.derived.transport import resolve_transport, sends_shards
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.derived import engine_traits, resolve_transport, sends_shards
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import UserError
 from rl_async.files import drop_torn_lines
 from rl_async.process.http_auth import run_token

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rl_async import tracing
-from rl_async.configs.schema.correction import RULES
+from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import TrainerReplaced, UserError
 from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file
 from rl_async.messages import Explanation, RowKey, RuleRun, Trajectory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rl_async.configs.derived.models import compute_type
+from rl_async.configs.derived import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
 from rl_async.process.run_files import Phase, beat

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from rl_async import tracing
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, JournalError
 from rl_async.files import make_durable_folder

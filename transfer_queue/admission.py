@@ -30,10 +30,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rl_async.configs.derived.code import ListedCode, listed_code
-from rl_async.configs.derived.data import Points, labels, parts, points_of, shares_by_label
-from rl_async.configs.derived.queue import slack
-from rl_async.configs.derived.samples import samples_per_group
+from rl_async.configs.derived import (
+    ListedCode,
+    Points,
+    labels,
+    listed_code,
+    parts,
+    points_of,
+    samples_per_group,
+    shares_by_label,
+    slack,
+)
 from rl_async.configs.schema.run import RunConfig
 
 Sampling = Literal["fifo", "freshest", "priority", "quota"]

@@ -19,13 +19,15 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_async.configs.derived.code import ListedCode, code_problem, listed_code
-from rl_async.configs.derived.data import (
+from rl_async.configs.derived import (
     GENERATED_PREFIX,
+    ListedCode,
+    code_problem,
     eval_parts,
     files_of,
     label_of,
     labels,
+    listed_code,
     parts,
     points_of,
     shares_at,

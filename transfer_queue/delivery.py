@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rl_async import messages as m
-from rl_async.configs.derived.code import code_problem
+from rl_async.configs.derived import code_problem
 from rl_async.errors import DataError
 from rl_async.messages import Done, Refused, Task
 from rl_async.transfer_queue import transitions as t

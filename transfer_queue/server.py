@@ -28,9 +28,9 @@ from urllib.parse import urlsplit
 import zmq
 
 from rl_async import messages as m
-from rl_async.configs.derived.queue import is_loopback, slack
-from rl_async.configs.nearest import nearest
+from rl_async.configs.derived import is_loopback, slack
 from rl_async.configs.schema.queue import QueueConfig, QueueLimits
+from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Task, Version

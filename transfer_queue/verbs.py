@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.configs.derived.rewards import unbounded
+from rl_async.configs.derived import unbounded
 from rl_async.errors import ProtocolError
 from rl_async.messages import Lease, Leased
 from rl_async.transfer_queue import store as observe

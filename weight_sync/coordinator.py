@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.fleet import Fleet, NoteStage, Weights

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_async.concurrency import Overdue, in_daemon_thread, opened_in_thread, to_the_end, within
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import wave

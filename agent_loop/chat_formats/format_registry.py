@@ -13,8 +13,7 @@ from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, installed
 from rl_async.agent_loop.chat_formats.mistral import CALLS, MistralFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import LIBRARY_NAMES, AgentConfig, ChatFormatName
 from rl_async.errors import ConfigError
 from rl_async.files import DAMAGE, GENERATION_CONFIG
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message, TooLong
-from rl_async.configs.schema.rollout import RolloutConfig
+from rl_async.configs.schema.rollout import RolloutConfig, SpeakerConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.user import SpeakerConfig
 from rl_async.errors import EnvironmentFailed
 from rl_async.messages import Sampling
 from rl_async.reward_loop.api import ScorerFailed

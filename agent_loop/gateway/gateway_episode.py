@@ -43,8 +43,7 @@ from rl_async.agent_loop.gateway.responses import KeptResponses
 from rl_async.agent_loop.row_tokens import trajectories
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.concurrency import off_loop
-from rl_async.configs.derived.engines import follows_json_schemas
-from rl_async.configs.derived.rewards import unbounded
+from rl_async.configs.derived import follows_json_schemas, unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, RequestRefused, SchemaRejected

@@ -20,7 +20,7 @@ import msgspec
 from rl_async.agent_loop.chat_formats.format import CannotBridge, ChatFormat, Message, ParsedCall, TooLong
 from rl_async.agent_loop.gateway.chat import ASSISTANT, ChatMessage, FunctionCall, answered, history_keys
 from rl_async.agent_loop.row_tokens import RowTokens, Segment
-from rl_async.configs.schema.chat_formats import PastReasoning
+from rl_async.configs.schema.rollout import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 

@@ -38,8 +38,8 @@ from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.agent_loop.run_worker import cancel_on_signals
 from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.concurrency import off_loop
-from rl_async.configs.checks.gateway import gateway_problem
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.checks import gateway_problem
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import (

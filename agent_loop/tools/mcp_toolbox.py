@@ -23,8 +23,8 @@ import msgspec
 
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, failed
 from rl_async.concurrency import gather_or_cancel, to_the_end
-from rl_async.configs.derived.mcp import PASSED, argv_of, secret_variables
-from rl_async.configs.schema.mcp import McpServerConfig
+from rl_async.configs.derived import PASSED, argv_of, secret_variables
+from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 
 SAID_BYTES = 4096  # at the end of a log, where a server's last line is looked for

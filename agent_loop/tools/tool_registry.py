@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.tools.mcp_toolbox import FIRST_PAUSE_S, McpToolbox, mcp_servers
 from rl_async.agent_loop.tools.tool import CallableTool, Tool
-from rl_async.configs.derived.code import code_problem, listed_code
+from rl_async.configs.derived import code_problem, listed_code
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.launcher.capacity.costs import measure
 from rl_async.launcher.capacity.planner import RunComparison, validate
 

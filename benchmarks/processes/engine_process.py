@@ -12,7 +12,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.planning import plan
 from rl_async.launcher.plan.ports import PortWish, assign_ports

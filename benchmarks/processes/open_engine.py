@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.process.http_auth import Access, App, Receive, RequireToken, Scope, Send, run_token
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore

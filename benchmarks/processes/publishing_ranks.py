@@ -13,7 +13,7 @@ import msgspec
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, lengths
 from rl_async.weight_sync.protocol import TransportName
 from rl_async.weight_sync.ranks.outlet import Outlet

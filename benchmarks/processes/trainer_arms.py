@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.trainer.packing import Tensors, collate, empty_tensors

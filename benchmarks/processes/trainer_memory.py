@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.ranks import run_ranks
 from benchmarks.processes.trainer_arms import resident, rows_of
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
 from rl_async.trainer import rank as trainer_process  # what a rank imports

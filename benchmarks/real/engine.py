@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engines import BareClient, rate
 from benchmarks.processes.engine_process import serving
 from benchmarks.real.setting import Setting
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.messages import Sampling
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.processes.whole_run import DIGITS, INSTALL, Arm, Used, make_endless, our_steps, run_trl
 from benchmarks.real.setting import Setting
 from rl_async.agent_loop.toy_tasks import make_data
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.launcher.plan.machine import plan_here
 
 PRESET = "smollm2"

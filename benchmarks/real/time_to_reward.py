@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.processes.whole_run import launch, run_trl
 from benchmarks.real.setting import Setting
 from benchmarks.real.steps import DEADLINE_S, PRESET, THREADS, has_trl, sums, write_lines
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.extraction import last_number
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore

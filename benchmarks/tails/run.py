@@ -16,7 +16,7 @@ from benchmarks.tails.engines import CAPACITY, MAX_BATCH, Engine
 from rl_async import messages as m
 from rl_async.agent_loop.recorded import AsRecorded
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.pool import EnginePool

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from rl_async.configs.importing.files import overridden, read_settings
-from rl_async.configs.importing.translation import Key, Translation
+from rl_async.configs.importing.translation import Key, Translation, overridden, read_settings
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
 KEYS = (

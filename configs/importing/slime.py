@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from rl_async.configs.foreign_names import ESTIMATORS
-from rl_async.configs.importing.files import flags, overridden, resolve_references
-from rl_async.configs.importing.translation import Key, Translation
+from rl_async.configs.importing.translation import Key, Translation, flags, overridden, resolve_references
+from rl_async.configs.suggestions import ESTIMATORS
 
 KEYS = (
     Key("hf-checkpoint", "model.path"),

@@ -2,8 +2,17 @@
 
 from pathlib import Path
 
-from rl_async.configs.importing.files import calls, flags, overridden, read_settings, resolve_references
-from rl_async.configs.importing.translation import Key, Translation, Values, our_default
+from rl_async.configs.importing.translation import (
+    Key,
+    Translation,
+    Values,
+    calls,
+    flags,
+    our_default,
+    overridden,
+    read_settings,
+    resolve_references,
+)
 
 KEYS = (
     Key("model_name_or_path", "model.path"),  # of ModelConfig, which TRL's scripts read from the same file

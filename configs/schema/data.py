@@ -1,11 +1,14 @@
-"""Sections `model` and `data`: the model that a run starts from, and the tasks it trains on."""
+"""Sections `model`, `data`, `finetune` and `warm_start`: the model that a run starts from, and what it learns from.
+
+``rl-async sft`` fine-tunes on conversations (`finetune`); `warm_start` makes the model of a preset.
+"""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Positive, doc
+from rl_async.configs.base import Config, Count, Fraction, Positive, doc
 from rl_async.extraction import Extraction
 
 ComputeType = Literal["float32", "bfloat16"]
@@ -82,3 +85,76 @@ class DataConfig(Config, frozen=True):
             "false: only what agent.loop and agent.tools name."
         ),
     ] = False
+
+
+class FinetuneConfig(Config, frozen=True):
+    """Fine-tuning on the conversations in data.path, measured on those in data.eval_path.
+
+    Ranks, token budget, checkpoints and AdamW's betas come from the section trainer.
+    """
+
+    out: Annotated[
+        str,
+        doc("New folder for the model. Checkpoints and metrics go into OUT.run beside it."),
+    ]
+    epochs: Annotated[Positive, doc("Passes over the conversations.")] = 1
+    batch_size: Annotated[Positive, doc("Conversations per step, over all ranks.")] = 32
+    steps: Annotated[Count, doc("Stop after this many steps; 0: after the epochs.")] = 0
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-5
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], doc("Learning rate after warm-up; linear and cosine fall to 0.")
+    ] = "cosine"
+    warmup: Annotated[Fraction, doc("Share of the steps during which the learning rate rises.")] = 0.03
+    held_out: Annotated[
+        Fraction, doc("Share of the conversations held out to measure the loss on, if data.eval_path is null; 0: none.")
+    ] = 0.05
+    eval_every: Annotated[
+        Count, doc("Steps between measurements on the held-out conversations; 0: only before and after.")
+    ] = 50
+    max_tokens: Annotated[Count, doc("Longest conversation, in tokens; 0: as long as the model's positions go.")] = 0
+    too_long: Annotated[
+        Literal["refuse", "skip"], doc("Longer conversations are an error, or are skipped and counted.")
+    ] = "refuse"
+
+
+class PretrainedConfig(Config, frozen=True):
+    """A pretrained model to fine-tune on the demonstrations, as ``rl-async sft`` does."""
+
+    path: Annotated[
+        str,
+        doc("A folder, an id of the Hub (OWNER/NAME), a GGUF file, or package:NAME, an installed package with one."),
+    ]
+    epochs: Annotated[Positive, doc("Passes over the demonstrations.")] = 1
+    batch_size: Annotated[Positive, doc("Demonstrations per step, over all ranks.")] = 32
+    learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate of AdamW.")] = 1e-5
+
+
+class WarmStartConfig(Config, frozen=True):
+    """Trains a tokenizer and a tiny model on demonstrations, until greedy reward reaches ``gate``.
+
+    With ``pretrained`` that model is fine-tuned on them instead.
+    """
+
+    demos_path: Annotated[str, doc("Demonstrations: a `messages` column of chat messages.")]
+    out: Annotated[
+        str, doc("Folder of the model that it makes if model.path is the same and missing; empty: makes none.")
+    ] = ""
+    pretrained: Annotated[
+        PretrainedConfig | None, doc("The model to fine-tune; null: makes a tiny one, by the keys below.")
+    ] = None
+    learning_rate: Annotated[
+        float, Meta(gt=0, description="Of AdamW after 30 steps of warm-up; halved when greedy reward stops rising.")
+    ] = 3e-3
+    batch_size: Annotated[Positive, doc("Demonstrations per step.")] = 48
+    max_steps: Annotated[Positive, doc("Fail after this many steps without reaching gate.")] = 1500
+    min_steps: Annotated[Count, doc("Steps before the first check.")] = 200
+    check_every: Annotated[Positive, doc("Steps between checks of greedy reward.")] = 50
+    gate: Annotated[Fraction, doc("Stop when greedy reward on held-out tasks reaches this.")] = 0.9
+    gate_tasks: Annotated[Positive, doc("Held-out tasks per check.")] = 64
+    hidden_size: Annotated[Positive, doc("Width of the tiny model.")] = 64
+    layers: Annotated[Positive, doc("Layers of the tiny model.")] = 2
+    experts: Annotated[
+        Count, doc("Experts in each layer of the tiny model, two of them for each token; 0: one MLP for all tokens.")
+    ] = 0
+    vocab_size: Annotated[Positive, doc("Largest size of the tokenizer trained on the demonstrations.")] = 200
+    seed: Annotated[int, doc("Seed of the tiny model and of the demonstrations' order.")] = 0

@@ -1,15 +1,130 @@
-"""Sections `agent` and `rollout`: how episodes are played, and the engines that sample them."""
+"""Sections `agent`, `rollout` and `eval.endpoint`: how episodes are played, by which engines, and with whom.
 
-from typing import Annotated, Any, Literal
+Also the names of the chat formats, which the registry in ``agent_loop/chat_formats`` makes, the MCP servers whose tools
+the model may call (`agent.mcp`), and the language models that other servers have: users, opponents, endpoints.
+"""
+
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
-from rl_async.configs.schema.chat_formats import ChatFormatName, PastReasoning
-from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.user import SpeakerConfig, UserConfig
+
+# Those of the package renderers, in the order in which `auto` tries them: of formats that print the same, the first.
+LibraryName = Literal[
+    "qwen3",
+    "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
+    "llama-3",
+    "glm-4.5",
+    "glm-5",
+    "glm-5.1",
+    "glm-5.3",
+    "deepseek-v3",
+    "deepseek-r1",
+    "kimi-k2",
+    "kimi-k2.5",
+    "minimax-m2",
+    "gemma4",
+    "nemotron-3",
+    "nemotron-3-ultra",
+    "nemotron-3.5",
+]
+LIBRARY_NAMES: tuple[LibraryName, ...] = get_args(LibraryName)
+
+PastReasoning = Literal["keep", "strip", "split"]
+ChatFormatName = Literal["auto", "plain", "hermes", "gpt-oss", "mistral"] | LibraryName
+
+
+class McpServerConfig(Config, frozen=True):
+    """A server that is started by its ``command`` or reached at its ``url``."""
+
+    name: Annotated[
+        str, doc("Name in logs and errors, and prefix of its tools where another server has one of the same name.")
+    ] = ""
+    command: Annotated[
+        tuple[str, ...] | str,
+        doc("Program and arguments, as a list or a text that is split like one; no shell. {workspace}: a new folder."),
+    ] = ()
+    url: Annotated[str, doc("Instead of command: the address of a server with streamable HTTP.")] = ""
+    env: Annotated[
+        dict[str, str], doc("Variables for the command, which gets PATH, HOME, USER and TERM of ours besides.")
+    ] = msgspec.field(default_factory=dict)
+    env_from: Annotated[
+        tuple[str, ...], doc("Variables of the environment to pass on to the command, such as keys; stored nowhere.")
+    ] = ()
+    headers_from: Annotated[
+        dict[str, str],
+        doc("HTTP headers for url, each with the NAME of the environment variable that holds its value."),
+    ] = msgspec.field(default_factory=dict)
+    allow: Annotated[tuple[str, ...], doc("The tools to offer, by the server's names for them; empty: all.")] = ()
+    scope: Annotated[
+        Literal["episode", "worker"],
+        doc("Who shares a session: nobody, each episode gets its own; or all episodes of an agent worker."),
+    ] = "episode"
+    start_timeout_s: Annotated[Seconds, doc("Deadline for a session to begin, the command's start included.")] = 60.0
+
+
+class ServedModelConfig(Config, frozen=True, kw_only=True):
+    """How a language model behind an OpenAI-compatible URL is asked."""
+
+    api_key_env: Annotated[
+        str, doc("NAME of the environment variable with the API key, which is stored nowhere; empty: no key.")
+    ] = ""
+    extra_body: Annotated[
+        dict[str, Any], doc("Further keys of the request; null removes one, e.g. {max_tokens: null}.")
+    ] = msgspec.field(default_factory=dict)
+    timeout_s: Annotated[Seconds, doc("Deadline of one message, retries included.")] = 60.0
+    attempts: Annotated[Positive, doc("Requests per message: 429, 5xx and lost connections are retried.")] = 4
+    backoff_s: Annotated[Seconds, doc("Pause before the second attempt; doubles each time.")] = 1.0
+    max_concurrent: Annotated[Positive, doc("Concurrent requests per worker.")] = 64
+
+
+class EndpointConfig(ServedModelConfig, frozen=True, kw_only=True):
+    """A model that is evaluated where it is served. Its answers have eval.temperature and rollout.max_tokens."""
+
+    url: Annotated[str, doc("Base URL of an OpenAI-compatible server, e.g. http://127.0.0.1:8000/v1.")]
+    model: Annotated[str, Meta(min_length=1, description="Name of the model at that server.")]
+    timeout_s: Annotated[Seconds, doc("Deadline of one answer, retries included.")] = 600.0
+    attempts: Annotated[Positive, doc("Requests per answer: 429, 5xx and lost connections are retried.")] = 8
+
+
+class SpeakerConfig(ServedModelConfig, frozen=True, kw_only=True):
+    """A language model that speaks: one that a server has, or the policy itself."""
+
+    url: Annotated[
+        str,
+        doc("Base URL of an OpenAI-compatible server; empty: the policy itself, and what it says here trains nothing."),
+    ] = ""
+    model: Annotated[str, doc("Name of the model at that server.")] = ""
+    temperature: Annotated[float, Meta(ge=0, description="Its sampling temperature.")] = 1.0
+    max_tokens: Annotated[Positive, doc("Most tokens of one of its messages.")] = 256
+
+
+class UserConfig(SpeakerConfig, frozen=True, kw_only=True):
+    """The model that plays users."""
+
+    system: Annotated[
+        str,
+        doc(
+            "Template of the user's role and goal: {ground_truth} and the columns of extra_info, e.g. 'You want "
+            "{wish}. Reveal it bit by bit. Write [DONE] once you have it.'"
+        ),
+    ]
+    stop: Annotated[str, Meta(min_length=1, description="The user ends the conversation by writing this.")] = "[DONE]"
+    score: Annotated[
+        str,
+        doc(
+            "Template of a last question to the user, who answers it with a number; empty: the score is 1 if the user "
+            "ended the conversation, else 0."
+        ),
+    ] = ""
+    lowest: Annotated[float, doc("The answer to score that is worth 0; a lower one is an error.")] = 0.0
+    highest: Annotated[float, doc("The answer to score that is worth 1; a higher one is an error.")] = 10.0
+
 
 UnsupportedFields = Literal["ignore", "refuse"]
 Quantization = Literal["none", "int8", "fp8"]

@@ -10,15 +10,11 @@ from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
-from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.finetune import FinetuneConfig, WarmStartConfig
+from rl_async.configs.schema.data import DataConfig, FinetuneConfig, ModelConfig, WarmStartConfig
 from rl_async.configs.schema.queue import QueueConfig
-from rl_async.configs.schema.reward import RewardConfig
-from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
-from rl_async.configs.schema.sandbox import SandboxConfig
-from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.configs.schema.user import EndpointConfig
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.reward import RewardConfig, SandboxConfig
+from rl_async.configs.schema.rollout import AgentConfig, EndpointConfig, RolloutConfig
+from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 
 
 class EvalConfig(Config, frozen=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.load.loader import load_config, load_resolved
+from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.capacity.costs import (

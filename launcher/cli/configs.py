@@ -38,7 +38,7 @@ def _list(arguments: argparse.Namespace) -> int:
     """Print every preset with the first line of its file, a comment."""
     from importlib import resources
 
-    from rl_async.configs.load.loader import preset_names
+    from rl_async.configs.load import preset_names
 
     names = preset_names()
     width = max(len(name) for name in names)
@@ -50,7 +50,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.loader import dump, load_config
+    from rl_async.configs.load import dump, load_config
     from rl_async.launcher.plan.machine import settle_here
 
     # As a run on this machine would have it: roles that are started by hand read it from the run's folder.
@@ -60,14 +60,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.fields import explain
+    from rl_async.configs.explain import explain
 
     print(explain(arguments.key))
     return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.importing.sources import SOURCES
+    from rl_async.configs.importing.importers import SOURCES
 
     print(SOURCES[arguments.source](arguments.file, arguments.overrides), end="")
     return 0

@@ -27,7 +27,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.loader import load_config
+    from rl_async.configs.load import load_config
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources.fetch import fetch_held_out, fetch_sources
 

@@ -39,7 +39,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.loader import load_config
+    from rl_async.configs.load import load_config
     from rl_async.launcher.plan.artifacts import needs_preparation
     from rl_async.launcher.sources.fetch import fetch_sources
 
@@ -136,7 +136,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load.loader import load_config
+    from rl_async.configs.load import load_config
     from rl_async.launcher.plan.artifacts import check_model_folder
     from rl_async.launcher.plan.machine import settle_here
     from rl_async.launcher.sources.fetch import model_folder

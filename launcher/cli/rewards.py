@@ -26,7 +26,7 @@ def _test(arguments: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from rl_async.configs.load.loader import load_config
+    from rl_async.configs.load import load_config
     from rl_async.launcher.runs.score_answers import report, score_answers
     from rl_async.launcher.watch.terminal import printable
 

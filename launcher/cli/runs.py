@@ -27,10 +27,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.checks.data import no_room
-    from rl_async.configs.checks.gateway import without_effect
-    from rl_async.configs.checks.reward import unrewarded
-    from rl_async.configs.load.loader import load_config
+    from rl_async.configs.checks import no_room, unrewarded, without_effect
+    from rl_async.configs.load import load_config
     from rl_async.launcher.folder.run_folder import new_run, resumed_run, unfinished
     from rl_async.launcher.plan.environments import try_environment
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers

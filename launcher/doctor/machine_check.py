@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 
 from rl_async.accelerators import accelerator_here, count_gpus
-from rl_async.configs.derived.engines import engine_traits
+from rl_async.configs.derived import engine_traits
 from rl_async.configs.engines import ENGINES
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.doctor.versions import ENGINE_PACKAGES, RANGES, TRIED, holds, untried

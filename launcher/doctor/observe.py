@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async.concurrency import gather_or_cancel
 from rl_async.configs.engines import ENGINES
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
 from rl_async.launcher.doctor.observation import (

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import EvalConfig
 from rl_async.errors import UserError
 from rl_async.evaluation import summarize_with_total

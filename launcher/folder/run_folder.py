@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from rl_async.configs.checks.rules import check
-from rl_async.configs.load.loader import dump, load_config, load_resolved
+from rl_async.configs.checks import check
+from rl_async.configs.load import dump, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import DAMAGE, make_durable_folder, replace_file

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.derived.data import GENERATED_PREFIX, eval_parts, files_of, parts
-from rl_async.configs.derived.models import warm_start_of
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.derived import GENERATED_PREFIX, eval_parts, files_of, parts, warm_start_of
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.files import DAMAGE

@@ -19,7 +19,7 @@ from typing import get_args
 
 import msgspec
 
-from rl_async.configs.derived.transport import resolve_transport, sends_shards
+from rl_async.configs.derived import resolve_transport, sends_shards
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError

@@ -4,8 +4,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from rl_async.accelerators import select_devices
-from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.derived.transport import resolve_transport
+from rl_async.configs.derived import engine_kinds, resolve_transport
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.budget import EngineMemory, Place

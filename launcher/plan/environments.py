@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.checks.gateway import plays_itself
-from rl_async.configs.derived.data import parts
+from rl_async.configs.checks import plays_itself
+from rl_async.configs.derived import parts
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
 from rl_async.installation import install_beside

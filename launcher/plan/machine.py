@@ -11,8 +11,7 @@ from typing import Any
 import rl_async
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.recorded import needed_groups
-from rl_async.configs.derived.engines import engine_traits
-from rl_async.configs.derived.models import warm_start_of
+from rl_async.configs.derived import engine_traits, warm_start_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError

@@ -6,10 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rl_async.configs.checks.megatron import data_parallel
-from rl_async.configs.derived.engines import engine_kinds
-from rl_async.configs.derived.models import reference_is_base, warm_start_of
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.checks import data_parallel
+from rl_async.configs.derived import engine_kinds, reference_is_base, warm_start_of
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError

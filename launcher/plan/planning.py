@@ -1,7 +1,7 @@
 """The plan of a run: its processes, devices and ports. Pure, so that ``--dry-run`` shows exactly what would be started.
 
 The mode determines which process uses which device. How weights travel follows from it too, in
-``configs/derived/transport.py``, and when engines sleep, in ``weight_sync/phases.py``.
+``configs/derived.py``, and when engines sleep, in ``weight_sync/phases.py``.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_async.accelerators import select_devices
-from rl_async.configs.checks.gateway import plays_itself
-from rl_async.configs.derived.engines import lent_engines
-from rl_async.configs.derived.models import warm_start_of
-from rl_async.configs.derived.queue import is_encrypted
-from rl_async.configs.derived.transport import Transport, resolve_transport
+from rl_async.configs.checks import plays_itself
+from rl_async.configs.derived import Transport, is_encrypted, lent_engines, resolve_transport, warm_start_of
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.budget import Place, engine_memory, memory_budget

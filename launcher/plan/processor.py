@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.configs.derived.engines import engine_kinds, engine_traits
-from rl_async.configs.derived.models import warm_start_of
+from rl_async.configs.derived import engine_kinds, engine_traits, warm_start_of
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl_async import tracing
-from rl_async.configs.derived.mcp import secret_variables
+from rl_async.configs.derived import secret_variables
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.ports import HOST
 from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file

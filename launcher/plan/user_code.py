@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rl_async.configs.derived.sandbox import uses_sandbox
+from rl_async.configs.derived import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
 from rl_async.launcher.plan.apart import run_apart

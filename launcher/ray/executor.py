@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rl_async.accelerators import select_devices
 from rl_async.concurrency import gather_or_cancel
-from rl_async.configs.derived.queue import is_loopback
+from rl_async.configs.derived import is_loopback
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.plan.planning import RENDEZVOUS, Plan

@@ -19,8 +19,8 @@ from rl_async.agent_loop.episode import policy_sampling
 from rl_async.agent_loop.run_worker import cancel_on_signals, played_and_scored
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.worker import AgentWorker
+from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.user import EndpointConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
 from rl_async.evaluation import failed_row
 from rl_async.launcher.folder.run_folder import create, hold_unnamed, next_folder

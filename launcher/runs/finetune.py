@@ -18,10 +18,9 @@ from rich.console import Console
 
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens, read_chats
-from rl_async.configs.derived.data import eval_parts, files_of, parts
-from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.data import DataSource
-from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.derived import eval_parts, files_of, parts
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema.data import DataSource, FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_async.configs.derived.models import warm_start_of
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.derived import warm_start_of
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
 from rl_async.process.role import role_parser, run_role

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.checks.finetune import INSTEAD
-from rl_async.configs.schema.data import DataConfig
-from rl_async.configs.schema.finetune import FinetuneConfig, PretrainedConfig, WarmStartConfig
+from rl_async.configs.checks import INSTEAD
+from rl_async.configs.schema.data import DataConfig, FinetuneConfig, PretrainedConfig, WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.files import replace_file

@@ -4,7 +4,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.errors import RlAsyncError, UserError
 from rl_async.launcher.doctor.observe import launcher_of
 from rl_async.launcher.supervise.roster import read_roster

@@ -18,7 +18,7 @@ import numpy as np
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.episode import session_of
 from rl_async.agent_loop.run_worker import played_and_scored
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.watch.trajectory_view import place_of

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from rl_async.agent_loop.chat_formats.format import said_text
-from rl_async.configs.derived.data import eval_parts, parts
+from rl_async.configs.derived import eval_parts, parts
 from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError

@@ -28,7 +28,7 @@ from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import read_demos, train_tokenizer
 from rl_async.agent_loop.tools.tool_registry import connect_servers
 from rl_async.concurrency import gather_or_cancel
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import UserError
 from rl_async.files import written_whole

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rl_async.configs.derived.data import GENERATED_PREFIX, files_of
-from rl_async.configs.derived.models import warm_start_of
+from rl_async.configs.derived import GENERATED_PREFIX, files_of, warm_start_of
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.launcher.sources import hub, modelscope

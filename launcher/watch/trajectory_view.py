@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.errors import UserError
 from rl_async.files import undamaged
 from rl_async.launcher.folder.token_texts import tokenizer_of

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async import tracing
-from rl_async.configs.derived.models import compute_type
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.derived import compute_type
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.process.http_auth import Access

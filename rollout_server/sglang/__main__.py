@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from rl_async.configs.engines.sglang import SGLANG
+from rl_async.configs.engines import SGLANG
 from rl_async.process.http_auth import RequireToken, check_token
 from rl_async.process.role import join_supervisor
 from rl_async.rollout_server.fence import LineageFence

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 from rl_async import tracing
-from rl_async.configs.engines.vllm import VLLM
+from rl_async.configs.engines import VLLM
 from rl_async.process.http_auth import check_token
 from rl_async.process.role import join_supervisor
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from rl_async.configs.engines.vllm import WEIGHT_TRANSFER
+from rl_async.configs.engines import WEIGHT_TRANSFER
 
 REST_S = 60.0  # for which the answers of the other workers are waited for once one has failed
 log = logging.getLogger("rl_async.vllm")

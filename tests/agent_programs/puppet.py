@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_async.agent_loop.chat_formats.format import CALL_END, CALL_START, render_hermes
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.files import written_whole
 from rl_async.trainer.finetune.warm_start import TokenRow, warm_start
 

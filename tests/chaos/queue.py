@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.process.kernel import ENDED, read_stat
 from tests.e2e.command import HARDLY_WARM, succeed
 from tests.support.forked import Forked

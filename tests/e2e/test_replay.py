@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.buckets import Bucket, unpack
 from rl_async.weight_sync.buckets.checksum import SUMS, checksum, checksum_like

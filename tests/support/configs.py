@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 
 

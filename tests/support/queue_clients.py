@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.transfer_queue.auth.keys import provide_keys, read_client_keys
 from rl_async.transfer_queue.auth.roles import Role
 from rl_async.transfer_queue.client import ClientSettings, QueueClient, SyncQueueClient

@@ -5,7 +5,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.weight_sync.buckets.buckets import dtype_name
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, slices, whole
 from rl_async.weight_sync.ranks.outlet import Outlet

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.fields import all_keys
-from rl_async.configs.load.loader import load_config, preset_names
+from rl_async.configs.explain import all_keys
+from rl_async.configs.load import load_config, preset_names
 from rl_async.launcher.cli.__main__ import main
 
 ROOT = Path(__file__).parents[2]

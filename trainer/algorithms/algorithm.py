@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig
-from rl_async.configs.schema.correction import RULES, Correction, resolve, rules
+from rl_async.configs.schema.algorithm import RULES, AdvantageOptions, AlgorithmConfig, Correction, resolve, rules
 from rl_async.configs.schema.formulas import advantage_needs
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -212,7 +211,7 @@ def load_correction(reference: str) -> Correct:
         rule = trial.tensor(result.rule, MASK.shape, torch.uint8, "rule as")
         if int(rule.max()) >= len(RULES):
             raise trial.error(
-                f"gave rule {int(rule.max())}; rules are indexes of RULES (configs/schema/correction.py), 0 for none"
+                f"gave rule {int(rule.max())}; rules are indexes of RULES (configs/schema/algorithm.py), 0 for none"
             )
         if (keep & ~MASK).any():
             raise trial.error("keeps tokens whose mask is false")

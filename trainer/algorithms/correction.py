@@ -1,6 +1,6 @@
 """Off-policy correction: a weight for each token, whether it trains, and metrics of both, overall and by age.
 
-``configs/schema/correction.py`` declares the options. Every rule looks at all sampled tokens of its row, regardless
+``configs/schema/algorithm.py`` declares the options. Every rule looks at all sampled tokens of its row, regardless
 of the other rules' decisions, so their order only decides which of them is named; tokens that were sampled under a
 grammar's mask are left out of the measurements. The ratio of a token is r = pi/mu. Metrics say how far the policies
 are apart, and what the rules did.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.correction import RULES, Correction, band, limits
+from rl_async.configs.schema.algorithm import RULES, Correction, band, limits
 from rl_async.trainer.algorithms.rows import Rows, by_rows, row_sums
 
 LOG_RATIO_LIMIT = 20.0  # beyond exp(20) a ratio signals numerical trouble, not a usable weight

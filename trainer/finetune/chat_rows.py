@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.schema.data import FinetuneConfig
 
 ROWS, HELD_OUT = "rows", "held-out"  # folders within the run folder
 

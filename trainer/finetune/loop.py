@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from rl_async.configs.load.loader import load_resolved
-from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema.data import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged
 from rl_async.files import append_lines, replace_file

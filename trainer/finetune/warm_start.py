@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rl_async.configs.schema.finetune import WarmStartConfig
+from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import UserError
 
 WARMUP_STEPS = 30

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from rl_async.configs.derived.queue import key_folder
+from rl_async.configs.derived import key_folder
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost, UserError
 from rl_async.process.private_folder import require_private

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl_async.configs.nearest import nearest
+from rl_async.configs.suggestions import nearest
 from rl_async.errors import UserError
 
 Role = Literal["worker", "trainer", "operator", "reader", "shard"]

@@ -28,8 +28,8 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.codec import Frame
-from rl_async.configs.derived.queue import is_loopback
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.derived import is_loopback
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.process.allocation import reuse_freed_memory

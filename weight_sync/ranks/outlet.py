@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
 from rl_async.torch_shared import give_back, to_host
 from rl_async.weight_sync.buckets.buckets import Bucket, Piece, checksum, dtype_of, layout_of, manifest, places_in, room

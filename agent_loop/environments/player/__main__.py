@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL
 from rl_async.process import guard

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_async.configs.derived.queue import is_loopback
+from rl_async.configs.derived import is_loopback
 from rl_async.configs.engines import EngineKind
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.errors import EngineError, QueueLost, UserError
 from rl_async.launcher.doctor.observation import ObservedEngine
 from rl_async.launcher.plan.ports import HOST

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_async.configs.load.loader import load_resolved
+from rl_async.configs.load import load_resolved
 from rl_async.errors import AccessDenied, QueueLost, UserError
 from rl_async.launcher.cli.queue.text import groups_text, inspection_text, trained_line, trajectory_text
 from rl_async.launcher.plan.ports import HOST

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_async.configs.schema.weight_sync import MismatchConfig
+from rl_async.configs.schema.trainer import MismatchConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.rollout_server.vllm.client import VllmEngine

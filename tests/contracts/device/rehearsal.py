@@ -18,8 +18,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.schema.trainer import TrainerConfig
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread

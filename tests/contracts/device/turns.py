@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
 from rl_async.torch_shared import give_back

@@ -15,7 +15,7 @@ from typing import Literal
 import aiohttp
 
 from rl_async.configs.engines import EngineKind
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import ClientSession
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig

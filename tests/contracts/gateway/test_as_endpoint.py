@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.user import EndpointConfig
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.gateway import Gateway
 from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
 from tests.contracts.gateway.peers import RunningGateway

@@ -14,7 +14,7 @@ import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
-from rl_async.configs.derived.engines import follows_json_schemas
+from rl_async.configs.derived import follows_json_schemas
 from rl_async.gateway import Gateway
 from tests.contracts.gateway.peers import RunningGateway
 from tests.unit.agent_loop.conftest import demos

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError
 from rl_async.launcher.plan.environments import try_environment

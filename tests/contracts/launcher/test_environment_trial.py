@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 from rl_async.launcher.plan.environments import try_environment

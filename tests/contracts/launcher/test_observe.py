@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.doctor.observe import MOST_STACK_BYTES, observe, observe_processes
 from rl_async.launcher.doctor.report import FILE, doctor, write_report

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.toy_tasks import make_data
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.launcher.plan.artifacts import SFT_FILE, Origin, needs_preparation, origin_of
 from tests.support.forked import Forked
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 from rl_async.launcher.plan.environments import try_environment
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.user_code import check_user_code

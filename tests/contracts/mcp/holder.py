@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from rl_async.agent_loop.tools.tool_registry import connect_servers
-from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 
 
 async def hold() -> None:

@@ -20,8 +20,7 @@ import pytest
 from rl_async.agent_loop.tools.mcp_toolbox import MOST_CHARACTERS, MOST_LOST, McpToolbox
 from rl_async.agent_loop.tools.tool import ToolResult
 from rl_async.agent_loop.tools.tool_registry import connect_servers
-from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 from rl_async.process.kernel import ENDED, state_of
 

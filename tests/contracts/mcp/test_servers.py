@@ -12,8 +12,7 @@ import pytest
 
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
 from rl_async.agent_loop.tools.tool_registry import connect_servers
-from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.schema.mcp import McpServerConfig
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.errors import ConfigError
 from rl_async.launcher.plan.mcp_servers import try_mcp_servers
 

@@ -7,9 +7,8 @@ import torch
 
 from rl_async.configs.importing import trl as trl_keys
 from rl_async.configs.importing import verl as verl_keys
-from rl_async.configs.importing.files import resolve_references
-from rl_async.configs.importing.translation import Values, flatten
-from rl_async.configs.load.loader import load_config, parse
+from rl_async.configs.importing.translation import Values, flatten, resolve_references
+from rl_async.configs.load import load_config, parse
 from tests.contracts.oracles.oracle import Case, Oracle
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.correction import PRESETS, REJECTIONS, Correction
+from rl_async.configs.schema.algorithm import PRESETS, REJECTIONS, Correction
 from rl_async.trainer.algorithms.correction import Corrected, correct
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 

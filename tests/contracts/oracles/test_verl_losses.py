@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions
-from rl_async.configs.schema.correction import PRESETS
+from rl_async.configs.schema.algorithm import PRESETS, Aggregation, AlgorithmConfig, LossOptions
 from rl_async.trainer.algorithms.correction import correct
 from rl_async.trainer.algorithms.losses import AGGREGATIONS, LOSSES, LossInputs, SelectInputs, count
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.rollout import RolloutConfig

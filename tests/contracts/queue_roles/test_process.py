@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig

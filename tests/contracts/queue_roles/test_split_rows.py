@@ -10,8 +10,8 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.worker import AgentWorker
-from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.configs.schema.reward import RewardConfig
+from rl_async.configs.schema.rollout import PastReasoning
 from rl_async.messages import Reserved, Task, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

@@ -10,7 +10,7 @@ import zmq
 
 from rl_async import codec
 from rl_async import messages as m
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import AccessDenied, QueueLost, RowsChanged, RowsLost

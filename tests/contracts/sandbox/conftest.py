@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import INSTALL
 from rl_async.sandbox.registry import make_sandbox

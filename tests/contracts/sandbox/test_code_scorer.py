@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm, SandboxConfig
 from rl_async.launcher.cli.__main__ import main
 from rl_async.messages import Trajectory
 from rl_async.reward_loop.api import Conversation, ScorerFailed

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Result, Sandbox, SandboxRefused, Workspace
 from rl_async.sandbox.bubblewrap import Bubblewrap
 from rl_async.sandbox.cgroup import find_place
@@ -379,7 +379,7 @@ async def test_daemons_die_with_their_program(sandbox: Sandbox) -> None:
 OWNER = """
 import asyncio, sys
 import msgspec
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.registry import make_sandbox
 
 async def main():

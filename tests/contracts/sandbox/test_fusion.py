@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import SandboxLost, SandboxRefused, Workspace
 from rl_async.sandbox.registry import make_sandbox

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rl_async.configs.schema.reward import RewardConfig, RewardTerm
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.service import RewardService
 from rl_async.sandbox.registry import make_sandbox

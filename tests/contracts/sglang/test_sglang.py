@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rl_async.configs.engines.sglang import SGLANG
+from rl_async.configs.engines import SGLANG
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.plan.planning import plan
 from rl_async.messages import Sampling, Version, VersionRun

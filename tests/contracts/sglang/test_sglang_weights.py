@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineRejected
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.connect import connect

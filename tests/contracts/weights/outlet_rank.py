@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.protocol import UpdateInfo

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.process.private_folder import SEGMENT_PREFIX, SEGMENTS, prefix_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.fields import all_keys, struct_at
+from rl_async.configs.explain import all_keys, struct_at
 from rl_async.launcher.cli.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.load.loader import dump
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import CorrectionOptions
+from rl_async.configs.load import dump
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CorrectionOptions
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

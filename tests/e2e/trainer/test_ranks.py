@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import DebugConfig, RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

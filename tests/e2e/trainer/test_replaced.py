@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import EXIT_FAILED
 from rl_async.launcher.folder.run_folder import create
 from rl_async.process.http_auth import make_tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
-from rl_async.configs.load.loader import dump, load_resolved
+from rl_async.configs.load import dump, load_resolved
 from tests.e2e import command as command_line
 from tests.e2e.command import RL_ASYNC
 from tests.support.forked import Forked

@@ -19,9 +19,8 @@ from rl_async.agent_loop.tools.tool import Tool, marked_as_cut
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.toy_tasks import make_data
 from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.chat_formats import PastReasoning
 from rl_async.configs.schema.data import DataConfig
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import AgentConfig, PastReasoning
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun

@@ -12,8 +12,8 @@ from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import Tool
+from rl_async.configs.schema.rollout import SpeakerConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.user import SpeakerConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import Task, Trajectory, by_role
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config

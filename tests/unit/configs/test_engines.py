@@ -5,9 +5,8 @@ from typing import get_args
 
 import pytest
 
-from rl_async.configs.derived.transport import Transport
-from rl_async.configs.engines import ENGINES, EngineKind
-from rl_async.configs.engines.traits import EngineTraits
+from rl_async.configs.derived import Transport
+from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.rollout_server.connect import CLIENTS
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 
 SHOP = "examples/mcp_shop.yaml"
 SMALL = ("trainer.steps=2", "model.path=models/small")  # the preset's own model may not be installed

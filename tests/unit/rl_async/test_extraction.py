@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.checks.rules import check
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.checks import check
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 from rl_async.extraction import Found, behind_reasoning, boxed, extract, trace
 

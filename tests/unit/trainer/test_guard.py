@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.algorithm import GuardConfig
 from rl_async.errors import PolicyDrifted
 from rl_async.trainer.guard import Guard, GuardAction

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_async.configs.derived.models import reference_is_base
+from rl_async.configs.derived import reference_is_base
 from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig

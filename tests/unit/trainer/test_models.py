@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_async import codec
-from rl_async.configs.schema.correction import RULES
+from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import UserError
 from rl_async.messages import Trajectory
 from rl_async.recording import read_trajectories, trained_file, write_trajectories

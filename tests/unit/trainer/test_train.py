@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.messages import ToolCall, Turn, episode_rewards
 from rl_async.trainer.train import batch_metrics, conversation_metrics, conversation_sums, publishes_after
 from tests.conftest import make_rows

@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions, ShapingConfig
-from rl_async.configs.schema.correction import PRESETS, CorrectionOptions, resolve
+from rl_async.configs.schema.algorithm import (
+    PRESETS,
+    AlgorithmConfig,
+    CorrectionOptions,
+    KlConfig,
+    LossOptions,
+    ShapingConfig,
+    resolve,
+)
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

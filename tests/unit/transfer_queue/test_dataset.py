@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_async.agent_loop.toy_tasks import make_data
-from rl_async.configs.checks.rules import check
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.checks import check
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig

@@ -10,7 +10,7 @@ import pytest
 
 from rl_async import codec
 from rl_async import messages as m
-from rl_async.configs.derived.code import ListedCode
+from rl_async.configs.derived import ListedCode
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.weight_sync.buckets.assembly import Assembler

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, Version
 from rl_async.weight_sync import coordinator as coordinator_module

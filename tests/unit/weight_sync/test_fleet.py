@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync import fleet as fleet_module

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.adapters import as_adapters

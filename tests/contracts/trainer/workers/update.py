@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
-from rl_async.configs.schema.correction import CorrectionOptions
+from rl_async.configs.schema.algorithm import AlgorithmConfig, CorrectionOptions, KlConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_async.agent_loop.chat_formats.format_registry import OWN, SYNTAXES, load_format
 from rl_async.agent_loop.chat_formats.library import INSTALL, installed
-from rl_async.configs.schema.chat_formats import LIBRARY_NAMES, ChatFormatName
-from rl_async.configs.schema.rollout import AgentConfig
+from rl_async.configs.schema.rollout import LIBRARY_NAMES, AgentConfig, ChatFormatName
 from rl_async.errors import ConfigError
 
 CALLS = (

@@ -13,8 +13,8 @@ from rl_async.agent_loop.environments.built_in import NOT_UNDERSTOOD, WISHES
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS, ToyTask
+from rl_async.configs.schema.rollout import UserConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.schema.user import UserConfig
 from rl_async.errors import ConfigError, DataError, EnvironmentFailed
 from rl_async.messages import LeasedGroup, Trajectory
 from rl_async.reward_loop.model_client import forget_api_keys

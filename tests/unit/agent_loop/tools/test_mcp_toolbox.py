@@ -32,7 +32,7 @@ from rl_async.agent_loop.tools.mcp_toolbox import (
     offers,
 )
 from rl_async.agent_loop.tools.tool import CallableTool, ToolResult, marked_as_cut
-from rl_async.configs.schema.mcp import McpServerConfig
+from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 

@@ -11,7 +11,7 @@ from rl_async.agent_loop.environments import speakers
 from rl_async.agent_loop.environments.environment_registry import ENVIRONMENTS
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool_registry import BASH, CALCULATOR, PYTHON, CodeTools
-from rl_async.configs.schema.sandbox import SandboxConfig
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.messages import Task, Trajectory
 from rl_async.sandbox.api import Language, Result, SandboxLost

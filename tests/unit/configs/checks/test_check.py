@@ -2,9 +2,8 @@
 
 import pytest
 
-from rl_async.configs.checks.gateway import gateway_problem, plays_itself, without_effect
-from rl_async.configs.checks.reward import unrewarded
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.checks import gateway_problem, plays_itself, unrewarded, without_effect
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 
 EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError
 
 REFUSED = [

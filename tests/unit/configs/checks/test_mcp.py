@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.checks.mcp import mcp
-from rl_async.configs.load.loader import from_values
+from rl_async.configs.checks import mcp
+from rl_async.configs.load import from_values
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 

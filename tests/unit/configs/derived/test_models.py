@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.derived.models import compute_type
+from rl_async.configs.derived import compute_type
 from rl_async.configs.schema.data import ModelConfig
 from rl_async.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_async.configs.derived.samples import is_baseline, samples_per_group
+from rl_async.configs.derived import is_baseline, samples_per_group
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import ADVANTAGES

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_async.configs import foreign_names
+from rl_async.configs import suggestions
+from rl_async.configs.explain import choices, field_at
 from rl_async.configs.importing import prime_rl, slime, trl, verl
-from rl_async.configs.importing.sources import SOURCES
-from rl_async.configs.load.fields import choices, field_at
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.importing.importers import SOURCES
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -187,10 +187,10 @@ def test_the_tables_name_keys_that_exist(module: object) -> None:
 
 
 def test_names_of_others_lead_to_names_that_exist() -> None:
-    assert set(foreign_names.LOSSES.values()) <= LOSSES.keys()
-    assert set(foreign_names.ADVANTAGES.values()) <= ADVANTAGES.keys()
-    assert set(foreign_names.ESTIMATORS.values()) <= set(choices("algorithm.kl.estimator"))
-    for ours in foreign_names.KEYS.values():
+    assert set(suggestions.LOSSES.values()) <= LOSSES.keys()
+    assert set(suggestions.ADVANTAGES.values()) <= ADVANTAGES.keys()
+    assert set(suggestions.ESTIMATORS.values()) <= set(choices("algorithm.kl.estimator"))
+    for ours in suggestions.KEYS.values():
         assert field_at(ours.partition(",")[0]) is not None, ours
 
 

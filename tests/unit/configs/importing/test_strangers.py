@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.importing.sources import SOURCES
+from rl_async.configs.importing.importers import SOURCES
 from rl_async.configs.importing.translation import Translation, nested
-from rl_async.configs.load.loader import parse
+from rl_async.configs.load import parse
 from rl_async.errors import ConfigError
 from rl_async.launcher.cli.__main__ import main
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rl_async.configs.importing import verl
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
 

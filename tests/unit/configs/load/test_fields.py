@@ -2,9 +2,8 @@
 
 import pytest
 
-from rl_async.configs.load.correction_text import describe
-from rl_async.configs.load.fields import all_keys, explain, field_names, struct_at
-from rl_async.configs.schema.correction import PRESETS, Correction
+from rl_async.configs.explain import all_keys, describe, explain, field_names, struct_at
+from rl_async.configs.schema.algorithm import PRESETS, Correction
 from rl_async.errors import ConfigError
 
 RELIED_ON = """

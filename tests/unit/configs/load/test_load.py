@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.derived.transport import resolve_transport
-from rl_async.configs.load.fields import all_keys, explain
-from rl_async.configs.load.loader import dump, load_config, load_resolved, preset_names
-from rl_async.configs.load.renamed import ABSENT, MOVED
+from rl_async.configs.derived import resolve_transport
+from rl_async.configs.explain import all_keys, explain
+from rl_async.configs.load import dump, load_config, load_resolved, preset_names
+from rl_async.configs.suggestions import ABSENT, MOVED
 from rl_async.errors import ConfigError
 from rl_async.extraction import extract
 

@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from rl_async.configs.checks.rules import problems
-from rl_async.configs.load.loader import load_config
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import band, limits
+from rl_async.configs.checks import problems
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.algorithm import AlgorithmConfig, band, limits
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import dump
+from rl_async.configs.load import dump
 from rl_async.errors import UserError
 from rl_async.launcher.capacity import planner
 from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.configs.engines import ENGINES
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.launcher.doctor import machine_check as s
 from rl_async.launcher.doctor.versions import RANGES, TRIED, holds, untried
 from tests.support.configs import float32_config

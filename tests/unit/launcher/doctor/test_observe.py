@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.doctor.observe import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups
 from rl_async.launcher.folder.run_folder import hold

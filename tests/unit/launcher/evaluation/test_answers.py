@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.evaluation.answers import show_evaluations
 from rl_async.messages import Trajectory, Turn

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config, load_resolved
+from rl_async.configs.load import load_config, load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.folder.run_folder import create, new_run, resumed_run, unfinished
 from rl_async.launcher.plan.artifacts import checkpoints

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import UserError
 from rl_async.launcher.capacity.costs import Device, assumed
 from rl_async.launcher.plan.memory import (

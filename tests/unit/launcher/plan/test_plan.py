@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import preset_names
+from rl_async.configs.load import preset_names
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, plan
 from rl_async.launcher.plan.ports import PortWish

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.folder.run_folder import as_settled, differences

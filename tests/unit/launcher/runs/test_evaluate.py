@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rl_async.configs.checks.rules import check
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.checks import check
+from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost, RowsLost
 from rl_async.launcher.evaluation.lines import read_lines, write_lines
 from rl_async.launcher.runs import evaluate as module

@@ -11,7 +11,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.format import TooLong
 from rl_async.agent_loop.endpoint import ATTEMPTS_TO_REACH, Endpoint, MessageLines
 from rl_async.agent_loop.episode import policy_sampling
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, EXIT_USER, ConfigError, EngineLost, QueueLost
 from rl_async.launcher.cli.__main__ import main

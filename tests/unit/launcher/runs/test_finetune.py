@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens
-from rl_async.configs.derived.data import parts
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.derived import parts
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
 from rl_async.launcher.runs.launch import check_chat, log_into, naming_deletion, unsaved
 
@@ -30,7 +30,7 @@ def test_a_chat_format_that_does_not_go_with_the_model_is_found_before_engines_s
 def test_the_launcher_of_embedded_engines_leaves_that_to_the_workers(tmp_path: Path) -> None:
     """Its command imports neither torch nor Transformers, which would take a second before anything is started."""
     program = (
-        "import sys; from pathlib import Path; from rl_async.configs.load.loader import load_config;"
+        "import sys; from pathlib import Path; from rl_async.configs.load import load_config;"
         "from rl_async.launcher.runs.launch import check_chat; import rl_async.launcher.runs.page_beside;"
         f"check_chat(load_config('calculator', ['model.path={tmp_path}']));"
         "found = {'torch', 'transformers', 'pyarrow', 'pandas'} & sys.modules.keys(); assert not found, found"

@@ -13,7 +13,7 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.runner import EpisodeRunner
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS
-from rl_async.configs.load.loader import dump, from_values
+from rl_async.configs.load import dump, from_values
 from rl_async.errors import EXIT_USER
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.runs.replay_episode import find_episode

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
 from rl_async.launcher.folder.run_folder import SOURCES, create, note_sources, resumed_run

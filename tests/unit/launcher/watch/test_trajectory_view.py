@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from rl_async.configs.load.loader import dump, load_config
+from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.watch.trajectory_view import (

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rl_async.configs.load.loader import load_config
+from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost
 from rl_async.files import last_line
 from rl_async.launcher.folder.tail import LineTail

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.checks.rules import problems
-from rl_async.configs.schema.algorithm import AlgorithmConfig
-from rl_async.configs.schema.correction import (
+from rl_async.configs.checks import problems
+from rl_async.configs.schema.algorithm import (
     PRESETS,
     REJECTIONS,
     RULES,
+    AlgorithmConfig,
     Correction,
     CorrectionOptions,
     Weight,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_async.configs.schema.finetune import FinetuneConfig
+from rl_async.configs.schema.data import FinetuneConfig
 from rl_async.trainer.finetune.chat_rows import ChatRows, batch_of, steps_per_epoch, total_steps
 from rl_async.trainer.finetune.loop import collate, is_measured, keep_lines
 

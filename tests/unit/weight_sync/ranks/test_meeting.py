@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from rl_async.concurrency import in_daemon_thread
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.ranks.meeting import followed, led

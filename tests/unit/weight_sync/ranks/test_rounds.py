@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.buckets.assembly import Assembler

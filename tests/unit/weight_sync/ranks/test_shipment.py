@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.weight_sync import WeightSyncConfig
+from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineLost, RanksLost, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import Box, fsdp2

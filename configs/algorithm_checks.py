@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 
-from rl_async.configs.derived.samples import samples_per_group
-from rl_async.configs.foreign_names import hint
-from rl_async.configs.nearest import nearest
-from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig
-from rl_async.configs.schema.correction import PRESETS, Correction, CorrectionOptions, band, limits, resolve
+from rl_async.configs.derived import samples_per_group
+from rl_async.configs.schema.algorithm import (
+    ADAPTIVE_LIMIT,
+    PRESETS,
+    AlgorithmConfig,
+    Correction,
+    CorrectionOptions,
+    band,
+    limits,
+    resolve,
+)
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Loss, advantage_needs
 from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.suggestions import hint, nearest
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference
 

@@ -1,6 +1,53 @@
-"""Names that users of other projects type for keys and values that are called otherwise here."""
+"""What to suggest for a name that does not exist: the nearest one, what replaced it, or what it is called here.
 
-from collections.abc import Callable
+Users misspell keys, keep those of earlier versions, and type those of verl, TRL, slime and prime-rl. To rename a key,
+change its struct and add a line to ``MOVED``.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Return the end of an error message about an unknown name: the closest of ``names`` or, failing that, all.
+
+    Up to three are all named: the closest by its letters may be the opposite of what was meant (cuda, cpu).
+    """
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(known) > 3 else []
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+MOVED: dict[str, str] = {  # old key or section -> its new name; in brackets, how the value differs
+    "sft": "warm_start",
+    "trainer.context_parallel": "trainer.sequence_parallel",
+    "trainer.min_train_s": "debug.min_train_s",
+    "rollout.min_iteration_s": "debug.min_iteration_s",
+    "weight_sync.bucket_mb": "weight_sync.bucket_bytes (bytes, not MiB)",
+    "rollout.cpu_cache_gb": "rollout.cache_bytes (bytes, not GiB)",
+    "rollout.cpu_cache_bytes": "rollout.cache_bytes",
+}
+ABSENT: dict[str, str] = {  # key that was removed, or that other software has -> what to do instead
+    "trainer.attention": "PyTorch's FlashAttention is used where it can be; leave the key out",
+    "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
+}
+
+# Keys that were removed and changed no result; complete configs that earlier versions wrote into run folders have them.
+DROPPED = ("trainer.attention",)
+
+
+def replacement(key: str) -> str | None:
+    """Return the end of an error message that says what replaced an old key; None if there never was such a key."""
+    if key in ABSENT:
+        return f"; {ABSENT[key]}"
+    section, rest = key, ""
+    while section:
+        if section in MOVED:
+            return f"; it is now {MOVED[section]}{rest}"
+        section, _, leaf = section.rpartition(".")
+        rest = f".{leaf}{rest}"
+    return None
+
 
 LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}  # of verl's policy_loss.loss_mode; its other names are ours
 ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # of verl's adv_estimator

@@ -1,0 +1,780 @@
+"""Rules that refuse configs which cannot work, before anything starts.
+
+A rule takes the RunConfig and returns a message that names the keys and the way out, or None. ``check``, which the
+loader calls, raises ConfigError with the messages of all broken rules. To add a rule, write it beside those of its
+section and add it to that section's tuple or to ``RULES``. Those of the algorithm are in ``algorithm_checks.py``.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import regex
+
+from rl_async.configs.algorithm_checks import ALGORITHM_RULES, Rule
+from rl_async.configs.derived import (
+    GENERATED_PREFIX,
+    argv_of,
+    engine_kinds,
+    engine_traits,
+    eval_parts,
+    is_encrypted,
+    labels,
+    parts,
+    plays_harbor,
+    points_of,
+    slack,
+    weight_at,
+)
+from rl_async.configs.engines import ENGINES, PARALLEL
+from rl_async.configs.schema.algorithm import ShapingConfig
+from rl_async.configs.schema.data import DataConfig, DataSource, WarmStartConfig
+from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
+from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
+from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.errors import ConfigError
+from rl_async.extraction import REGEX, Extraction, compiled
+from rl_async.extraction import RULES as EXTRACTION_RULES
+from rl_async.userload import is_user_reference
+
+
+def _count(c: RunConfig) -> str | None:
+    kinds = engine_kinds(c)
+    if len(kinds) == c.rollout.engines:
+        return None
+    return f"rollout.engine lists {len(kinds)} kinds and rollout.engines={c.rollout.engines}; give one kind per engine"
+
+
+def _args(c: RunConfig) -> str | None:
+    if not c.rollout.engine_args:
+        return None
+    takers = [traits for traits in engine_traits(c).values() if traits.package]
+    if not takers:
+        return "rollout.engine_args has no effect, since rollout.engine starts the embedded engine alone; leave it out"
+    if len(takers) > 1:
+        titles = " and ".join(traits.title for traits in takers)
+        return f"rollout.engine_args would go to {titles}, which have different flags; leave them out"
+    for word in c.rollout.engine_args:
+        if why := takers[0].refusal(word):
+            return f"rollout.engine_args: {word} cannot be set; {why}"
+    return None
+
+
+def _abilities(c: RunConfig) -> str | None:
+    """The mode and the options of weight sync are those that every kind supports."""
+    sync = c.weight_sync
+    for kind, traits in engine_traits(c).items():
+        if c.mode == "colocated" and not traits.reports_sleep:
+            return (
+                f"rollout.engine={kind} does not go with --mode colocated: {traits.title} does not report whether it "
+                "sleeps, so requests would time out while the trainer has its device; use --mode disaggregated"
+            )
+        if sync.transport != "auto" and sync.transport not in traits.transports:
+            return (
+                f"rollout.engine={kind} does not go with weight_sync.transport={sync.transport}; "
+                f"{traits.title} receives weights by {', '.join(traits.transports)}"
+            )
+        for option in ("delta", "staged", "adapters"):
+            if getattr(sync, option) and not traits.holds_weights:
+                return (
+                    f"rollout.engine={kind} does not go with weight_sync.{option}, which needs engines that keep a "
+                    f"copy of the weights; {traits.title} keeps none"
+                )
+    return None
+
+
+def _lending(c: RunConfig) -> str | None:
+    """Devices can be lent to engines that sleep, and that have no trainer rank in their group on the same device."""
+    if not c.trainer.lend_devices:
+        return None
+    kind = engine_kinds(c)[0]
+    if c.mode == "colocated":
+        return "trainer.lend_devices has no effect with --mode colocated, where engines have those devices anyway"
+    if not ENGINES[kind].reports_sleep:
+        return f"trainer.lend_devices needs engines that report whether they sleep; rollout.engine={kind} does not"
+    if c.weight_sync.transport == "nccl":
+        return "trainer.lend_devices does not go with weight_sync.transport=nccl, which refuses two ranks on one GPU"
+    if c.trainer.ranks < c.rollout.ranks:
+        return (
+            f"trainer.lend_devices: the devices of trainer.ranks={c.trainer.ranks} do not suffice for an engine of "
+            f"{c.rollout.ranks} ranks (rollout.tensor_parallel * rollout.pipeline_parallel)"
+        )
+    return None
+
+
+def _ranks(c: RunConfig) -> str | None:
+    """Every kind can divide a model among ranks as configured, and experts go to the ranks that there are."""
+    rollout = c.rollout
+    for key in PARALLEL:
+        number = getattr(rollout, key.removeprefix("rollout."))
+        for kind, traits in engine_traits(c).items():
+            if number > 1 and key not in traits.divides:
+                able = " or ".join(name for name, them in ENGINES.items() if key in them.divides)
+                return f"{key}={number} does not go with rollout.engine={kind}; use rollout.engine={able}"
+            if key == "rollout.expert_parallel" and traits.expert_flags and number not in (1, rollout.tensor_parallel):
+                return (
+                    f"{key}={number}: {traits.title} divides experts among all ranks of a stage or none; use 1 or "
+                    f"rollout.tensor_parallel={rollout.tensor_parallel}"
+                )
+    if rollout.tensor_parallel % rollout.expert_parallel:
+        return (
+            f"rollout.expert_parallel={rollout.expert_parallel} must divide rollout.tensor_parallel="
+            f"{rollout.tensor_parallel}"
+        )
+    return None
+
+
+def _quantization(c: RunConfig) -> str | None:
+    wanted = c.rollout.quantization
+    if wanted == "none":
+        return None
+    for kind, traits in engine_traits(c).items():
+        key = f"rollout.quantization={wanted}"
+        if wanted not in traits.quantization:
+            able = " or ".join(name for name, them in ENGINES.items() if wanted in them.quantization)
+            return f"{key} does not go with rollout.engine={kind}; use rollout.engine={able}"
+        if c.model.dtype not in ("auto", *traits.quantized_dtypes):
+            dtypes = " or ".join(traits.quantized_dtypes)
+            return f"{key} with rollout.engine={kind} needs model.dtype={dtypes}, not {c.model.dtype}"
+    return None
+
+
+ENGINE_RULES: tuple[Rule, ...] = (_count, _args, _abilities, _lending, _ranks, _quantization)
+
+
+# Keys of `agent` that only agent workers read.
+WORKERS_KEYS = (
+    *(
+        "loop",
+        "environment",
+        "environment_hosts",
+        "max_turns",
+        "max_parallel_calls",
+        "on_timeout",
+        "tool_timeout_s",
+        "tool_response_tokens",
+    ),
+    *("workers", "concurrency", "check_rendering"),
+)
+PER_ROW_SHAPING = ("overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
+
+
+def gateway_problem(c: RunConfig) -> str | None:
+    """Say why agent programs cannot play the episodes of this config; None if they can."""
+    name = c.algorithm.advantage
+    if "parts" in ADVANTAGES.get(name, Advantage()).needs:
+        return (
+            f"algorithm.advantage={name} needs every named part of the reward, and an agent program may post a reward "
+            "without parts; with a gateway use another estimator, such as grpo or rloo"
+        )
+    if c.agent.mcp:
+        return (
+            "agent.mcp gives tools to agent workers; agent programs behind a gateway connect to MCP servers themselves"
+        )
+    return _row_problem(c, "behind a gateway")
+
+
+def _row_problem(c: RunConfig, where: str) -> str | None:
+    name = c.algorithm.advantage
+    if ADVANTAGES.get(name, Advantage()).row_is_episode:
+        return (
+            f"algorithm.advantage={name} compares single rows, and an episode {where} may have several; use another "
+            "estimator, such as grpo or rloo"
+        )
+    default = ShapingConfig()
+    for key in PER_ROW_SHAPING:
+        if getattr(c.algorithm.shaping, key) != getattr(default, key):
+            return (
+                f"algorithm.shaping.{key} treats every row as an episode, and an episode {where} may have several; "
+                "leave it out"
+            )
+    return None
+
+
+def gateway(c: RunConfig) -> str | None:
+    """Apply ``gateway_problem`` to configs that start a gateway themselves, and refuse what only workers could do."""
+    if c.agent.gateway is None:
+        return None
+    for pattern in c.agent.gateway.untrained:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"agent.gateway.untrained: {pattern!r} is not a regular expression: {error}"
+    if plays_itself(c):
+        if not (c.agent.environment or "").startswith("verifiers:"):
+            return (
+                f"agent.environment_hosts.python: agent.environment={c.agent.environment} does not play through a "
+                "gateway, as verifiers:NAME does; leave out agent.environment_hosts.python and agent.gateway"
+            )
+    elif c.agent.environment is not None:
+        return (
+            f"agent.environment={c.agent.environment} has no effect with agent.gateway: agent programs bring their own "
+            "tools and state; set agent.environment=null, or leave out agent.gateway (verifiers:NAME plays through it "
+            "in a Python of its own: agent.environment_hosts.python)"
+        )
+    if is_user_reference(c.agent.loop):
+        return (
+            f"agent.loop={c.agent.loop} has no effect with agent.gateway: agent programs are the loop; leave it out, "
+            "or leave out agent.gateway"
+        )
+    return gateway_problem(c)
+
+
+def without_effect(c: RunConfig) -> list[str]:
+    """Return the keys of `agent` that are not at their defaults and that nothing in a run with a gateway reads."""
+    if c.agent.gateway is None:
+        return []
+    default, read = AgentConfig(), ("environment", "environment_hosts", "concurrency") if plays_itself(c) else ()
+    keys = [key for key in WORKERS_KEYS if key not in read]
+    return [f"agent.{key}" for key in keys if getattr(c.agent, key) != getattr(default, key)]
+
+
+def plays_itself(c: RunConfig) -> bool:
+    """Whether the environment plays the episodes through the run's gateway, in a Python of its own."""
+    hosts = c.agent.environment_hosts
+    return c.agent.gateway is not None and hosts is not None and bool(hosts.python)
+
+
+def past_reasoning(c: RunConfig) -> str | None:
+    """Refuse algorithms that take rows for episodes where dropped reasoning makes several rows of one."""
+    past = c.agent.past_reasoning
+    return None if past == "keep" else _row_problem(c, f"with agent.past_reasoning={past}")
+
+
+NAME = re.compile(r"[A-Za-z0-9_-]{0,32}")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def mcp(c: RunConfig) -> str | None:
+    servers = c.agent.mcp
+    names = [server.name for server in servers if server.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"agent.mcp: two servers are named {twice!r}; names tell servers and their tools apart"
+    return next(filter(None, (_problem(server, f"agent.mcp[{place}]") for place, server in enumerate(servers))), None)
+
+
+def _problem(server: McpServerConfig, key: str) -> str | None:
+    if not NAME.fullmatch(server.name):
+        return f"{key}.name may have up to 32 letters, digits, - and _, not {server.name!r}"
+    for variable in (*server.env_from, *server.headers_from.values()):
+        if not VARIABLE.fullmatch(variable):
+            return f"{key}: env_from and headers_from hold NAMES of environment variables, never values"
+    if bool(server.command) == bool(server.url):
+        return f"{key} needs either command or url"
+    return _url_problem(server, key) if server.url else _command_problem(server, key)
+
+
+def _command_problem(server: McpServerConfig, key: str) -> str | None:
+    if server.headers_from:
+        return f"{key}.headers_from goes with url; a command gets variables by env or env_from"
+    try:
+        argv = argv_of(server)
+    except ValueError as error:
+        return f"{key}.command cannot be split into words: {error}"
+    return None if argv and argv[0] else f"{key}.command names no program"
+
+
+def _url_problem(server: McpServerConfig, key: str) -> str | None:
+    if server.env or server.env_from:
+        return f"{key}.env and env_from go with command; a server at a url gets headers by headers_from"
+    parts = urlsplit(server.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return f"{key}.url: {server.url!r} is not an address such as http://127.0.0.1:8000/mcp"
+    if parts.username or parts.password:
+        return f"{key}.url holds a user or a password; put them into a variable for headers_from"
+    return None
+
+
+def unrewarded(c: RunConfig) -> str | None:
+    """Say that nothing can teach a new run: no scorers, agent programs or record, nor what rewards single turns.
+
+    Loops, tools and estimators that are the user's own, and environments, may do that, or need no reward; a reference
+    model and a penalty for length teach without one. An evaluation needs none either, so this is no rule.
+    """
+    elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
+    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong_max_tokens is not None
+    named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
+    if c.reward.functions or elsewhere or shaped or any(map(is_user_reference, named)):
+        return None
+    return (
+        "reward.functions=[] and nothing else gives rewards, so every episode would be worth 0 and teach nothing; name "
+        "a scorer, such as exact_answer, or what rewards turns or episodes itself: agent.environment, agent.gateway, "
+        "or an agent.loop or agent.tools of your own"
+    )
+
+
+def servers(c: RunConfig) -> str | None:
+    """Require the sections of the scorers that ask a server, and URLs and names of variables without secrets."""
+    used = {term.name for term in c.reward.functions}
+    if "reward_model" in used and c.reward.model is None:
+        return "reward.functions: reward_model needs reward.model.path, the folder of a sequence classifier"
+    if "judge" in used and c.reward.judge is None:
+        return "reward.functions: judge needs reward.judge.url and reward.judge.model"
+    if "environment" in used and c.agent.environment is None:
+        return "reward.functions: environment is the reward that agent.environment gives; name that, or another scorer"
+    model, judge, user = c.reward.model, c.reward.judge, c.agent.user
+    if (c.agent.environment == "simulated_user") != (user is not None):
+        return "agent.environment=simulated_user and agent.user, with the user's role in system, need one another"
+    if user is not None and bool(user.url) != bool(user.model):
+        return "agent.user.url and agent.user.model name a server and its model; leave both out for the policy itself"
+    if user is not None and user.highest <= user.lowest:
+        return f"agent.user.highest={user.highest:g} must be above agent.user.lowest={user.lowest:g}"
+    opponents = [(f"agent.opponents.{role}", opponent) for role, opponent in c.agent.opponents.items()]
+    if opponents and c.agent.environment is None:
+        return "agent.opponents play roles of agent.environment; name one, or leave them out"
+    for section, opponent in opponents:
+        if bool(opponent.url) != bool(opponent.model):
+            return (
+                f"{section}.url and {section}.model name a server and its model; leave both out for the policy itself"
+            )
+    of_users = (("agent.user", user), *opponents, ("eval.endpoint", c.eval.endpoint))
+    sections = (("reward.model", model), ("reward.judge", judge), *of_users)
+    urls = {f"{name}.url": section.url for name, section in sections if section is not None}
+    for key, url in urls.items():
+        if url and not re.fullmatch(r"https?://[^\s@?#]+", url):
+            return f"{key} must be http://... or https://..., without a password and without a query"
+    names = {name: section.api_key_env for name, section in sections if section is not None}
+    for section, name in names.items():
+        if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            return f"{section}.api_key_env is the NAME of an environment variable (capitals), never the key itself"
+    return None
+
+
+def judge(c: RunConfig) -> str | None:
+    judge = c.reward.judge
+    if judge is None:
+        return None
+    if "{response}" not in judge.template and "{conversation}" not in judge.template:
+        return "reward.judge.template must contain {response} or {conversation}, else the judge sees nothing to grade"
+    if judge.highest <= judge.lowest:
+        return f"reward.judge.highest={judge.highest:g} must be above reward.judge.lowest={judge.lowest:g}"
+    return None
+
+
+def extraction(c: RunConfig) -> str | None:
+    for term in c.reward.functions:
+        if term.extract and term.name == "reward_model":
+            return "reward.functions: extract has no effect on reward_model, which reads the conversation; leave it out"
+        if problem := chain_problem(term.extract):
+            return f"reward.functions: extract of {term.name}: {problem}"
+    return None
+
+
+def chain_problem(chain: Extraction) -> str | None:
+    """Say what is wrong with the first rule of a chain that is none; None if all are rules."""
+    rules = (name for step in chain for name in ((step,) if isinstance(step, str) else step))
+    return next((problem for rule in rules if (problem := _rule_problem(rule))), None)
+
+
+def _rule_problem(rule: str) -> str | None:
+    if rule.startswith(REGEX):
+        try:
+            compiled(rule)
+        except regex.error as error:
+            return f"{rule} is not a regular expression: {error}"
+        return None
+    known = f"{', '.join(EXTRACTION_RULES)} or {REGEX}PATTERN"
+    return None if rule in EXTRACTION_RULES else f"no rule {rule!r}; write one of {known}"
+
+
+REWARD_RULES = (servers, judge, extraction)
+
+
+def curriculum(c: RunConfig) -> str | None:
+    sources = parts(c.data)
+    for name, source in zip(labels(c.data), sources, strict=True):
+        steps = [step for step, _ in source.schedule]
+        if steps != sorted(set(steps)):
+            return f"data.path: the schedule of {name} must have increasing steps, not {steps}"
+        if steps and source.weight != 1.0:
+            return f"data.path: {name} has a schedule, so its weight={source.weight:g} has no effect; leave it out"
+        if steps and len(sources) == 1:
+            return f"data.path: the schedule of {name} has no effect, since there is no other data set"
+    # Between these steps interpolation cannot give 0.
+    for step in sorted({step for source in sources for step, _ in points_of(source)}):
+        if not any(weight_at(points_of(source), step) for source in sources):
+            return f"data.path: at step {step} every data set has weight 0; give one a positive weight"
+    return None
+
+
+def make(c: RunConfig) -> str | None:
+    if c.data.make and not isinstance(c.data.path, str):
+        return "data.make writes one file, so data.path must be a single path"
+    return None
+
+
+def templates(c: RunConfig) -> str | None:
+    for source in (*parts(c.data), *eval_parts(c.data)):
+        if source.parameters and not source.path.startswith(GENERATED_PREFIX):
+            return f"data: parameters of {source.path} have no effect; they are those of a reasoning_gym data set"
+        if problem := chain_problem(source.ground_truth_extract):
+            return f"data: ground_truth_extract of {source.path}: {problem}"
+    if any(source.schedule for source in eval_parts(c.data)):
+        return "data.eval_path: a schedule has no effect on held-out tasks; give a weight"
+    return None
+
+
+def no_room(c: RunConfig) -> str | None:
+    """Say that prompts pass ``data.max_prompt_tokens`` whose samples will fail; None at its default, and if none do.
+
+    Only what to expect, and no rule: there need not be such prompts.
+    """
+    longest, limit = c.data.max_prompt_tokens, c.agent.max_tokens
+    if c.rollout.replay or longest < limit or longest == DataConfig(path="").max_prompt_tokens:
+        return None
+    return (
+        f"data.max_prompt_tokens={longest}: a prompt of {limit} tokens or more leaves no room to answer within "
+        f"agent.max_tokens={limit}, and its samples fail; lower the former, or raise the latter"
+    )
+
+
+DATA_RULES = (curriculum, make, templates)
+
+
+def journal(c: RunConfig) -> str | None:
+    if not re.fullmatch(r"rediss?://[^\s@?#]+", c.queue.redis_url):
+        return (
+            "queue.redis_url must be redis://HOST:PORT/NUMBER or rediss://..., without a password, which belongs in "
+            "the environment variable RL_ASYNC_REDIS_PASSWORD"
+        )
+    return None
+
+
+def access(c: RunConfig) -> str | None:
+    """Require an address that can be bound as it stands, and client keys that are well-formed and have an effect."""
+    try:
+        ipaddress.IPv4Address(c.queue.host)
+    except ValueError:
+        return f"queue.host={c.queue.host} must be an IPv4 address: 127.0.0.1, 0.0.0.0, or one of this machine's"
+    if c.queue.port and not is_encrypted(c.queue):
+        return "queue.port has no effect on a queue that clients reach by a socket file; also set queue.curve=always"
+    for line in c.queue.clients:
+        if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40} [a-z]+", line):
+            return f"queue.clients: {line!r} is not a public key with a role; use the line in a client's .pub file"
+    return None
+
+
+def shards(c: RunConfig) -> str | None:
+    queue = c.queue
+    if queue.shards and queue.host == "0.0.0.0":
+        return "queue.shards advertises the shards' address to workers; set queue.host to one that they can reach"
+    if not queue.shards and queue.replicas > 1:
+        return f"queue.replicas={queue.replicas} are copies on payload shards, and queue.shards=0; set both"
+    if queue.shards and queue.replicas > queue.shards:
+        return f"queue.replicas={queue.replicas} needs at least as many shards; queue.shards={queue.shards}"
+    return None
+
+
+def sampling(c: RunConfig) -> str | None:
+    """Refuse sampling policies that would have no choice, and windows that hold no batch."""
+    queue, batch = c.queue, c.data.train_batch_groups
+    spare = slack(queue)
+    if queue.sampling != "fifo" and not 1 <= spare < queue.max_staleness:
+        return (
+            f"queue.sampling={queue.sampling} with queue.max_staleness={queue.max_staleness} and queue.slack={spare} "
+            "has nothing to choose from: it needs a queue.slack of 1 or more, by which a batch may pass over a ready "
+            "group, and a queue.max_staleness above that, so that more than one batch of groups is alive"
+        )
+    if spare > queue.max_staleness:
+        return f"queue.slack={spare} cannot be more than queue.max_staleness={queue.max_staleness}"
+    slots = (queue.max_staleness - spare + 1) * batch
+    if queue.sampling == "quota" and len(parts(c.data)) == 1:
+        return "queue.sampling=quota needs data.path to be a list of data sets, {path, weight} each; it is a single one"
+    if queue.window and not batch <= queue.window < slots:
+        return (
+            f"queue.window={queue.window} must be at least one batch (data.train_batch_groups={batch}) and less than "
+            f"the {slots} groups that are alive at most (queue.max_staleness - queue.slack + 1 batches); 0: no window"
+        )
+    return None
+
+
+def leases(c: RunConfig) -> str | None:
+    """Refuse leases that end while their episodes may still be played."""
+    if c.queue.max_lease_s < max(c.queue.lease_s, c.agent.episode_timeout_s):
+        return (
+            f"queue.max_lease_s={c.queue.max_lease_s:g} must be at least queue.lease_s={c.queue.lease_s:g} and "
+            f"agent.episode_timeout_s={c.agent.episode_timeout_s:g}"
+        )
+    return None
+
+
+QUEUE_RULES = (journal, leases, access, shards, sampling)
+
+
+def transport(c: RunConfig) -> str | None:
+    transport = c.weight_sync.transport
+    if transport in ("nearest", "gloo", "nccl") and c.mode == "colocated":
+        return f"weight_sync.transport={transport} does not work with --mode colocated; use auto, ipc or disk"
+    if transport == "nccl" and c.model.device == "cpu":
+        return "weight_sync.transport=nccl needs GPUs, and model.device=cpu; use auto, gloo or disk"
+    return None
+
+
+def options(c: RunConfig) -> str | None:
+    """Refuse options that would have no effect or exclude each other."""
+    sync = c.weight_sync
+    if sync.folder and sync.transport != "disk":
+        return "weight_sync.folder is only used by weight_sync.transport=disk; set both, or leave it out"
+    if sync.adapters and c.trainer.lora is None:
+        return "weight_sync.adapters sends the adapters of trainer.lora; set both, or leave it out"
+    if sync.adapters and sync.delta:
+        return "weight_sync.delta saves nothing with weight_sync.adapters, which change entirely; use one of them"
+    if sync.staged and c.mode == "colocated":
+        return "weight_sync.staged lets engines decode meanwhile, but with --mode colocated they sleep; leave it out"
+    if sync.waves > c.rollout.engines:
+        return f"weight_sync.waves={sync.waves} needs at least as many engines; rollout.engines={c.rollout.engines}"
+    if sync.waves > 1 and c.mode == "colocated":
+        return "weight_sync.waves lets some engines keep decoding, but with --mode colocated all sleep; leave it out"
+    return None
+
+
+def publish_every(c: RunConfig) -> str | None:
+    batches = c.queue.max_staleness - slack(c.queue) + 1
+    if c.weight_sync.every > batches:
+        return (
+            f"weight_sync.every={c.weight_sync.every} would deadlock: all slots are used up after "
+            f"queue.max_staleness - queue.slack + 1 = {batches} steps; publish at least that often"
+        )
+    return None
+
+
+WEIGHT_SYNC_RULES = (transport, options, publish_every)
+
+
+MEGATRON_ONLY = (  # sizes in trainer
+    "tensor_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline",
+    "expert_parallel",
+)
+
+
+def data_parallel(c: RunConfig) -> int:
+    """Return the number of data-parallel ranks: each gets a different part of a mini-batch's rows.
+
+    Ranks of Megatron that hold one copy of the model together count once, as do ranks that share rows.
+    """
+    t = c.trainer
+    return max(t.ranks // (t.tensor_parallel * t.pipeline_parallel * t.sequence_parallel), 1)
+
+
+def sharing(c: RunConfig) -> str | None:
+    """Refuse parallel sizes that the backend lacks or that do not divide the ranks."""
+    t = c.trainer
+    sizes = {key: getattr(t, key) for key in MEGATRON_ONLY if getattr(t, key) > 1}
+    if t.backend != "megatron":
+        for key, size in sizes.items():
+            return (
+                f"trainer.{key}={size} needs trainer.backend=megatron; fsdp2 shards the weights among all "
+                "trainer.ranks by itself"
+            )
+        return None
+    model_ranks = t.tensor_parallel * t.pipeline_parallel * t.sequence_parallel
+    if t.ranks % model_ranks:
+        return (
+            f"trainer.ranks={t.ranks} must be a multiple of {model_ranks}, the ranks that train the same rows: "
+            f"trainer.tensor_parallel={t.tensor_parallel} times trainer.pipeline_parallel={t.pipeline_parallel} times "
+            f"trainer.sequence_parallel={t.sequence_parallel}"
+        )
+    stage = t.ranks // t.pipeline_parallel
+    if stage % t.expert_parallel:
+        return (
+            f"trainer.expert_parallel={t.expert_parallel} must divide the {stage} ranks of a pipeline stage, "
+            f"trainer.ranks={t.ranks} over trainer.pipeline_parallel={t.pipeline_parallel}"
+        )
+    if t.virtual_pipeline > 1 and t.pipeline_parallel < 3:
+        return (
+            f"trainer.virtual_pipeline={t.virtual_pipeline} needs a trainer.pipeline_parallel of 3 or more: with two "
+            "stages, Megatron-Core's interleaved schedule confuses activations with gradients"
+        )
+    return None
+
+
+def megatron(c: RunConfig) -> str | None:
+    """Refuse what this backend does not support."""
+    if c.trainer.backend != "megatron":
+        return None
+    if c.algorithm.kl.coef > 0 and c.algorithm.kl.estimator == "full":
+        return (
+            "algorithm.kl.estimator=full needs full distributions, and with trainer.backend=megatron no rank holds "
+            "the whole vocabulary; use another estimator"
+        )
+    return None
+
+
+FSDP2_ONLY = (  # keys of trainer
+    "activation_checkpointing",
+    "cpu_offload",
+    "replicas",
+    "compile",
+    "lora",
+    "kernels",
+)
+
+
+def fsdp2(c: RunConfig) -> str | None:
+    """Refuse its options with another backend, and sizes that do not divide the ranks."""
+    t = c.trainer
+    if t.backend != "fsdp2":
+        changed = next((key for key in FSDP2_ONLY if getattr(t, key) != getattr(TrainerConfig(), key)), None)
+        return changed and f"trainer.{changed} needs trainer.backend=fsdp2, not {t.backend}"
+    if t.ranks % t.replicas:
+        return f"trainer.ranks={t.ranks} must be a multiple of trainer.replicas={t.replicas}, the copies of the model"
+    if t.ranks % t.sequence_parallel:
+        return (
+            f"trainer.ranks={t.ranks} must be a multiple of trainer.sequence_parallel={t.sequence_parallel}, the ranks "
+            "that share each row"
+        )
+    if t.cpu_offload and c.model.device != "gpu":
+        return (
+            f"trainer.cpu_offload has no effect with model.device={c.model.device}: without a GPU, weights and "
+            "optimizer are in host memory anyway; set model.device=gpu, or leave it out"
+        )
+    return None
+
+
+def kernels(c: RunConfig) -> str | None:
+    """Refuse kernels that need a GPU where there is none, and combinations of kernels that do not work."""
+    t = c.trainer
+    if t.kernels == "liger" and c.model.device == "cpu":
+        return "trainer.kernels=liger needs a GPU, and model.device=cpu; use trainer.kernels=torch"
+    if t.kernels == "liger" and t.compile:
+        return "trainer.kernels=liger does not work with trainer.compile, which makes its own kernels; leave one out"
+    return None
+
+
+INSTEAD = {  # key of trainer -> the key that fine-tuning reads
+    "learning_rate": "finetune.learning_rate",
+    "schedule": "finetune.schedule",
+    "warmup_steps": "finetune.warmup",
+    "steps": "finetune.steps",
+    "epochs": "finetune.epochs",
+    "minibatches": "finetune.batch_size",
+}
+
+UNREAD = ("weight", "schedule", "ground_truth", "ground_truth_extract", "parameters")  # of a data set in a list
+
+
+def finetune(c: RunConfig) -> str | None:
+    """Refuse keys that supervised fine-tuning ignores, naming those that take their place."""
+    if c.finetune is None:
+        return None
+    for key, other in INSTEAD.items():
+        if getattr(c.trainer, key) != getattr(TrainerConfig(), key):
+            return f"trainer.{key}={getattr(c.trainer, key)} has no effect on fine-tuning; set {other}"
+    for source in (*parts(c.data), *eval_parts(c.data)):
+        if unread := [key for key in UNREAD if getattr(source, key) != getattr(DataSource(path=""), key)]:
+            return (
+                f"data: {unread[0]} of {source.path} has no effect on fine-tuning, which trains on all conversations "
+                "of all data sets; leave it out"
+            )
+    if c.critic is not None:
+        return "critic has no effect on fine-tuning (section finetune); leave it out"
+    return None
+
+
+def warm_start(c: RunConfig) -> str | None:
+    """Refuse keys of the tiny model's training while a pretrained one is fine-tuned."""
+    own = c.warm_start
+    if own is None or own.pretrained is None:
+        return None
+    default = WarmStartConfig(demos_path=own.demos_path, out=own.out, pretrained=own.pretrained)
+    for key in WarmStartConfig.__struct_fields__:
+        if getattr(own, key) != getattr(default, key):
+            return f"warm_start.{key} has no effect with warm_start.pretrained, whose keys fine-tune that model"
+    return None
+
+
+def _truncation(c: RunConfig) -> str | None:
+    if c.rollout.top_p < 1 or c.rollout.top_k > 0:
+        return (
+            "rollout.top_p < 1 and rollout.top_k > 0 truncate the distribution, so the trainer cannot compute the "
+            "log-probabilities of what was sampled; train with top_p=1 and top_k=0"
+        )
+    return None
+
+
+def _minibatches(c: RunConfig) -> str | None:
+    rows = c.data.train_batch_groups * c.rollout.group_size
+    if c.finetune is None and rows < c.trainer.minibatches * data_parallel(c):
+        return (
+            f"{rows} trajectories per step (data.train_batch_groups * rollout.group_size) cannot fill "
+            f"trainer.minibatches={c.trainer.minibatches} on {data_parallel(c)} copies of the model (trainer.ranks="
+            f"{c.trainer.ranks})"
+        )
+    return None
+
+
+def _lengths(c: RunConfig) -> str | None:
+    if c.agent.max_tokens > c.rollout.max_model_len:
+        return (
+            f"agent.max_tokens={c.agent.max_tokens} is more than an engine accepts "
+            f"(rollout.max_model_len={c.rollout.max_model_len})"
+        )
+    return None
+
+
+def _sandbox(c: RunConfig) -> str | None:
+    url = c.sandbox.url
+    if plays_harbor(c) and c.sandbox.kind in ("container", "sandbox_fusion"):
+        return (
+            f"agent.environment={c.agent.environment} needs folders at the root of its sandbox, which "
+            f"sandbox.kind={c.sandbox.kind} cannot have; use bubblewrap"
+        )
+    if (c.sandbox.kind == "container") != bool(c.sandbox.image):
+        return "sandbox.image belongs to sandbox.kind=container, which needs one: set both, or neither"
+    if c.sandbox.kind != "sandbox_fusion":
+        return "sandbox.url has an effect with sandbox.kind=sandbox_fusion only; leave it out" if url else None
+    if not re.fullmatch(r"https?://[^\s@?#]+", url):
+        return (
+            "sandbox.url must be http://... or https://... of a Sandbox Fusion server, without a password and a query"
+        )
+    return None
+
+
+def _environment_hosts(c: RunConfig) -> str | None:
+    if c.agent.environment_hosts is None or c.agent.gateway is not None:
+        return None
+    if c.agent.environment is None:
+        return "agent.environment_hosts hold the environments of agent.environment; name one, or leave them out"
+    if c.agent.environment == "simulated_user":
+        return (
+            "agent.environment_hosts cannot hold agent.environment=simulated_user, whose model the worker asks; leave "
+            "them out"
+        )
+    if c.agent.environment_hosts.python:
+        return (
+            "agent.environment_hosts.python: an environment in a Python of its own plays through a gateway; add "
+            "agent.gateway={}, or leave it out"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    *ALGORITHM_RULES,
+    *ENGINE_RULES,
+    *(sharing, megatron, fsdp2, kernels),
+    *QUEUE_RULES,
+    *DATA_RULES,
+    *WEIGHT_SYNC_RULES,
+    *REWARD_RULES,
+    *(_truncation, _minibatches, _lengths, _sandbox, _environment_hosts),
+    *(gateway, past_reasoning, mcp),
+    finetune,
+    warm_start,
+)
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each broken rule."""
+    for rule in RULES:
+        if message := rule(config):
+            yield message
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError with the messages of all broken rules."""
+    if found := list(problems(config)):
+        raise ConfigError("; ".join(found))
