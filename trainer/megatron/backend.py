@@ -492,17 +492,15 @@ def megatron_on_cpu() -> Iterator[None]:
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    def nothing(*_: Any, **__: Any) -> None:
-        """Do nothing: there is no device."""
-
+    # Each name gets a function of its own, since Dynamo refuses to find one object under two names.
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
-        *((torch.cuda, name, nothing) for name in ("set_device", "synchronize", "empty_cache")),
+        *((torch.cuda, name, lambda *_, **__: None) for name in ("set_device", "synchronize", "empty_cache")),
         *((torch.cuda, name, lambda *_, **__: _STREAM) for name in ("Stream", "current_stream")),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
-        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
