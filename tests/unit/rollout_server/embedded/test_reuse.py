@@ -135,7 +135,7 @@ def test_sequences_that_go_on_with_new_weights_are_computed_again(model: Qwen3Fo
     assert run(core, ask(sequence.tokens))[0].cached_tokens == 80
 
 
-@pytest.mark.parametrize("tokens", [160, 250, 700])
+@pytest.mark.parametrize("tokens", [160, pytest.param(250, marks=pytest.mark.slow), 700])
 def test_a_small_cache_makes_sequences_wait_and_loses_none(model: Qwen3ForCausalLM, tokens: int) -> None:
     core = EngineCore(model, max_batch=16, max_length=160, cache_bytes=tokens * TOKEN_BYTES)
     draw = random.Random(tokens)
