@@ -1,7 +1,9 @@
 """Ranks that share packed rows: the same numbers and gradients as with rows of their own, for every kind of model."""
 
 import ast
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS, train
 from tests.contracts.trainer.workers.update import RATE, STEPS
 from tests.support.forked import run_ranks
 from tests.support.rounding import assert_trained_alike, pass_rounding
-from tests.unit.trainer.test_families import COMMON, SPECIAL, saved
+from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL, saved
 from tests.unit.trainer.test_packing import padded
 
 THREE_KEYS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # two ranks share out neither one nor the other
@@ -29,6 +31,10 @@ MODELS = {
     "qwen3 of three heads of keys": ("qwen3", THREE_KEYS),
     "qwen3 of one head of keys": ("qwen3", {"num_key_value_heads": 1}),
 }
+GROUPS = {
+    "distinct": [name for name, (kind, _) in MODELS.items() if kind in DISTINCT],
+    "others": [name for name, (kind, _) in MODELS.items() if kind not in DISTINCT],
+}
 
 
 def shallow(kind: str) -> dict[str, Any]:
@@ -38,21 +44,36 @@ def shallow(kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """What the ranks found, by model."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, (kind, options) in MODELS.items():
-        saved(kind, folder / name, **shallow(kind), **options)
-    out = folder / "differences.json"
-    run_ranks("tests.contracts.trainer.workers.ulysses", "cpu", str(folder), str(out), *MODELS, ranks=2, timeout_s=500)
-    found: dict[str, dict[str, float]] = json.loads(out.read_text())
-    return found
+def differences(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, float]]]:
+    """The ranks' findings on the models of a group, by model; a group is computed when its first is wanted."""
+
+    @functools.cache
+    def of_group(group: str) -> dict[str, dict[str, float]]:
+        folder, names = tmp_path_factory.mktemp("models"), GROUPS[group]
+        for name in names:
+            kind, options = MODELS[name]
+            saved(kind, folder / name, **shallow(kind), **options)
+        out, module = folder / "differences.json", "tests.contracts.trainer.workers.ulysses"
+        run_ranks(module, "cpu", str(folder), str(out), *names, ranks=2, timeout_s=500)
+        found: dict[str, dict[str, float]] = json.loads(out.read_text())
+        return found
+
+    return of_group
 
 
-@pytest.mark.timeout(600)  # the first test waits for all models
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_shared_rows_are_computed_as_own_ones(differences: dict[str, dict[str, float]], name: str) -> None:
-    found = differences[name]
+@pytest.mark.timeout(600)  # the first test of a group waits for all its models
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        pytest.param(group, name, id=name, marks=[pytest.mark.slow] * (group == "others"))
+        for group, names in GROUPS.items()
+        for name in names
+    ],
+)
+def test_shared_rows_are_computed_as_own_ones(
+    differences: Callable[[str], dict[str, dict[str, float]]], group: str, name: str
+) -> None:
+    found = differences(group)[name]
     assert found["size"] > 1e-3
     assert found["excess"] <= 1
 

@@ -86,6 +86,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": TWO_WINDOWS},
     "qwen3_moe": EXPERTS,
 }
+# Families that have, together, every way in which layers differ: scales and caps, windows, layers without positions,
+# partial rotation, biases, experts, latent attention. What all families pass through alike is tried with these in
+# `make test`, and with the others in `make test-slow`.
+DISTINCT = {"cohere2", "deepseek_v3", "gemma2", "glm4", "llama", "qwen3", "qwen3_moe", "smollm3"}
 RATE = 1e-3
 EPSILON = 1e-8  # PyTorch's default
 CLEAR = 1e-4  # of gradients whose sign is beyond doubt
