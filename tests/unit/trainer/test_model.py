@@ -44,7 +44,7 @@ from tests.support.rounding import (
 )
 from tests.support.sparse import sparse_model
 from tests.support.whole_weights import whole_weights
-from tests.unit.trainer.test_families import COMMON, SPECIAL, VOCAB, saved
+from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL, VOCAB, saved
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -208,7 +208,10 @@ def computed(backend: Fsdp2Backend, batch: Tensors, requested: frozenset[OutputN
     return {"loss": loss.detach(), **found}
 
 
-@pytest.mark.parametrize(("kind", "head", "checkpointed"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "head", "checkpointed"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in DISTINCT)) for case in CASES],
+)
 def test_shared_prefixes_change_neither_outputs_nor_gradients(
     kind: str, head: Head, checkpointed: bool, tmp_path: Path
 ) -> None:
