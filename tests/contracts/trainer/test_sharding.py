@@ -1,7 +1,9 @@
 """How a model is spread, kept and computed changes no gradient: on real gloo ranks, against a plain model."""
 
+import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,31 @@ from tests.support.rounding import assert_as_close, assert_near, in_float64, pas
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 # Each option, and each pair of options that meet in the code. tests/contracts/backends/test_backend.py trains with the
-# single ones on one and two ranks.
-OPTIONS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"adapters": LORA, "plain": {}},
-    2: {
+# single ones on one and two ranks. Cases of one group are computed by the same processes.
+OPTIONS: dict[tuple[int, str], dict[str, dict[str, Any]]] = {
+    (1, "quick"): {"adapters": LORA, "plain": {}},
+    (2, "quick"): {
         "adapters": LORA,
         "sharing rows, checkpointed": {"sequence_parallel": 2, "activation_checkpointing": True},
         "adapters, sharing rows": LORA | {"sequence_parallel": 2, "activation_checkpointing": True},
     },
-    4: {
+    (4, "quick"): {"all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True}},
+    (4, "slow"): {
         "sharing rows": {"sequence_parallel": 2, "replicas": 2},
         "sharing rows, heads of keys twice": {"sequence_parallel": 4},
         "adapters": LORA | {"replicas": 2, "activation_checkpointing": True},
-        "all": {"replicas": 2, "activation_checkpointing": True, "cpu_offload": True},
     },
 }
 # The longest sums are those of gradients over all tokens.
 LAYERS, TERMS = 4, sum(int(batch.lengths.sum()) for batch in micro_batches(range(ROWS)))
-CASES = [(ranks, case) for ranks, options in OPTIONS.items() for case in options if "adapters" not in case]
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(ranks, case, marks=[SLOW] * (speed == "slow"))
+    for (ranks, speed), options in OPTIONS.items()
+    for case in options
+    if "adapters" not in case
+]
+Found = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -62,59 +71,65 @@ def expected(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Tensor]]:
-    """What ``sharding_worker`` wrote, by the number of ranks."""
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The gradients of a case, by number of ranks and name, or its ``weights``, "merged" or "alone"."""
     out = tmp_path_factory.mktemp("gradients")
-    result = {}
-    for ranks, every in OPTIONS.items():
-        options = {case: keys for case, keys in every.items() if HAS_PEFT or "lora" not in keys}
-        file = out / f"{ranks}.safetensors"
+
+    @functools.cache
+    def computed(group: tuple[int, str]) -> dict[str, Tensor]:
+        options = {case: keys for case, keys in OPTIONS[group].items() if HAS_PEFT or "lora" not in keys}
+        file = out / f"{group[0]}-{group[1]}.safetensors"
         arguments = [str(folder), str(file), json.dumps(options)]
-        run_ranks("tests.contracts.trainer.workers.sharding", *arguments, ranks=ranks)
-        result[ranks] = load_file(file)
-    return result
+        run_ranks("tests.contracts.trainer.workers.sharding", *arguments, ranks=group[0])
+        return load_file(file)
+
+    def of_case(ranks: int, case: str, weights: str = "") -> dict[str, Tensor]:
+        (group,) = (group for group, options in OPTIONS.items() if group[0] == ranks and case in options)
+        prefix = f"{case}, {weights}|" if weights else f"{case}|"
+        return {key.removeprefix(prefix): t for key, t in computed(group).items() if key.startswith(prefix)}
+
+    return of_case
 
 
-@pytest.mark.timeout(600)  # the first test waits for all ranks
+@pytest.mark.timeout(600)  # the first test of a group waits for its ranks
 @pytest.mark.parametrize(("ranks", "case"), CASES)
 def test_gradients_are_those_of_a_plain_model(
-    found: dict[int, dict[str, Tensor]], expected: tuple[dict[str, Tensor], dict[str, Tensor]], ranks: int, case: str
+    found: Found, expected: tuple[dict[str, Tensor], dict[str, Tensor]], ranks: int, case: str
 ) -> None:
     plain, exact = expected
     assert max(gradient.abs().max().item() for gradient in exact.values()) > 1e-2
-    assert_as_close(of_case(found[ranks], case), plain, exact, TERMS)
-
-
-def of_case(found: dict[str, Tensor], case: str) -> dict[str, Tensor]:
-    return {key.partition("|")[2]: t for key, t in found.items() if key.startswith(f"{case}|")}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
-def test_adapters_have_the_same_gradients_on_any_ranks(found: dict[int, dict[str, Tensor]]) -> None:
-    one = of_case(found[1], "adapters")
-    assert len(one) == 4 * 2 * 2, "A and B of two layers in each of four"
-    assert max(gradient.abs().max().item() for gradient in one.values()) > 1e-2
-    for ranks, case in ((2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")):
-        gradients = of_case(found[ranks], case)
-        assert gradients.keys() == one.keys()
-        for name, gradient in one.items():
-            size = gradient.abs().max().item()
-            assert_near(gradients[name], gradient, pass_rounding(size, LAYERS, TERMS, backward=True), name)
+    assert_as_close(found(ranks, case), plain, exact, TERMS)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(1, "adapters"), (2, "adapters"), (2, "adapters, sharing rows"), (4, "adapters")]
+    ("ranks", "case"), [(2, "adapters"), (2, "adapters, sharing rows"), pytest.param(4, "adapters", marks=SLOW)]
 )
-def test_adapters_alone_are_the_same_weights_as_merged_ones(
-    found: dict[int, dict[str, Tensor]], folder: Path, ranks: int, case: str
-) -> None:
-    base, merged, alone = (
-        load_file(folder / "model.safetensors"),
-        *(of_case(found[ranks], f"{case}, {way}") for way in ("merged", "alone")),
-    )
+def test_adapters_have_the_same_gradients_on_any_ranks(found: Found, ranks: int, case: str) -> None:
+    one, gradients = found(1, "adapters"), found(ranks, case)
+    assert len(one) == 4 * 2 * 2, "A and B of two layers in each of four"
+    assert max(gradient.abs().max().item() for gradient in one.values()) > 1e-2
+    assert gradients.keys() == one.keys()
+    for name, gradient in one.items():
+        size = gradient.abs().max().item()
+        assert_near(gradients[name], gradient, pass_rounding(size, LAYERS, TERMS, backward=True), name)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_PEFT, reason="PEFT is not here; install it with pip install 'rl-async[lora]'")
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (1, "adapters"),
+        (2, "adapters"),
+        (2, "adapters, sharing rows"),
+        pytest.param(4, "adapters", marks=SLOW),
+    ],
+)
+def test_adapters_alone_are_the_same_weights_as_merged_ones(found: Found, folder: Path, ranks: int, case: str) -> None:
+    base = load_file(folder / "model.safetensors")
+    merged, alone = (found(ranks, case, way) for way in ("merged", "alone"))
     assert merged.keys() == alone.keys() == base.keys()
     assert all(merged[name].equal(alone[name]) for name in base)
     changed = {name for name in base if not merged[name].equal(base[name])}
