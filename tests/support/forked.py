@@ -32,7 +32,7 @@ IMPORTED = [
     *("tests.conftest", "rl_async.trainer.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
     *("rl_async.rollout_server.connect", "rl_async.transfer_queue.client"),
     *("rl_async.launcher.runs.launch", "rl_async.launcher.runs.finetune"),
-    *(["rl_async.trainer.backends.megatron.backend"] if importlib.util.find_spec("megatron") else []),
+    *(["rl_async.trainer.megatron.backend"] if importlib.util.find_spec("megatron") else []),
 ]
 NUMBERS = itertools.count()
 SHOWN = 3000  # characters of a failed rank's output in the assertion's message
