@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.real import engine, steps, time_to_reward, trainer
 from benchmarks.real.setting import Setting
-from rl_async.launcher.sources.fetch import model_folder
+from rl_async.launcher.sources import model_folder
 
 PARTS = (engine, trainer, steps, time_to_reward)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.configs.load import load_resolved
-from rl_async.launcher.folder.run_folder import changes, unfinished
+from rl_async.launcher.run_folder import changes, unfinished
 
 RL_ASYNC = str(Path(sys.executable).with_name("rl-async"))
 COLUMNS = ("reward, first 3 steps", "last 3", "held out", "minutes")

@@ -1,7 +1,7 @@
 """Measures in which type this machine multiplies the matrices of a model's layers faster.
 
 The launcher runs it as a process of its own before a run starts, since importing torch takes seconds and keeps its
-memory; it prints one line of JSON, ``Measured`` of ``launcher/plan/processor.py``:
+memory; it prints one line of JSON, ``Measured`` of ``launcher/plan/machine.py``:
 
     python -m rl_async.trainer.compute_type --device cpu --hidden 576 --inner 1536 --threads 1
 """

@@ -20,8 +20,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, assumed
-from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
+from rl_async.launcher.capacity_simulation import (
+    Costs,
+    Device,
+    DeviceSplit,
+    EpisodeShape,
+    Simulation,
+    SimulationResult,
+    assumed,
+)
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.transfer_queue.admission import QueueSettings
 

@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.planning import plan
-from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.plan.spec import environment
+from rl_async.launcher.plan.planning import PortWish, assign_ports, environment, plan
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.rollout_server.vllm.client import VllmEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markup import table
 
-from rl_async.launcher.doctor.versions import TRIED
+from rl_async.launcher.machine_check import TRIED
 
 PAGE = Path(__file__).parents[1] / "reference/versions.md"
 HEADING = "## What was run\n"

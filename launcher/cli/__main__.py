@@ -1,13 +1,16 @@
-"""The command line ``rl-async``. A command imports what it needs when it runs, so that ``--help`` answers at once."""
+"""``rl-async --version``. Imports no package whose version it tells."""
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
+from rl_async.configs.engines import ENGINES
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
-from rl_async.launcher.cli import configs, evaluations, gateway, inspection, models, play, rewards, runs, view
-from rl_async.launcher.cli.engine.commands import add_engine_commands
-from rl_async.launcher.cli.queue.commands import add_queue_commands
+from rl_async.installation import commit, version
+from rl_async.launcher.cli import run_commands, training_commands
+from rl_async.launcher.cli.run_commands import add_engine_commands, add_queue_commands
 from rl_async.process.role import (
     NO_ROOM,
     OutputFailed,
@@ -20,33 +23,51 @@ from rl_async.process.role import (
     steady_output,
 )
 
+
+def version_lines() -> list[str]:
+    """Return a line for rl-async, with its commit if known, and one for each package here that runs depend on."""
+    made_from = commit()
+    lines = [f"rl-async {version()}" + (f" (commit {made_from})" if made_from else "")]
+    lines.append(f"python {platform.python_version()}")
+    engines = [name for traits in ENGINES.values() if traits.package for name in (traits.package, *traits.builds)]
+    for name in ("torch", "transformers", *engines):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return lines
+
+
 EXIT_INTERRUPTED = 130
 Command = Callable[[argparse.Namespace], int]
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "launch": ("train", runs.add_launch),
-    "sft": ("fine-tune on conversations; or make the data and model of a preset", models.add_sft),
-    "eval": ("what a model earns on the held-out tasks: avg@k and pass@k", evaluations.add_eval),
-    "compare": ("two evaluations task by task, and whether they differ by more than chance", evaluations.add_compare),
-    "model": ("import a model; what a model folder holds and needs", models.add_model_commands),
-    "reward-model": ("train a reward model on preference pairs", models.add_reward_model),
-    "reward": ("score answers without a run", rewards.add_reward_commands),
-    "config": ("list, show and explain configs", configs.add_config_commands),
-    "data": ("make and inspect data sets", configs.add_data_commands),
-    "show": ("the trajectories of a step, and why each token trained as it did", inspection.add_show),
-    "view": ("a local page on runs: curves, trajectories token by token, evaluations", view.add_view),
-    "report": ("that page of one run as a file to send", view.add_report),
-    "trace": ("what each process of a run did when, as a trace for Perfetto", view.add_trace),
-    "replay": ("play a recorded episode again, to debug its tools and rewards", inspection.add_replay),
+    "launch": ("train", training_commands.add_launch),
+    "sft": ("fine-tune on conversations; or make the data and model of a preset", training_commands.add_sft),
+    "eval": ("what a model earns on the held-out tasks: avg@k and pass@k", training_commands.add_eval),
+    "compare": (
+        "two evaluations task by task, and whether they differ by more than chance",
+        training_commands.add_compare,
+    ),
+    "model": ("import a model; what a model folder holds and needs", training_commands.add_model_commands),
+    "reward-model": ("train a reward model on preference pairs", training_commands.add_reward_model),
+    "reward": ("score answers without a run", training_commands.add_reward_commands),
+    "config": ("list, show and explain configs", training_commands.add_config_commands),
+    "data": ("make and inspect data sets", training_commands.add_data_commands),
+    "show": ("the trajectories of a step, and why each token trained as it did", run_commands.add_show),
+    "view": ("a local page on runs: curves, trajectories token by token, evaluations", run_commands.add_view),
+    "report": ("that page of one run as a file to send", run_commands.add_report),
+    "trace": ("what each process of a run did when, as a trace for Perfetto", run_commands.add_trace),
+    "replay": ("play a recorded episode again, to debug its tools and rewards", run_commands.add_replay),
     "engine": ("verify an engine; list, add and remove engines of a run", add_engine_commands),
     "queue": ("inspect a transfer queue, act on it, or serve one without a run", add_queue_commands),
-    "gateway": ("let agent programs play episodes of a running run; list and end episodes", gateway.add_gateway),
-    "play": ("play episodes with an agent program as it is, and grade what it did", play.add_play),
-    "doctor": ("what a run waits for; without a run: what this machine lacks", inspection.add_doctor),
-    "profile": ("what a live run's ranks or processes spend their time on", inspection.add_profile),
-    "plan": ("how to split devices between trainer and engines, by simulation", inspection.add_plan),
-    "export": ("write a checkpoint of a run as a Hugging Face folder", models.add_export),
-    "audit": ("check that every admitted sample of a run was trained exactly once", inspection.add_audit),
+    "gateway": ("let agent programs play episodes of a running run; list and end episodes", run_commands.add_gateway),
+    "play": ("play episodes with an agent program as it is, and grade what it did", run_commands.add_play),
+    "doctor": ("what a run waits for; without a run: what this machine lacks", run_commands.add_doctor),
+    "profile": ("what a live run's ranks or processes spend their time on", run_commands.add_profile),
+    "plan": ("how to split devices between trainer and engines, by simulation", run_commands.add_plan),
+    "export": ("write a checkpoint of a run as a Hugging Face folder", training_commands.add_export),
+    "audit": ("check that every admitted sample of a run was trained exactly once", run_commands.add_audit),
 }
 
 
@@ -97,15 +118,13 @@ class PrintVersions(argparse.Action):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from rl_async.launcher.cli.versions import version_lines
-
         print("\n".join(version_lines()))
         parser.exit()
 
 
 def _print_error(text: str) -> None:
     """Print an error, in which there may be lines of a log or of a data set."""
-    from rl_async.launcher.watch.terminal import printable
+    from rl_async.launcher.terminal import printable
 
     print(f"error: {printable(text)}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from rl_async.configs.derived import parts
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
 from rl_async.installation import install_beside
-from rl_async.launcher.plan.apart import run_apart
+from rl_async.launcher.plan.user_code import run_apart
 from rl_async.messages import Task
 from rl_async.transfer_queue.dataset import first_task
 

@@ -12,7 +12,7 @@ import msgspec
 
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import EXIT_USER, ConfigError, McpServerLost
-from rl_async.launcher.plan.apart import run_apart
+from rl_async.launcher.plan.user_code import run_apart
 
 SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
 

@@ -1,35 +1,270 @@
 """The plan of a run: its processes, devices and ports. Pure, so that ``--dry-run`` shows exactly what would be started.
 
-The mode determines which process uses which device. How weights travel follows from it too, in
+A ProcessSpec is one process: its command, its device, and how often it may be restarted. Ports that the config sets are
+checked, for the others free ones are chosen. Engines are started as the traits of their kinds (``configs/engines.py``)
+describe. The mode determines which process uses which device. How weights travel follows from it too, in
 ``configs/derived.py``, and when engines sleep, in ``weight_sync/phases.py``.
 """
 
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import Literal
 
+from rl_async import tracing
 from rl_async.accelerators import select_devices
 from rl_async.configs.checks import plays_itself
-from rl_async.configs.derived import Transport, is_encrypted, lent_engines, resolve_transport, warm_start_of
+from rl_async.configs.derived import (
+    Transport,
+    engine_kinds,
+    is_encrypted,
+    lent_engines,
+    resolve_transport,
+    secret_variables,
+    warm_start_of,
+)
+from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.budget import Place, engine_memory, memory_budget
-from rl_async.launcher.plan.engines import engine_place, engine_spec, lent_place
+from rl_async.errors import ConfigError
 from rl_async.launcher.plan.memory import (
+    EngineMemory,
     ModelSize,
+    Place,
+    engine_bytes,
+    engine_memory,
+    memory_budget,
     queue_bytes,
     reward_model_bytes,
     shard_bytes,
     trainer_bytes,
     worker_bytes,
 )
-from rl_async.launcher.plan.ports import HOST, PortWish
-from rl_async.launcher.plan.spec import THIS_MACHINE, ProcessSpec, environment, fill, http_environment
 from rl_async.messages import LENT
+from rl_async.process.http_auth import HOSTS, TOKEN_FILE, token_file
 from rl_async.process.private_folder import socket_file
-from rl_async.process.role import own_module
+from rl_async.process.role import own_module, wait_policy
 from rl_async.process.run_files import Endpoints, MemoryBudget
+from rl_async.reward_loop.model_client import api_key_variables
 from rl_async.transfer_queue.auth.keys import SCHEME
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class PortWish:
+    """A port that a process needs. ``port`` 0 means any free one; ``key`` is the config key that sets it."""
+
+    name: str
+    port: int = 0
+    key: str = ""
+
+
+def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
+    """Assign a port to every wish, by name.
+
+    Raises ConfigError naming the key if a configured port is taken or configured twice. All sockets are held open
+    until every port is known, so that no port is assigned twice.
+    """
+    ports: dict[str, int] = {}
+    with ExitStack() as held:
+        for wish in sorted(wishes, key=lambda wish: wish.port == 0):  # configured ones first
+            listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+            try:
+                listener.bind((HOST, wish.port))
+                listener.listen(1)
+            except (OSError, OverflowError) as error:
+                place = f"{wish.key}: " if wish.key else ""
+                raise ConfigError(
+                    f"{place}port {wish.port} for {wish.name} cannot be used ({error}); choose another one, or 0 for "
+                    "a free one"
+                ) from error
+            ports[wish.name] = listener.getsockname()[1]
+    return ports
+
+
+def hold_ports(host: str, wishes: Sequence[PortWish]) -> list[socket.socket]:
+    """Bind one socket per wish to its port of ``host``, without listening.
+
+    As long as it is open the kernel gives the port to no other process, while a server that sets SO_REUSEADDR, as all
+    of ours do, may listen on it. Raises ConfigError naming the key if a configured port is taken.
+    """
+    held: list[socket.socket] = []
+    for wish in wishes:
+        held.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held[-1].bind((host, wish.port))
+        except (OSError, OverflowError) as error:
+            for other in held:
+                other.close()
+            place = f"{wish.key}: " if wish.key else ""
+            raise ConfigError(f"{place}port {wish.port} for {wish.name} cannot be used on {host} ({error})") from error
+    return held
+
+
+HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
+THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address
+
+Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
+
+SECRETS: Mapping[str, Role] = {
+    "RL_ASYNC_REDIS_PASSWORD": "queue",
+    "WANDB_API_KEY": "trainer",
+    "SWANLAB_API_KEY": "trainer",
+}
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to start. In ``argv`` and ``env``, ``{name}`` is replaced by the port of that name, and ``{name.host}``
+    by the address of its host."""
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()  # empty: it computes, if at all, on the CPU
+    ranks: int = 1  # processes that it consists of and that compute: the workers of an engine
+    max_restarts: int = 0
+    first_argv: tuple[str, ...] = ()  # added when it is started for the first time
+    restart_argv: tuple[str, ...] = ()  # added when it is started again
+    memory_bytes: int | None = None  # None: unknown
+    engine_kind: str = ""  # of an engine, for the registry
+
+    @property
+    def device(self) -> str:
+        """``cpu``, or its GPUs as ``gpu:0,1``."""
+        return f"gpu:{','.join(map(str, self.gpus))}" if self.gpus else "cpu"
+
+    def command(
+        self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE, *, restarted: bool = False
+    ) -> list[str]:
+        """Return the command line with ports and hosts filled in."""
+        argv = self.argv + (self.restart_argv if restarted else self.first_argv)
+        return [fill(part, ports, hosts) for part in argv]
+
+    def environment(self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> dict[str, str]:
+        """Return ``env`` with ports and hosts filled in."""
+        return {key: fill(value, ports, hosts) for key, value in self.env.items()}
+
+    def mentions(self, name: str) -> bool:
+        """Whether ``argv`` or ``env`` contain the port or the host of ``name``."""
+        return any(f"{{{name}}}" in text or f"{{{name}.host}}" in text for text in (*self.argv, *self.env.values()))
+
+
+def fill(text: str, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> str:
+    """Replace ``{name}`` by a port number and ``{name.host}`` by an address."""
+    for name, port in ports.items():
+        text = text.replace(f"{{{name}}}", str(port))
+    return HOST_OF.sub(lambda match: hosts.get(match[1], HOST), text)
+
+
+def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
+    """Return variables by which an HTTP server that does not read the run folder finds its token and its names, and
+    where its spans go."""
+    found = {TOKEN_FILE: str(token_file(run_dir, "engines")), HOSTS: ",".join(config.launcher.http_hosts)}
+    endpoint = config.tracking.otlp_endpoint
+    return found | ({tracing.VARIABLES[0]: endpoint} if endpoint else {})
+
+
+def secrets(config: RunConfig) -> dict[str, Role]:
+    """Return the variables that hold secrets, with the only role that uses each."""
+    reader: Role = "worker"
+    return {**SECRETS, **dict.fromkeys([*api_key_variables(config), *secret_variables(config.agent.mcp)], reader)}
+
+
+def environment(config: RunConfig, role: Role) -> dict[str, str]:
+    """Return variables that hide other roles' secrets, limit thread pools, and let their threads wait asleep."""
+    threads = str(config.launcher.threads or 1)
+    return {
+        **{name: "" for name, user in secrets(config).items() if user != role},
+        THREADS: threads,
+        "MKL_NUM_THREADS": threads,
+        **wait_policy(),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> Place:
+    """Return where engine number ``index`` computes: a GPU for each of its ranks, or (empty) the CPU."""
+    kind, opens = engine_kinds(config)[index], _opened(config, gpus, trainers)
+    return Place(f"engine-{index}", gpus, config.mode == "colocated", kind, opens)
+
+
+def lent_place(config: RunConfig, index: int, trainers: tuple[int, ...]) -> Place:
+    """Return where the engine number ``index`` on devices of the ``trainers`` computes (empty: the CPU)."""
+    each = config.rollout.ranks
+    gpus = trainers[index * each : (index + 1) * each]
+    return Place(f"{LENT}{index}", gpus, True, engine_kinds(config)[0], _opened(config, gpus, trainers))
+
+
+def _opened(config: RunConfig, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the GPUs of trainer ranks that an engine on ``gpus`` takes weights from, and does not compute on."""
+    if not gpus or resolve_transport(config) != "ipc":
+        return ()
+    return tuple(sorted(set(trainers) - set(gpus)))
+
+
+def engine_spec(
+    config: RunConfig, run_dir: Path, index: int, place: Place, size: ModelSize | None, memory: EngineMemory
+) -> ProcessSpec:
+    """Return the process of engine number ``index`` of a run."""
+    traits, name, gpus = ENGINES[place.kind], place.process, place.gpus
+    env = {**traits.variables, **(select_devices((*gpus, *place.opens)) if gpus else traits.cpu_variables)}
+    if traits.package:
+        env |= http_environment(config, run_dir)
+    return ProcessSpec(
+        name=name,
+        role="engine",
+        argv=_argv(config, run_dir, index, place, memory, routes=size is not None and size.experts > 0),
+        env=environment(config, "engine") | env,
+        gpus=gpus,
+        ranks=config.rollout.ranks,
+        max_restarts=config.launcher.max_restarts,
+        memory_bytes=engine_bytes(config, size, on_gpu=bool(gpus)),
+        engine_kind=place.kind,
+    )
+
+
+def _argv(
+    config: RunConfig, run_dir: Path, index: int, place: Place, memory: EngineMemory, *, routes: bool
+) -> tuple[str, ...]:
+    """Return the command line: an engine of rl-async reads the run's config, other software gets all of it as flags.
+
+    ``routes``: the model has experts, whose choice the trainer may replay.
+    """
+    traits, name, on_gpu = ENGINES[place.kind], place.process, bool(place.gpus)
+    host = ("--host", f"{{{name}.host}}")
+    limits = {flag: getattr(memory, attribute) for flag, attribute in traits.memory_flags.items()}
+    of_memory = [word for flag, value in limits.items() if value is not None for word in (flag, str(value))]
+    if not traits.package:
+        numbered = ("--index", str(index), *host, "--port", f"{{{name}}}")
+        return own_module(traits.module, "--run", str(run_dir), *numbered, *of_memory)
+    argv = own_module(traits.module, *host)
+    special = {
+        "rollout.port": f"{{{name}}}",
+        "seed": str(config.seed + 10_000 + index),  # else all engines would draw the same samples
+    }
+    for flag, key in traits.flags.items():
+        argv += (flag, special[key] if key in special else str(attrgetter(key)(config)))
+    argv += tuple(of_memory)
+    if on_gpu and place.turns:
+        argv += traits.sleep_flags
+    if on_gpu and routes and config.trainer.router_replay != "never" and config.rollout.pipeline_parallel == 1:
+        argv += traits.route_flags
+    if config.rollout.expert_parallel > 1:
+        argv += traits.expert_flags
+    if config.rollout.quantization != "none":
+        argv += traits.quantization[config.rollout.quantization]
+    return (config.rollout.python or argv[0], *argv[1:], *config.rollout.engine_args)
+
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"

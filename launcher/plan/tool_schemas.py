@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.apart import run_apart
-from rl_async.launcher.plan.user_code import LOAD_S
+from rl_async.launcher.plan.user_code import LOAD_S, run_apart
 from rl_async.transfer_queue.chat_messages import TOOLS_FILE
 from rl_async.userload import is_user_reference
 

@@ -1,9 +1,11 @@
 """Loads the code that a config names, in a process of its own: ``python -m rl_async.launcher.plan.user_code``.
 
 A typing error is then found before the run has a folder, and what the code imports or does stays out of the launcher.
+``run_apart`` starts this module and others that look at what a config names: tools, environments, MCP servers.
 """
 
 import json
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +14,29 @@ from typing import Any
 from rl_async.configs.derived import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
-from rl_async.launcher.plan.apart import run_apart
+from rl_async.process.role import own_module
 from rl_async.sandbox.registry import make_sandbox
 from rl_async.userload import is_user_reference, load_user_object
+
+
+def run_apart(module: str, *arguments: str, what: str, limit_s: float, given: bytes | None = None) -> str:
+    """Run ``rl_async.MODULE`` with ``given`` on standard input; return what it printed.
+
+    Raises ConfigError with the last line of its standard error if it ends with EXIT_USER. Otherwise the error begins
+    with ``what``, a config key and what is done, such as "agent.mcp: trying the servers".
+    """
+    try:
+        done = subprocess.run(own_module(module, *arguments), input=given, capture_output=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{what} took longer than {limit_s:g} s") from error
+    said = done.stderr.decode(errors="replace")
+    # Code of others may have printed warnings above it.
+    if done.returncode == EXIT_USER and said.strip():
+        raise ConfigError(said.splitlines()[-1])
+    if done.returncode != 0:
+        raise ConfigError(f"{what} ended with {done.returncode}: {said[-2000:]}")
+    return done.stdout.decode(errors="replace")
+
 
 LOAD_S = 180.0  # importing torch from a slow disk takes a minute
 

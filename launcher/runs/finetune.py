@@ -1,15 +1,17 @@
-"""``rl-async sft`` with a section ``finetune``: from conversations and a model folder to a fine-tuned one.
+"""``rl-async sft``: from conversations and a model folder to a fine-tuned one; what it prints meanwhile.
 
-The conversations are checked and encoded here, once; the ranks map what is written. An interrupted run continues
-from its newest checkpoint when the same command is given again.
+The conversations are checked and encoded here, once; the ranks map what is written. An interrupted run continues from
+its newest checkpoint when the same command is given again. The model of a preset may be made so from a pretrained one
+and the preset's demonstrations (``warm_start.pretrained``).
 """
 
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,28 +20,136 @@ from rich.console import Console
 
 from rl_async.accelerators import count_gpus
 from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens, read_chats
+from rl_async.configs.checks import INSTEAD
 from rl_async.configs.derived import eval_parts, files_of, parts
 from rl_async.configs.load import load_resolved
-from rl_async.configs.schema.data import DataSource, FinetuneConfig
+from rl_async.configs.schema.data import DataConfig, DataSource, FinetuneConfig, PretrainedConfig, WarmStartConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
-from rl_async.launcher.folder.run_folder import create, hold, saved
-from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
-from rl_async.launcher.plan.machine import check_trainer, settle_here
+from rl_async.launcher.child_process import RoleFailed, ThisMachine
+from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, checkpoints, origin_of
+from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, settle_here, with_threads
 from rl_async.launcher.plan.memory import model_size
-from rl_async.launcher.plan.planning import RENDEZVOUS, finetune_ranks
-from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.plan.processor import cores, read_machine, with_threads
-from rl_async.launcher.runs.launch import log_into, note_machine, shown
-from rl_async.launcher.supervise.children import Interrupted, keep_ranks
-from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.process import RoleFailed
-from rl_async.launcher.watch.finetune_view import FinetuneView, summary
-from rl_async.launcher.watch.stop_notice import StopNotice
+from rl_async.launcher.plan.planning import RENDEZVOUS, PortWish, assign_ports, finetune_ranks
+from rl_async.launcher.run_folder import create, hold, saved
+from rl_async.launcher.runs.launch import StopNotice, log_into, note_machine, shown
+from rl_async.launcher.sources import model_folder
+from rl_async.launcher.supervisor import Interrupted, keep_ranks
+from rl_async.launcher.tail import MetricsTail, Record
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
+
+POLL_S = 0.3
+LINES = 40  # of the whole run, besides those of measurements
+HEAD = f"{'steps':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
+
+
+class ReplacedTail:
+    """Reads the records that were added to a file since the last call, also when the file is replaced.
+
+    Ranks that restart from a checkpoint replace the file by a shorter one, which is then read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+
+    def read(self) -> list[Record]:
+        """New records, oldest first; none if there is no file yet."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
+
+
+class FinetuneView:
+    """Shows the records that the ranks write, each step once, of ``steps`` in all, the first ``begun`` done before."""
+
+    def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
+        self._console, self._steps, self._shown = console, steps, begun
+        self._metrics = ReplacedTail(folder / "metrics.jsonl")
+        self._evaluations = ReplacedTail(folder / "evaluations.jsonl")
+        self._since: list[Record] = []
+        self._measured, self._headed = begun > 0, False
+        self._metrics.read()  # left by an earlier start; the ranks replace the file
+        self._evaluations.read()
+
+    async def run(self) -> None:
+        """Consumes metrics.jsonl and evaluations.jsonl; produces lines. Waits POLL_S. Runs until cancelled."""
+        while True:
+            self.show_new()
+            await asyncio.sleep(POLL_S)
+
+    def show_new(self) -> None:
+        """Print the lines for the records since the last call."""
+        for evaluation in self._evaluations.read():
+            if evaluation["eval/step"] == 0 and not self._measured:
+                self._measured = True
+                self._print(row(0, 0.0, None, evaluation["eval/loss"], None, None, None))
+        for record in self._metrics.read():
+            completed = int(record["step"]) + 1
+            if completed <= self._shown:
+                continue  # it was trained again
+            self._shown = completed
+            self._since.append(record)
+            if completed == self._steps or completed % max(1, self._steps // LINES) == 0 or "eval/loss" in record:
+                self._print(line(self._since, self._steps))
+                self._since = []
+
+    def _print(self, text: str) -> None:
+        if not self._headed:
+            self._console.print(HEAD, markup=False)
+            self._headed = True
+        self._console.print(text, markup=False)
+
+
+def line(records: list[Record], steps: int) -> str:
+    """Format the mean of some steps; the time left assumes that the other steps take as long."""
+    last = records[-1]
+    completed = int(last["step"]) + 1
+    trained = sum(r["tokens/trained"] for r in records)
+    loss = sum(r["loss/train"] * r["tokens/trained"] for r in records) / max(trained, 1)
+    speed = sum(r["tokens/all"] for r in records) / sum(r["time/train_s"] for r in records)
+    left = (steps - completed) * sum(r["time/step_s"] for r in records) / len(records)
+    return row(completed, last["epoch"], loss, last.get("eval/loss"), speed, last["learning_rate"], left)
+
+
+def row(
+    completed: int,
+    epoch: float,
+    loss: float | None,
+    held_out: float | None,
+    speed: float | None,
+    rate: float | None,
+    left: float | None,
+) -> str:
+    """Format one line of the table; ``left`` is in seconds."""
+    cells = (
+        (f"{completed}", 7),
+        (f"{epoch:.2f}", 6),
+        ("" if loss is None else f"{loss:.4f}", 8),
+        ("" if held_out is None else f"{held_out:.4f}", 8),
+        ("" if speed is None else f"{speed:,.0f}", 10),
+        ("" if rate is None else f"{rate:.1e}", 8),
+        ("" if left is None else f"{int(left) // 60}:{int(left) % 60:02d}", 8),
+    )
+    return " ".join(text.rjust(width) for text, width in cells)
+
+
+def summary(folder: Path, out: Path) -> str:
+    """Summarize a run that wrote ``out``: held-out loss before and after, and where its files are."""
+    losses = [evaluation["eval/loss"] for evaluation in MetricsTail(folder / "evaluations.jsonl").read()]
+    held_out = f"held-out loss per token {losses[0]:.4f} before, {losses[-1]:.4f} after; " if losses else ""
+    return f"{held_out}model: {out}; metrics and checkpoints: {folder}"
+
 
 DATA_FILE = "data.json"
 KEPT = (
@@ -296,3 +406,42 @@ def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
         f"rank(s) of {config.trainer.backend}; run folder: {folder}",
         *([f"continuing at step {begun[-1]}"] if begun else []),
     ]
+
+
+KEY = "warm_start.pretrained.path"
+
+
+def fine_tune(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
+    """Fetch the pretrained model, fine-tune it in processes of its own, and save it at ``warm_start.out``.
+
+    If it is interrupted, the next call continues. Raises UserError or RoleFailed, and SystemExit on a signal.
+    """
+    assert settings.pretrained is not None
+    base = model_folder(settings.pretrained.path, KEY)
+    check_model_folder(base, KEY)
+    report(f"warm start: fine-tuning {settings.pretrained.path} on {settings.demos_path}")
+    if code := finetune(finetune_config(config, settings, settings.pretrained, base)):
+        sys.exit(code)
+    record = msgspec.to_builtins(origin_of(settings)) | {"pretrained": settings.pretrained.path}
+    replace_file(Path(settings.out) / SFT_FILE, json.dumps(record).encode() + b"\n")
+
+
+def finetune_config(
+    config: RunConfig, settings: WarmStartConfig, pretrained: PretrainedConfig, base: Path
+) -> RunConfig:
+    """Return the config of the fine-tuning; what a run's ``trainer`` says for reinforcement learning is left out."""
+    ignored = {key: getattr(TrainerConfig(), key) for key in INSTEAD}
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, path=str(base)),
+        data=DataConfig(path=settings.demos_path),
+        trainer=msgspec.structs.replace(config.trainer, **ignored),
+        critic=None,
+        warm_start=None,
+        finetune=FinetuneConfig(
+            out=settings.out,
+            epochs=pretrained.epochs,
+            batch_size=pretrained.batch_size,
+            learning_rate=pretrained.learning_rate,
+        ),
+    )

@@ -1,47 +1,158 @@
-"""``rl-async launch``: from a checked config to a finished run."""
+"""``rl-async launch``: from a checked config to a finished run, or with ``--dry-run`` to its plan on the terminal.
+
+Presents the token of a Ray cluster, serves the page beside the run (``tracking.view``), and tells a user who asked the
+run to stop what it waits for and what would be lost.
+"""
 
 import asyncio
 import logging
 import os
+import shlex
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
-from rl_async.launcher.doctor.report import FILE as DIAGNOSIS
-from rl_async.launcher.doctor.report import write_report
-from rl_async.launcher.folder.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
-from rl_async.launcher.folder.tail import last_record
-from rl_async.launcher.plan.artifacts import needs_preparation
-from rl_async.launcher.plan.machine import check_engines, plan_here, settle_here
-from rl_async.launcher.plan.memory import model_size
-from rl_async.launcher.plan.planning import Plan, endpoints
-from rl_async.launcher.plan.ports import assign_ports
-from rl_async.launcher.plan.processor import MachineRecord, write_machine
+from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
+from rl_async.launcher.doctor import REPORT_FILE as DIAGNOSIS
+from rl_async.launcher.doctor import write_report
+from rl_async.launcher.live_view import View
+from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
+from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_here, settle_here, write_machine
+from rl_async.launcher.plan.memory import STAGES, model_size
+from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
-from rl_async.launcher.ray.authentication import present_token, refuses_without_token
-from rl_async.launcher.runs.page_beside import serve_beside
-from rl_async.launcher.sources.fetch import Fetched
-from rl_async.launcher.supervise.children import Interrupted
-from rl_async.launcher.supervise.executor import Executor, ThisMachine
-from rl_async.launcher.supervise.supervisor import Supervisor
-from rl_async.launcher.watch.stop_notice import StopNotice
-from rl_async.launcher.watch.terminal import say
-from rl_async.launcher.watch.view import View
+from rl_async.launcher.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
+from rl_async.launcher.sources import Fetched
+from rl_async.launcher.supervisor import Interrupted, Supervisor
+from rl_async.launcher.tail import last_record
+from rl_async.launcher.terminal import say
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.private_folder import hold_private_folder
-from rl_async.process.role import steady_file
-from rl_async.process.run_files import write_budget, write_endpoints
+from rl_async.process.role import LIFELINE_FD, own_module, steady_file
+from rl_async.process.run_files import Beat, DeviceBudget, MemoryBudget, read_beats, write_budget, write_endpoints
 from rl_async.transfer_queue.auth.keys import client_keys, provide_keys
+
+_CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+_CONNECT_S = 60.0
+
+
+def present_token(environment: MutableMapping[str, str], home: Path, wants_token: Callable[[], bool]) -> bool:
+    """Have Ray present this user's token, if there is one and the cluster wants it; returns whether it does.
+
+    Ray 2.60 presents a token to a cluster that it found by itself, but to an address only if RAY_AUTH_MODE says so. A
+    cluster that wants none takes a client that presents one, and then cancels its actors: hence ``wants_token``, which
+    is asked if there is a token and RAY_AUTH_MODE says nothing. Call this before Ray is imported: Ray reads the
+    variable once.
+    """
+    if "RAY_AUTH_MODE" not in environment:
+        named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
+        if named or (home / ".ray" / "auth_token").is_file():
+            environment["RAY_AUTH_MODE"] = "token" if wants_token() else "disabled"
+    return environment.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def refuses_without_token(address: str) -> bool:
+    """Whether the cluster at ``address`` (empty: RAY_ADDRESS, or this machine's) takes no client without a token.
+
+    Also True if none can connect for another reason: with the token Ray then says which. Takes about a second, and
+    four if the cluster refuses.
+    """
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}  # Ray reads it once in a process, so it takes another one
+    command = [sys.executable, "-P", "-c", _CONNECT, address or "auto"]
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, timeout=_CONNECT_S).returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
+
+
+NOT_IN_A_STEP = ("starting", "waiting for a batch")
+
+
+class StopNotice:
+    """Renders the notice for the run in ``folder``; make it before the run is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._began = folder, time.time()
+
+    def text(self, number: int) -> str:
+        """Render what happens on the signal ``number``."""
+        beats = [beat for beat in read_beats(self._folder) if beat.since >= self._began]  # not of an earlier start
+        return describe_stop(
+            beats[0] if beats else None,
+            last_record(self._folder / "metrics.jsonl").get("time/train_s"),
+            saved(self._folder),
+            time.time(),
+            "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",
+        )
+
+
+def describe_stop(beat: Beat | None, train_s: float | None, saved: int, now: float, key: str) -> str:
+    """Describe the end of a run whose trainer does what ``beat`` says, and whose last step trained for ``train_s``.
+
+    ``saved`` counts the steps in the newest checkpoint; ``key`` ends the run at once.
+    """
+    completed = 0 if beat is None else beat.step if beat.phase in NOT_IN_A_STEP else beat.step + 1
+    if beat is None or beat.phase == "starting" or completed == 0:
+        return "stopping; no step has begun"
+    last = completed - 1
+    if completed <= saved:
+        return f"stopping; step {last} is saved"
+    left = ""
+    if beat.phase == "training" and train_s is not None:
+        left = f", about {max(0.0, train_s - (now - beat.since)):.0f} s"
+    lost = f"{completed - saved} step" if completed == saved + 1 else f"{completed - saved} steps"
+    return f"stopping after step {last}{left}, and saving; {key} ends now, losing {lost}"
+
+
+PAGE_END_S = 5.0
+PAGE_LOG = "view.log"
+
+
+async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
+    """Serve the page on the run in ``folder`` until cancelled; ``tell`` gets its address.
+
+    Raises UserError if the page ends by itself.
+    """
+    with Lifeline() as lifeline, (folder / "logs" / PAGE_LOG).open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *own_module("launcher.cli", "view", str(folder)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, LIFELINE_FD: str(lifeline.read_end)},
+            pass_fds=(lifeline.read_end,),
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None  # PIPE
+            address = (await process.stdout.readline()).decode().strip()
+            if address:
+                tell(address)
+            code = await process.wait()
+            raise UserError(f"tracking.view: the page ended with exit code {code}; see {folder / 'logs' / PAGE_LOG}")
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), PAGE_END_S)
+            with suppress(ProcessLookupError):
+                process.kill()
+
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
@@ -78,7 +189,7 @@ def launch_on_ray(
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
     check_reachable(address)
     present_token(os.environ, Path.home(), lambda: refuses_without_token(address))
-    from rl_async.launcher.ray.executor import RayNodes, connected
+    from rl_async.launcher.ray_nodes import RayNodes, connected
 
     with held(config, folder, unnamed) as (config, folder), connected(address) as cluster:
         config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
@@ -299,3 +410,87 @@ def _report_failure(task: "asyncio.Task[None]") -> None:
 def _print_summary(console: Console, view: View | None) -> None:
     if view is not None:
         say(console, view.summary())
+
+
+def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
+    """Check the files, ports and devices of a run, and print the processes that would be started.
+
+    Raises UserError for what would end the run at once: missing files, a taken port, a missing GPU.
+    """
+    config, machine = settle_here(config, folder)
+    planned = plan_here(config, folder, resume=resume)
+    assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
+    console = Console()
+    console.print(plan_table(planned))
+    for table in memory_tables(planned.memory):
+        console.print(table)
+    for line in (*machine.lines, *plan_notes(config, folder, planned)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def plan_table(planned: Plan) -> Table:
+    """Lay out a plan as a table with one row per process."""
+    ports = {wish.name: str(wish.port) if wish.port else "free" for wish in planned.ports}
+    table = Table(title=f"{planned.mode}, weights by {planned.transport}", title_justify="left")
+    for heading in ("process", "device", "port", "memory", "restarts"):
+        table.add_column(heading, justify="left" if heading in ("process", "device") else "right")
+    for spec in planned.processes:
+        memory = "unknown" if spec.memory_bytes is None else f"{spec.memory_bytes / 2**30:.2f} GiB"
+        table.add_row(spec.name, spec.device, ports.get(spec.name, ""), memory, str(spec.max_restarts))
+    return table
+
+
+def memory_tables(budget: MemoryBudget) -> list[Table]:
+    """Lay out who has how much of a device in which stage, in GiB: a table for all devices that are planned alike."""
+    alike: dict[tuple[tuple[str, ...], ...], list[DeviceBudget]] = {}
+    for device in budget.devices:
+        alike.setdefault(tuple(memory_rows(device)), []).append(device)
+    return [_memory_table([device.device for device in devices], devices[0]) for devices in alike.values()]
+
+
+def _memory_table(names: list[str], device: DeviceBudget) -> Table:
+    limit = "" if device.limit is None else f", {_gib(device.limit)} GiB to plan with"
+    table = Table(title=f"memory of {', '.join(names)}{limit}", title_justify="left")
+    for heading in ("stage", "who", "GiB", "of these"):
+        table.add_column(heading, justify="right" if heading == "GiB" else "left")
+    for stage, *row in memory_rows(device):
+        if stage:
+            table.add_section()
+        table.add_row(stage, *row)
+    return table
+
+
+def memory_rows(device: DeviceBudget) -> list[tuple[str, ...]]:
+    """Return stage, holder, GiB and its parts, those of at least 5 MiB; processes that look alike in one row, and all
+    of a device together. The stage stands in its first row."""
+    rows: list[tuple[str, ...]] = []
+    for stage in STAGES:
+        first = len(rows)
+        alike: Counter[tuple[str, str, str]] = Counter()
+        for holder in device.holders:
+            parts = holder.stages[stage].items()
+            shown = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in parts if nbytes >= 5 << 20)
+            alike[holder.role, _gib(holder.total(stage)), shown] += 1
+        for (role, total, shown), count in alike.items():
+            rows.append(("", role if count == 1 else f"{role}, each of {count}", total, shown))
+        if len(device.holders) > 1:
+            rows.append(("", "together", _gib(device.total(stage)), ""))
+        rows[first] = (stage, *rows[first][1:])
+    return rows
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
+    """Return the lines below the table: command lines, folder, total memory, what is made first."""
+    notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
+    known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
+    notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
+    if needs_data(config):
+        notes.append(f"made first: {config.data.make} data for {config.data.path}")
+    if needs_model(config):
+        notes.append(f"made first: a warm-started model in {config.model.path}")
+    notes.append("dry run: nothing was started")
+    return notes

@@ -35,7 +35,7 @@ def prepare(config: RunConfig, report: Report) -> None:
         makes = warm_start_of(config)
         assert makes is not None
         if makes.pretrained is not None:
-            from rl_async.launcher.runs.pretrained_start import fine_tune
+            from rl_async.launcher.runs.finetune import fine_tune
 
             fine_tune(config, makes, report)
         else:

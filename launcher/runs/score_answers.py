@@ -15,7 +15,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.extraction import Extraction, trace
 from rl_async.files import DAMAGE
-from rl_async.launcher.sources.fetch import data_files
+from rl_async.launcher.sources import data_files
 from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
 from rl_async.transfer_queue.dataset import open_rows, templated, to_task

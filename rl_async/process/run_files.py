@@ -6,7 +6,7 @@
     RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
 
-The launcher plans the memory (``launcher/plan/budget.py``) and sets it on the engines; trainer ranks compare what they
+The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare what they
 measure. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
 """
 

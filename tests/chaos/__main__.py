@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 from rl_async.launcher.cli.__main__ import main as rl_async
 from rl_async.launcher.plan import machine
-from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.plan.planning import ProcessSpec
 from tests.chaos.faults import FOLDER, KINDS
 from tests.support import forked_launcher
 from tests.support.forked import Forked

@@ -39,7 +39,7 @@ HOME_OF = {
         "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
     "megatron": {"trainer/megatron"},
-    "ray": {"launcher/ray/executor.py"},
+    "ray": {"launcher/ray_nodes.py"},
     "vllm": {"rollout_server/vllm"},
     "sglang": set(),
 }

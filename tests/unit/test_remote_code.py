@@ -16,7 +16,7 @@ PACKAGES = ("agent_loop", "launcher", "reward_loop", "rollout_server", "trainer"
 
 
 def describe(folder: Path) -> Any:
-    from rl_async.launcher.sources.info import describe
+    from rl_async.launcher.model_info import describe
 
     return describe(folder, float32_config(None, [f"model.path={folder}", "data.path=none"]))
 

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from rl_async.launcher.doctor.versions import TRIED
+from rl_async.launcher.machine_check import TRIED
 
 ROOT = Path(__file__).parents[2]
 

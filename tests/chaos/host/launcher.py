@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 from rl_async.launcher.cli.__main__ import main as rl_async
 from rl_async.launcher.plan import machine
-from rl_async.launcher.plan.planning import Plan
-from rl_async.launcher.plan.spec import ProcessSpec
+from rl_async.launcher.plan.planning import Plan, ProcessSpec
 
 
 class Place(NamedTuple):

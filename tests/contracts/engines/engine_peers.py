@@ -20,8 +20,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size
-from rl_async.launcher.plan.planning import plan
-from rl_async.launcher.plan.ports import HOST, PortWish, hold_ports
+from rl_async.launcher.plan.planning import HOST, PortWish, hold_ports, plan
 from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.rollout_server.answers import EMPTY, join
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

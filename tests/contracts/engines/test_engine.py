@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_async.errors import EngineLost, EngineRejected
-from rl_async.launcher.cli.engine.verification import verify
+from rl_async.launcher.cli.engine_verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult

@@ -11,9 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_async.launcher.plan.planning import Plan
-from rl_async.launcher.plan.ports import PortWish
-from rl_async.launcher.plan.spec import ProcessSpec, Role
+from rl_async.launcher.plan.planning import Plan, PortWish, ProcessSpec, Role
 
 ROLES = Path(__file__).with_name("roles.py")
 DEADLINE_S = 60.0

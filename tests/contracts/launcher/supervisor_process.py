@@ -5,10 +5,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from rl_async.launcher.plan.ports import assign_ports
-from rl_async.launcher.supervise.children import Interrupted
-from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.supervisor import Supervisor
+from rl_async.launcher.child_process import ThisMachine
+from rl_async.launcher.plan.planning import assign_ports
+from rl_async.launcher.supervisor import Interrupted, Supervisor
 
 
 async def main(folder: Path) -> int:

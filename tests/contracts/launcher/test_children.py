@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from rl_async.launcher.plan.spec import ProcessSpec
-from rl_async.launcher.supervise import children as children_module
-from rl_async.launcher.supervise.children import Children
-from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.process import RoleFailed
+from rl_async.launcher import supervisor as children_module
+from rl_async.launcher.child_process import RoleFailed, ThisMachine
+from rl_async.launcher.plan.planning import ProcessSpec
+from rl_async.launcher.supervisor import Children
 from rl_async.process.private_folder import RENDEZVOUS, private_folder
 from tests.contracts.launcher.test_supervisor import eventually
 

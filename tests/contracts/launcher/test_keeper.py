@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from rl_async.errors import ConfigError, UserError
-from rl_async.launcher.ray import keeper as keepers
-from rl_async.launcher.ray import remote_child as remote
-from rl_async.launcher.ray.keeper import AllocationRequest, Keeper
-from rl_async.launcher.ray.remote_child import KeeperGone, KeeperSilent, RemoteChild
+from rl_async.launcher import ray_keeper as keepers
+from rl_async.launcher import ray_keeper as remote
+from rl_async.launcher.ray_keeper import AllocationRequest, Keeper, KeeperGone, KeeperSilent, RemoteChild
 from rl_async.process.kernel import ENDED, state_of
 
 HOST = "127.0.0.1"

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.plan.ports import assign_ports
+from rl_async.launcher.live_view import View
+from rl_async.launcher.plan.planning import assign_ports
 from rl_async.launcher.runs import launch as module
 from rl_async.launcher.runs.launch import launch, log_into, make_ready
-from rl_async.launcher.supervise.supervisor import RoleFailed
-from rl_async.launcher.watch.view import View
+from rl_async.launcher.supervisor import RoleFailed
 from rl_async.process.run_files import read_endpoints
 from tests.support.configs import float32_config
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.folder.run_folder import hold, hold_unnamed, new_run
+from rl_async.launcher.run_folder import hold, hold_unnamed, new_run
 
 HOLDER = """
 import pathlib, sys
-from rl_async.launcher.folder.run_folder import hold
+from rl_async.launcher.run_folder import hold
 with hold(pathlib.Path(sys.argv[1])):
     print(flush=True)
     input()

@@ -13,9 +13,8 @@ import pytest
 
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.observe import MOST_STACK_BYTES, observe, observe_processes
-from rl_async.launcher.doctor.report import FILE, doctor, write_report
-from rl_async.launcher.supervise.roster import ProcessRecord
+from rl_async.launcher.child_process import ProcessRecord
+from rl_async.launcher.doctor import MOST_STACK_BYTES, REPORT_FILE, doctor, observe, observe_processes, write_report
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import STACKS
 from rl_async.process.run_files import beat
@@ -139,6 +138,6 @@ def test_a_run_that_was_killed_is_diagnosed_from_what_it_left(
     assert (seen.steps_done, seen.steps, seen.usual_step_s, seen.launcher) == (2, 50, 3.0, None)
     findings = write_report(run, "a test")
     assert "2 of 50 steps" in findings
-    assert (run / FILE).read_text().count(f"verdict: {findings}") == 1
+    assert (run / REPORT_FILE).read_text().count(f"verdict: {findings}") == 1
     assert doctor(run) == 1
-    assert str(run / FILE) in capsys.readouterr().out
+    assert str(run / REPORT_FILE) in capsys.readouterr().out

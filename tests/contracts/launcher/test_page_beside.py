@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.runs.page_beside import LOG, serve_beside
+from rl_async.launcher.runs.launch import PAGE_LOG, serve_beside
 from tests.support.recordings import make_run
 
 
@@ -31,5 +31,5 @@ async def test_a_page_that_does_not_start_is_an_error_that_names_its_log(tmp_pat
     (tmp_path / "logs").mkdir()
     with pytest.raises(UserError) as failed:  # there is no config.yaml
         await serve_beside(tmp_path, lambda address: pytest.fail(address))
-    assert "tracking.view" in str(failed.value) and LOG in str(failed.value)
-    assert "config.yaml" in (tmp_path / "logs" / LOG).read_text()
+    assert "tracking.view" in str(failed.value) and PAGE_LOG in str(failed.value)
+    assert "config.yaml" in (tmp_path / "logs" / PAGE_LOG).read_text()

@@ -44,7 +44,7 @@ def test_vllm_needs_its_package_and_our_plugin_of_this_version(tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=60)
     [site] = tmp_path.glob("lib/python*/site-packages")
     python = f"{tmp_path}/bin/python"
-    with pytest.raises(UserError, match=r"rollout\.engine=vllm.*install_vllm_cpu.*rollout\.python"):
+    with pytest.raises(UserError, match=r"rollout\.engine=vllm.*install vllm.*rollout\.python"):
         check_engine_python("vllm", python)
     (site / "vllm.py").touch()
     with pytest.raises(UserError, match=r"rollout\.python.*vLLM.*rl-async"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from rl_async.launcher.sources.modelscope import INSTALL, installed
+from rl_async.launcher.sources import INSTALL_MODELSCOPE, modelscope_is_installed
 from tests.contracts.launcher.fake_hub import COMMIT, fake_hub, fake_modelscope
 
 WEIGHTS = save({"a": np.zeros(1, np.float32)})
@@ -41,7 +41,9 @@ def rl_async(folder: Path, endpoint: str, *arguments: str, offline: bool = False
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
 
 
-needs_modelscope = pytest.mark.skipif(not installed(), reason=f"ModelScope's client is not here: {INSTALL}")
+needs_modelscope = pytest.mark.skipif(
+    not modelscope_is_installed(), reason=f"ModelScope's client is not here: {INSTALL_MODELSCOPE}"
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_async.launcher.play import keeper
+from rl_async.launcher import play_keeper
 from rl_async.process import guard, kernel
 from rl_async.process.kernel import ENDED, state_of
 
@@ -58,14 +58,14 @@ def in_a_process(keeping: ModuleType, then: str) -> "subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("keeping", [guard, keeper])
+@pytest.mark.parametrize("keeping", [guard, play_keeper])
 def test_whoever_keeps_processes_kills_all_of_them(keeping: ModuleType) -> None:
     done = in_a_process(keeping, "kill_all()")
     assert done.returncode == 0, done.stderr
     assert all(state_of(int(pid)) in ENDED for pid in done.stdout.split()) and state_of(os.getpid()) not in ENDED
 
 
-@pytest.mark.parametrize("keeping", [guard, keeper])
+@pytest.mark.parametrize("keeping", [guard, play_keeper])
 def test_and_does_not_wait_for_ever_for_one_that_does_not_end(keeping: ModuleType) -> None:
     immortal = "os.kill = lambda pid, number: None\nkill_all(within_s=0.1)"  # as if in an uninterruptible sleep
     done = in_a_process(keeping, immortal)

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.plan.ports import PortWish, assign_ports
-from rl_async.launcher.supervise.children import Interrupted
-from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.roster import read_roster
-from rl_async.launcher.supervise.supervisor import RoleFailed, Supervisor
+from rl_async.launcher.child_process import ThisMachine, read_roster
+from rl_async.launcher.plan.planning import PortWish, assign_ports
+from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")
 LATE_S = 4.0  # within which a fake engine starts, and after which a silent one counts as lost

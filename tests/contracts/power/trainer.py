@@ -17,7 +17,7 @@ from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.files import drop_torn_lines
-from rl_async.launcher.folder.run_folder import create
+from rl_async.launcher.run_folder import create
 from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.recording import TrainedRow, read_trajectories, write_trajectories
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole, read_state

@@ -16,7 +16,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import EXIT_FAILED
-from rl_async.launcher.folder.run_folder import create
+from rl_async.launcher.run_folder import create
 from rl_async.process.http_auth import make_tokens
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.run_files import Endpoints, write_endpoints

@@ -1,4 +1,4 @@
-// Answers the page's requests from a report file, as launcher/view/server.py would.
+// Answers the page's requests from a report file, as launcher/view/page.py would.
 
 import type { Metrics, Row, Trajectory } from "./types";
 
@@ -67,7 +67,7 @@ const tests: Record<string, (row: Row, value: string, full: Trajectory | undefin
   rule: (_, value, full) => !!full?.tokens.rule.includes(value),
   text: (_, value, full) => !!full && says(full, value),
 };
-// Signs of scripts without spaces, each of which is a word, as launcher/view/words.py has it.
+// Signs of scripts without spaces, each of which is a word, as launcher/view/index.py has it.
 const SIGN = /[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\u{20000}-\u{3ffff}]/gu;
 // The words of a text, apart by single spaces: case, accents and punctuation do not count.
 const bare = (text: string) => text.replace(SIGN, " $& ").normalize("NFKD").toLowerCase().replace(/\p{M}/gu, "").replace(/[^\p{L}\p{N}]+/gu, " ").trim();

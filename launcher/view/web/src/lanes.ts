@@ -1,4 +1,4 @@
-// What /timeline answers; launcher/timeline/lanes.py says what a lane and a span are.
+// What /timeline answers; launcher/timeline.py says what a lane and a span are.
 
 export type Recorded = [began: number, ended: number, kind: string, name: string, step: number, key: string, about: string];
 

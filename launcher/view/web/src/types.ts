@@ -1,4 +1,4 @@
-// What the server answers; launcher/view/server.py lists the routes.
+// What the server answers; launcher/view/page.py lists the routes.
 
 export interface RunSummary {
   name: string;

@@ -14,7 +14,7 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
-from rl_async.launcher.cli.configs import IMPORTS
+from rl_async.launcher.cli.training_commands import IMPORT_HELP
 
 VERL_ROLLOUT = "actor_rollout_ref.rollout"
 TRL = """
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, source: str) -> Non
 
 
 def test_the_command_line_offers_every_source() -> None:
-    assert IMPORTS.keys() == SOURCES.keys()
+    assert IMPORT_HELP.keys() == SOURCES.keys()
 
 
 @pytest.mark.parametrize("module", [verl, trl, prime_rl, slime])

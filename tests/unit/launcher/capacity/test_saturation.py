@@ -3,9 +3,16 @@
 import msgspec
 import pytest
 
-from rl_async.launcher.capacity.costs import Costs, EpisodeShape
-from rl_async.launcher.capacity.saturation import QUEUE_ROW_S, Saturation, longest, saturation
-from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation
+from rl_async.launcher.capacity_simulation import (
+    QUEUE_ROW_S,
+    Costs,
+    DeviceSplit,
+    EpisodeShape,
+    Saturation,
+    Simulation,
+    longest,
+    saturation,
+)
 from rl_async.transfer_queue.admission import QueueSettings
 
 COSTS = Costs(

@@ -7,10 +7,8 @@ import pytest
 
 from rl_async.configs.load import dump
 from rl_async.errors import UserError
-from rl_async.launcher.capacity import planner
-from rl_async.launcher.capacity.costs import Costs, Device, EpisodeShape, Fit, assumed, fit_engine, measure
-from rl_async.launcher.capacity.engines import Pool, SimulatedClock, SimulatedEngine
-from rl_async.launcher.capacity.planner import (
+from rl_async.launcher import capacity
+from rl_async.launcher.capacity import (
     FEWEST_STEPS,
     STEPS,
     RunComparison,
@@ -24,7 +22,21 @@ from rl_async.launcher.capacity.planner import (
     steps_to_simulate,
     table,
 )
-from rl_async.launcher.capacity.simulation import DeviceSplit, Simulation, SimulationResult
+from rl_async.launcher.capacity_simulation import (
+    Costs,
+    Device,
+    DeviceSplit,
+    EpisodeShape,
+    Fit,
+    Pool,
+    SimulatedClock,
+    SimulatedEngine,
+    Simulation,
+    SimulationResult,
+    assumed,
+    fit_engine,
+    measure,
+)
 from rl_async.launcher.plan.memory import ModelSize
 from rl_async.recording import write_trajectories
 from rl_async.transfer_queue.admission import QueueSettings
@@ -254,7 +266,7 @@ def test_processes_find_what_one_process_finds(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.chdir(tmp_path)
     alone = list(simulate_all(config, 2, COSTS, MIXED))
-    monkeypatch.setattr(planner, "PARALLEL", 1)
+    monkeypatch.setattr(capacity, "PARALLEL", 1)
     Path("random.py").write_text("raise ImportError('a file of the user')\n")
-    monkeypatch.setattr(planner, "cores", lambda: 2.0)
+    monkeypatch.setattr(capacity, "cores", lambda: 2.0)
     assert list(simulate_all(config, 2, COSTS, MIXED)) == alone and len(alone) == 4

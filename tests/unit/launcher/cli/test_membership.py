@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rl_async.errors import UserError
-from rl_async.launcher.cli.engine.membership import add_engine
+from rl_async.launcher.cli.engine_membership import add_engine
 from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.rollout_server.vllm.client import ROUTED_BY
 

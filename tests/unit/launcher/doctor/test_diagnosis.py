@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rl_async.launcher.doctor.diagnosis import diagnose, needs_stacks
-from rl_async.launcher.doctor.observation import (
+from rl_async.launcher.child_process import ProcessRecord
+from rl_async.launcher.diagnosis import (
     Observation,
     ObservedEngine,
     ObservedProcess,
     ObservedQueue,
     ObservedRank,
+    diagnose,
+    needs_stacks,
 )
-from rl_async.launcher.doctor.report import report
-from rl_async.launcher.supervise.roster import ProcessRecord
+from rl_async.launcher.doctor import report
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.role import Frame
 

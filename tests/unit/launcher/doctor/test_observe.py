@@ -5,8 +5,8 @@ import pytest
 
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor.observe import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups
-from rl_async.launcher.folder.run_folder import hold
+from rl_async.launcher.doctor import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups
+from rl_async.launcher.run_folder import hold
 from rl_async.messages import GroupRecord
 from rl_async.recording import evaluation_file, write_trajectories
 

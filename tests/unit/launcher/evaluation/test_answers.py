@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.evaluation.answers import show_evaluations
+from rl_async.launcher.recorded_evaluations import show_evaluations
 from rl_async.messages import Trajectory, Turn
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows

@@ -8,9 +8,7 @@ import pytest
 
 from rl_async.errors import EXIT_USER, UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.evaluation.compare import compare
-from rl_async.launcher.evaluation.lines import write_lines
-from rl_async.launcher.evaluation.recorded import read_evaluation
+from rl_async.launcher.recorded_evaluations import compare, read_evaluation, write_lines
 from rl_async.messages import Trajectory, Turn
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows

@@ -6,8 +6,8 @@ import pytest
 
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.errors import UserError
-from rl_async.launcher.folder.run_folder import create, new_run, resumed_run, unfinished
 from rl_async.launcher.plan.artifacts import checkpoints
+from rl_async.launcher.run_folder import create, new_run, resumed_run, unfinished
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.transitions import RolledBack, RunFinished, Transition
 

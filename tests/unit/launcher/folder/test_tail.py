@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.folder.tail import MetricsTail, last_record
+from rl_async.launcher.tail import MetricsTail, last_record
 
 
 def test_a_number_that_was_none_in_training_is_nan(tmp_path: Path) -> None:

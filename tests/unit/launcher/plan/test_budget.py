@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.plan.budget import STAGES
-from rl_async.launcher.plan.dry_run import memory_tables
-from rl_async.launcher.plan.memory import CONTEXT_BYTES, ModelSize, decoding_bytes, trainer_bytes
+from rl_async.launcher.plan.memory import CONTEXT_BYTES, STAGES, ModelSize, decoding_bytes, trainer_bytes
 from rl_async.launcher.plan.planning import Plan, plan
+from rl_async.launcher.runs.launch import memory_tables
 from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage, read_budget, write_budget
 from tests.support.configs import float32_config
 

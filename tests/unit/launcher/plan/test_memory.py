@@ -6,7 +6,7 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import UserError
-from rl_async.launcher.capacity.costs import Device, assumed
+from rl_async.launcher.capacity_simulation import Device, assumed
 from rl_async.launcher.plan.memory import (
     BATCH_BYTES,
     LOGITS_CHUNK,

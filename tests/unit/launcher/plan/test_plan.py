@@ -5,9 +5,7 @@ import pytest
 
 from rl_async.configs.load import preset_names
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.launcher.plan.planning import Devices, assign_devices, endpoints, plan
-from rl_async.launcher.plan.ports import PortWish
-from rl_async.launcher.plan.spec import fill
+from rl_async.launcher.plan.planning import Devices, PortWish, assign_devices, endpoints, fill, plan
 from rl_async.process.private_folder import private_folder
 from rl_async.process.run_files import Endpoints
 from tests.support.configs import float32_config

@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from rl_async.errors import ConfigError
-from rl_async.launcher.plan.ports import HOST, PortWish, assign_ports
+from rl_async.launcher.plan.planning import HOST, PortWish, assign_ports
 
 
 @pytest.fixture

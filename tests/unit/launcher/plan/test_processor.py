@@ -10,10 +10,7 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
-from rl_async.launcher.folder.run_folder import as_settled, differences
-from rl_async.launcher.plan.machine import plan_here, settle_here
-from rl_async.launcher.plan.memory import ModelSize
-from rl_async.launcher.plan.processor import (
+from rl_async.launcher.plan.machine import (
     SMALL,
     MachineRecord,
     Measure,
@@ -21,12 +18,16 @@ from rl_async.launcher.plan.processor import (
     ask_torch,
     cores,
     layer_shape,
+    plan_here,
     processor_name,
     read_machine,
     settle,
+    settle_here,
     with_threads,
     write_machine,
 )
+from rl_async.launcher.plan.memory import ModelSize
+from rl_async.launcher.run_folder import as_settled, differences
 from tests.support.configs import float32_config
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl_async.errors import UserError
 from rl_async.gateway import Gateway, RemoteEpisode
-from rl_async.launcher.play.program import arguments, environment, found_program
+from rl_async.launcher.play import arguments, environment, found_program
 
 
 def episode(text: str) -> RemoteEpisode:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.launcher.ray.authentication import present_token
+from rl_async.launcher.runs.launch import present_token
 
 
 def wanted() -> bool:

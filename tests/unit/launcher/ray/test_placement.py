@@ -8,7 +8,7 @@ import pytest
 
 from rl_async.errors import UserError
 from rl_async.launcher.plan.planning import Plan, plan
-from rl_async.launcher.ray.placement import NodeGroup, check_sharing, folders_of, groups, interface_of
+from rl_async.launcher.ray_placement import NodeGroup, check_sharing, folders_of, groups, interface_of
 from rl_async.launcher.runs import launch
 from tests.support.configs import float32_config
 
@@ -130,7 +130,7 @@ def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rl-async\[ray\]'"):
         launch.launch_on_ray(float32_config("calculator"), tmp_path / "runs" / "x", "")
-    assert "rl_async.launcher.ray.executor" not in sys.modules and list(tmp_path.iterdir()) == []
+    assert "rl_async.launcher.ray_nodes" not in sys.modules and list(tmp_path.iterdir()) == []
 
 
 def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch: pytest.Mo
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(UserError, match=f"--address {address}: "):
         launch.launch_on_ray(float32_config("calculator"), tmp_path / "runs" / "x", address)
-    assert "rl_async.launcher.ray.executor" not in sys.modules and list(tmp_path.iterdir()) == []
+    assert "rl_async.launcher.ray_nodes" not in sys.modules and list(tmp_path.iterdir()) == []

@@ -14,8 +14,7 @@ from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
-from rl_async.launcher.runs.finetune import DATA_FILE, _encode_once, encode_all, longest, split
-from rl_async.launcher.watch.finetune_view import FinetuneView, line
+from rl_async.launcher.runs.finetune import DATA_FILE, FinetuneView, _encode_once, encode_all, line, longest, split
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
 from tests.support.families import byte_tokenizer
 

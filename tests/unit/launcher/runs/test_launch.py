@@ -31,7 +31,7 @@ def test_the_launcher_of_embedded_engines_leaves_that_to_the_workers(tmp_path: P
     """Its command imports neither torch nor Transformers, which would take a second before anything is started."""
     program = (
         "import sys; from pathlib import Path; from rl_async.configs.load import load_config;"
-        "from rl_async.launcher.runs.launch import check_chat; import rl_async.launcher.runs.page_beside;"
+        "from rl_async.launcher.runs.launch import check_chat; import rl_async.launcher.runs.launch;"
         f"check_chat(load_config('calculator', ['model.path={tmp_path}']));"
         "found = {'torch', 'transformers', 'pyarrow', 'pandas'} & sys.modules.keys(); assert not found, found"
     )

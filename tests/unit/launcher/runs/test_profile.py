@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rl_async.configs.load import load_config
-from rl_async.launcher.folder.run_folder import create, hold
+from rl_async.launcher.run_folder import create, hold
 from rl_async.launcher.runs.profile import profile_steps
 from rl_async.trainer.profile_request import read_request, trace_file
 

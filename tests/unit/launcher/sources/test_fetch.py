@@ -9,9 +9,17 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError, UserError
-from rl_async.launcher.folder.run_folder import SOURCES, create, note_sources, resumed_run
-from rl_async.launcher.sources.fetch import data_files, fetch_sources, fetched_from, kept_sources, model_folder
-from rl_async.launcher.sources.hub import HubId, Kind, hub_id
+from rl_async.launcher.run_folder import SOURCES, create, note_sources, resumed_run
+from rl_async.launcher.sources import (
+    HubId,
+    Kind,
+    data_files,
+    fetch_sources,
+    fetched_from,
+    hub_id,
+    kept_sources,
+    model_folder,
+)
 
 COMMIT, LATER = "a" * 40, "b" * 40
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rl_async.errors import ConfigError
-from rl_async.launcher.sources.fetch import model_folder
-from rl_async.launcher.sources.gguf import SOURCE_FILE, convert
+from rl_async.launcher.sources import SOURCE_FILE, convert, model_folder
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
 
@@ -68,7 +67,7 @@ def test_what_is_missing_is_named_with_the_key(source: str, named: str) -> None:
 def test_the_only_gguf_file_of_a_package_is_found_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_async.launcher.sources.fetch import gguf_file
+    from rl_async.launcher.sources import gguf_file
 
     package = tmp_path / "shipped_model_a"
     package.mkdir()

@@ -9,10 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.model_info import describe
 from rl_async.launcher.plan.memory import engine_bytes, model_size
-from rl_async.launcher.sources.gguf import SOURCE_FILE
-from rl_async.launcher.sources.importing import import_model
-from rl_async.launcher.sources.info import describe
+from rl_async.launcher.sources import SOURCE_FILE, import_model
 from tests.support.configs import float32_config
 
 

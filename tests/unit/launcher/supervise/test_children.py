@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.launcher.plan.spec import ProcessSpec
-from rl_async.launcher.supervise import children
-from rl_async.launcher.supervise.children import Children
-from rl_async.launcher.supervise.executor import ThisMachine
-from rl_async.launcher.supervise.roster import ProcessState, Roster
+from rl_async.launcher import supervisor
+from rl_async.launcher.child_process import ProcessState, Roster, ThisMachine
+from rl_async.launcher.plan.planning import ProcessSpec
+from rl_async.launcher.supervisor import Children
 
 SPEC = ProcessSpec(name="engine-0", role="engine", argv=())
 
@@ -37,8 +36,8 @@ async def test_a_full_disk_does_not_end_the_supervisor_and_the_list_is_written_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roster = RosterOnAFullDisk(tmp_path)
-    monkeypatch.setattr(children, "Roster", lambda run: roster)
-    monkeypatch.setattr(children, "ROSTER_AGAIN_S", 0.0)
+    monkeypatch.setattr(supervisor, "Roster", lambda run: roster)
+    monkeypatch.setattr(supervisor, "ROSTER_AGAIN_S", 0.0)
     kept = Children(ThisMachine({}, tmp_path), tmp_path, [SPEC])
     kept.set_state("engine-0", "restarting", 1)
     assert not (tmp_path / "processes.json").exists()
@@ -49,6 +48,6 @@ async def test_a_full_disk_does_not_end_the_supervisor_and_the_list_is_written_l
 
 async def test_another_error_of_the_list_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RosterOnAFullDisk, "number", errno.EACCES)
-    monkeypatch.setattr(children, "Roster", RosterOnAFullDisk)
+    monkeypatch.setattr(supervisor, "Roster", RosterOnAFullDisk)
     with pytest.raises(PermissionError):
         Children(ThisMachine({}, tmp_path), tmp_path, [SPEC]).set_state("engine-0", "restarting", 1)

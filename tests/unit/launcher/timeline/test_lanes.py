@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_async.launcher.timeline.lanes import (
+from rl_async.launcher.timeline import (
     PHASES,
     Lane,
     Played,

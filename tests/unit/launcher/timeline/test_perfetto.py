@@ -11,8 +11,7 @@ import pytest
 
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.timeline.perfetto import write_trace
-from rl_async.launcher.timeline.recorded import episodes, read_processes
+from rl_async.launcher.timeline import episodes, read_processes, write_trace
 from rl_async.messages import Activity
 from rl_async.process.run_files import TIMELINE_FOLDER, Entered, read_timeline
 from tests.conftest import make_rows

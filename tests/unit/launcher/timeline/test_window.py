@@ -6,9 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.launcher.timeline.recorded import episodes
-from rl_async.launcher.timeline.updates import newest_updates
-from rl_async.launcher.timeline.window import DETAILED, NEWEST, PIXELS, window
+from rl_async.launcher.timeline import DETAILED, NEWEST_OF_PAGE, PIXELS, episodes, newest_updates, window
 from rl_async.messages import Activity
 from rl_async.process.run_files import TIMELINE_FOLDER, Entered, read_timeline
 from rl_async.recording import write_trajectories
@@ -44,11 +42,11 @@ def test_it_begins_with_the_newest_steps_and_has_their_episodes(tmp_path: Path) 
     play(run, 19, BEGAN + 190.0)
     play(run, 3, BEGAN + 30.0)
     found = window(run, read_timeline(run), None, None)
-    assert (found["from"], found["to"], found["running"]) == (BEGAN + 10 * (20 - NEWEST), BEGAN + 200.0, False)
+    assert (found["from"], found["to"], found["running"]) == (BEGAN + 10 * (20 - NEWEST_OF_PAGE), BEGAN + 200.0, False)
     titles = [(lane.process, lane.title) for lane in found["lanes"]]
     assert titles == [("trainer-0", "phase"), ("engine-0", "generate"), ("agent workers", "rewards")]
     assert {span.step for lane in found["lanes"][1:] for row in lane.rows for span in row} == {19}
-    assert [step for step, _, _ in found["steps"]] == list(range(20 - NEWEST, 20))
+    assert [step for step, _, _ in found["steps"]] == list(range(20 - NEWEST_OF_PAGE, 20))
 
 
 def test_episodes_that_train_later_are_in_the_window_in_which_they_played(tmp_path: Path) -> None:

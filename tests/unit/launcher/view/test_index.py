@@ -12,10 +12,9 @@ import pytest
 
 from rl_async.errors import RequestRefused
 from rl_async.launcher.view import index as module
-from rl_async.launcher.view import recorded
-from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex
-from rl_async.launcher.view.search import choices, find, row_of_key, rows_of_group
-from rl_async.launcher.view.words import words
+from rl_async.launcher.view import trajectories
+from rl_async.launcher.view.index import Indexer, Progress, TrajectoryIndex, words
+from rl_async.launcher.view.queries import choices, find, row_of_key, rows_of_group
 from rl_async.messages import Activity, Turn
 from rl_async.recording import evaluation_file, write_trajectories
 from tests.conftest import make_rows
@@ -211,7 +210,7 @@ def test_a_damaged_file_is_read_again_once_it_changes(run: Path, index: Trajecto
 
 
 def test_a_line_that_is_too_long_is_not_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_LINE", 100)
+    monkeypatch.setattr(trajectories, "MOST_LINE", 100)
     index = TrajectoryIndex(run)
     index.update(threading.Event())
     assert len(index.damaged) == 3 and count(index) == 0

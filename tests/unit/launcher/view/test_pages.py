@@ -12,14 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rl_async.errors import RequestRefused
 from rl_async.evaluation import wilson
-from rl_async.launcher.evaluation.compare import compare as by_files
-from rl_async.launcher.evaluation.recorded import read_evaluation
-from rl_async.launcher.folder.token_texts import tokenizer_of
-from rl_async.launcher.view.columns import Evaluations, MetricColumns
-from rl_async.launcher.view.evaluation import compared, recorded, table
+from rl_async.launcher.recorded_evaluations import compare as by_files
+from rl_async.launcher.recorded_evaluations import read_evaluation
 from rl_async.launcher.view.index import TrajectoryIndex
-from rl_async.launcher.view.recorded import RecordedRow, lines
-from rl_async.launcher.view.trajectory import story, token_texts
+from rl_async.launcher.view.queries import compared, recorded, table
+from rl_async.launcher.view.runs import Evaluations, MetricColumns
+from rl_async.launcher.view.trajectories import RecordedRow, lines, story, token_texts, tokenizer_of
 from rl_async.messages import Trajectory, Version, VersionRun
 from rl_async.recording import write_trajectories
 from tests.conftest import make_rows

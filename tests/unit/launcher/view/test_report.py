@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.view import report as module
-from rl_async.launcher.view.report import write_report
+from rl_async.launcher.view import page as module
+from rl_async.launcher.view.queries import KEY
+from rl_async.launcher.view.page import write_report
 from tests.conftest import make_rows
 from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
 
@@ -81,7 +82,7 @@ def test_it_has_whole_groups_of_each_step_and_the_compared_answers(run: Path, tm
     assert sorted(trained) == [(step, sample) for step in range(3) for sample in range(4)]
     assert {row["step"] for row in data["rows"] if row["partition"] == "eval"} == {0, 3}
     assert data["compare 0 3"]["sources"][0]["worse"] == 1 and data["metrics"]["steps"] == [0, 1, 2]
-    assert data["trajectories"].keys() == {"-".join(str(row[n]) for n in module.search.KEY) for row in data["rows"]}
+    assert data["trajectories"].keys() == {"-".join(str(row[n]) for n in KEY) for row in data["rows"]}
 
 
 def test_a_resumed_run_has_its_evaluations(run: Path, tmp_path: Path) -> None:

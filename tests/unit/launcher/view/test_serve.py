@@ -15,7 +15,7 @@ from tests.support.recordings import make_run
 SERVE = """
 import os, sys
 from pathlib import Path
-from rl_async.launcher.view.serve import serve
+from rl_async.launcher.view.page import serve
 os.access = lambda *_: False  # root may write everywhere
 serve([Path(sys.argv[1])], 0)
 """

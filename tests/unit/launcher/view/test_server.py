@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.supervise.roster import ProcessRecord
-from rl_async.launcher.view.access import OPEN, PageAccess, SecurityHeaders
+from rl_async.launcher.child_process import ProcessRecord
+from rl_async.launcher.view.page import OPEN, PageAccess, SecurityHeaders, ViewServer
 from rl_async.launcher.view.runs import ViewedRuns
-from rl_async.launcher.view.server import ViewServer
 from rl_async.process.http_server import server_of
 from rl_async.process.run_files import beat
 from rl_async.recording import evaluation_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.launcher.watch.stop_notice import StopNotice, describe_stop
+from rl_async.launcher.runs.launch import StopNotice, describe_stop
 from rl_async.process.run_files import Beat, Phase, beat
 
 NOW = 1000.0

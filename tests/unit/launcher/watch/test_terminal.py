@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from rl_async.launcher.watch.terminal import say
+from rl_async.launcher.terminal import say
 
 
 def test_a_line_is_printed_as_it_is_but_for_control_characters() -> None:

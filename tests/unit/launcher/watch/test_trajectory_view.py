@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.watch.trajectory_view import (
+from rl_async.launcher.show import (
     ERRORS,
     RecordedRow,
     RecordedTurn,

@@ -1,0 +1,380 @@
+"""A child process with a session, a log file and a lifeline of its own; where it runs; and the file that lists it.
+
+The supervisor starts processes through an ``Executor``: ``ThisMachine`` here, ``ray_nodes.RayNodes`` on a cluster.
+``RUN/processes.json`` shows their states to other programs; the run's timeline keeps the earlier ones.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, EXIT_USER, RlAsyncError, UserError
+from rl_async.files import DAMAGE, replace_file
+from rl_async.launcher.plan.planning import HOST, THIS_MACHINE, ProcessSpec
+from rl_async.process.kernel import read_stat
+from rl_async.process.private_folder import RENDEZVOUS, SEGMENT_PREFIX, prefix_for, private_folder, sweep_segments
+from rl_async.process.role import LIFELINE_FD, STACKS
+from rl_async.process.run_files import enter
+
+TAIL_LINES = 15
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.role
+TAIL_BYTES = 16384
+
+
+class Process(Protocol):
+    """A process that was started, here (``Child``) or on another node (``ray.remote_child.RemoteChild``)."""
+
+    name: str
+    log: Path
+    log_start: int
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    async def stop(self, timeout_s: float | None) -> int: ...
+    async def kill(self) -> int: ...
+    def kill_now(self) -> None: ...
+    def output(self) -> str: ...
+    def tail(self) -> str: ...
+
+
+class RoleFailed(RlAsyncError):
+    """A process failed and is not restarted. The message ends with what it said last, and where its log is."""
+
+
+class Lifeline:
+    """A pipe whose write end only this process holds. However it dies, its children read end-of-file and exit."""
+
+    def __enter__(self) -> Self:
+        self.read_end, self._write_end = os.pipe()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._write_end)
+        os.close(self.read_end)
+
+
+class Child:
+    """A running process. It leads a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log: Path, log_start: int, segments: str
+    ) -> None:
+        self.name, self.log, self.log_start = name, log, log_start
+        self._process, self._segments = process, segments
+        self._swept = False
+        self.host = ""  # the supervisor's own
+        self.started = read_stat(process.pid).started  # in clock ticks since the boot
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        lifeline: Lifeline,
+        stacks: Path,
+        cwd: Path | None = None,
+    ) -> Self:
+        """Start ``argv`` in ``cwd`` with ``env`` added to this process's environment, and append its output to ``log``.
+
+        ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.role``).
+        """
+        segments = prefix_for(stacks)
+        sweep_segments(segments)  # the one before may have been killed with its supervisor
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={
+                    **os.environ,
+                    **env,
+                    LIFELINE_FD: str(lifeline.read_end),
+                    STACKS: str(stacks),
+                    SEGMENT_PREFIX: segments,
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(lifeline.read_end,),
+                start_new_session=True,
+                cwd=cwd,
+            )
+        return cls(name, process, log, log_start, segments)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs. Negative: the signal that killed it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait until it has ended, then kill what it started and remove its shared memory.
+
+        Has no deadline of its own: the caller sets one.
+        """
+        code = await self._process.wait()
+        if not self._swept:
+            self._swept = True  # once: later, the group's id may be reused
+            self._signal_group(signal.SIGKILL)
+            sweep_segments(self._segments)
+        return code
+
+    async def stop(self, timeout_s: float | None) -> int:
+        """Send SIGTERM to the process, and kill it after ``timeout_s``; None: wait until it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.wait()
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """Kill the process and everything that it started."""
+        self.kill_now()
+        return await self.wait()
+
+    def kill_now(self) -> None:
+        """Kill the process without waiting until it has ended."""
+        if self.returncode is None:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # the group is empty
+            os.killpg(self.pid, number)
+
+    def output(self) -> str:
+        """Return the end of what this process wrote, without what earlier ones left in the same log."""
+        return tail_of(self.log, self.log_start)
+
+    def tail(self) -> str:
+        """Return the last lines that this process wrote."""
+        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+
+def tail_of(log: Path, start: int) -> str:
+    """Return the last TAIL_BYTES of a log, but nothing before ``start``."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def is_full(folder: Path) -> bool:
+    """Whether a file in the folder cannot grow by a block."""
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except FileNotFoundError:
+        return False
+
+
+def said_last(output: str) -> str:
+    """Return the last error in a process's output, on one line; without one its last line that is not empty."""
+    last = error = ""
+    traceback = False
+    for line in output.splitlines():
+        last = line if line.strip() else last
+        if traceback and line and not line[0].isspace():
+            error, traceback = line, False
+        elif line.startswith("Traceback (most recent call last)"):
+            traceback = True
+        elif _ERROR.match(line):
+            error = line
+    return error or last
+
+
+def describe_exit(code: int) -> str:
+    """Render an exit code as text, naming the signal if there was one."""
+    if code in EXIT_STOPPED:
+        return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
+    """Return the error for a process that is not restarted: a UserError if it reported a mistake of the user."""
+    if code == EXIT_USER:
+        mistakes = [line for line in child.output().splitlines() if line.startswith("error: ")]
+        if mistakes:
+            return UserError(f"{child.name}: {mistakes[-1].removeprefix('error: ')}")
+    after = f" after {restarts} restarts" if restarts else ""
+    more = "; launcher.max_restarts allows no more" if restarts and code != EXIT_FAILED else ""
+    if is_full(child.log.parent):
+        more += f"; the disk of {child.log} is full, so some of what it wrote is lost: make room there"
+    lines = textwrap.indent(child.tail() or "(it wrote nothing)", "  ")
+    said = said_last(child.output()) or "nothing"
+    return RoleFailed(
+        f"{child.name} failed ({describe_exit(code)}{after}){more}\nit wrote:\n{lines}\n"
+        f"{child.name} said last: {said}\nits log: {child.log}"
+    )
+
+
+class Executor(Protocol):
+    """Starts processes and knows their addresses: ``places()`` returns ports and hosts by name."""
+
+    def open(self) -> None:
+        """Acquire what processes need; they may be started afterwards."""
+        ...
+
+    def close(self) -> None:
+        """End every process that was started, and release what ``open`` acquired."""
+        ...
+
+    async def allocate(self) -> None:
+        """Choose host and ports for every process. Raises UserError for what is missing there."""
+        ...
+
+    async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
+        """Start a process, perhaps on another host than before."""
+        ...
+
+    def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]: ...
+
+
+class ThisMachine:
+    """Runs processes on the supervisor's machine, with ports that were assigned before.
+
+    Trainer ranks meet by a file in the run's private folder. Its name differs between their starts, so that a rank of
+    an earlier one, still ending, cannot write into it.
+    """
+
+    def __init__(self, ports: Mapping[str, int], folder: Path, hosts: Mapping[str, str] = THIS_MACHINE) -> None:
+        self._ports, self._hosts, self._folder = ports, hosts, folder
+        self._exits = ExitStack()
+        self._ranks_meet = private_folder(folder) / f"ranks-{secrets.token_hex(8)}"
+
+    def open(self) -> None:
+        """Open the pipe by whose end the processes notice that this one is gone."""
+        self._lifeline = self._exits.enter_context(Lifeline())
+
+    def close(self) -> None:
+        """Close the pipe, which ends the processes that still run."""
+        self._exits.close()
+
+    async def allocate(self) -> None:
+        """Do nothing: hosts and ports are known."""
+
+    async def start(self, spec: ProcessSpec, *, restarts: int) -> Child:
+        """Start a process that writes to ``RUN/logs/NAME.log``."""
+        stacks = self._folder / "stacks" / f"{spec.name}.txt"
+        stacks.parent.mkdir(exist_ok=True)
+        return await Child.start(
+            spec.name,
+            spec.command(self._ports, self._hosts, restarted=restarts > 0),
+            spec.environment(self._ports, self._hosts) | {RENDEZVOUS: f"{self._ranks_meet}-{restarts}"},
+            self._folder / "logs" / f"{spec.name}.log",
+            self._lifeline,
+            stacks,
+        )
+
+    def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
+        """Return the ports and hosts that were given."""
+        return self._ports, self._hosts
+
+
+def url_of(executor: Executor, name: str) -> str:
+    """Return the HTTP address of a process."""
+    ports, hosts = executor.places()
+    return f"http://{hosts.get(name, HOST)}:{ports[name]}"
+
+
+ROSTER_FILE = "processes.json"
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state of a process, one word: waiting, starting, running, restarting, ended or failed."""
+
+    name: str
+    state: str
+    restarts: int = 0
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of ``RUN/processes.json``."""
+
+    name: str
+    role: str
+    pid: int
+    started: int  # of /proc/PID/stat, so that a reused pid is recognized
+    state: str  # running, restarting, ended, failed
+    restarts: int = 0
+    exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
+
+
+class Roster:
+    """Writes ``RUN/processes.json`` with the newest process of each name."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._started: dict[str, tuple[ProcessSpec, Process]] = {}
+        self._entered: dict[str, tuple[int, str]] = {}  # pid and state that the timeline has
+
+    def add(self, spec: ProcessSpec, child: Process) -> None:
+        """Enter a process that was started, in place of an earlier one of its name."""
+        self._started[spec.name] = (spec, child)
+
+    def write(self, states: Mapping[str, ProcessState]) -> None:
+        """Replace the file, with the states of the processes that have one."""
+        records = []
+        for name, (spec, child) in self._started.items():
+            unkept = "running" if child.returncode is None else "ended"  # the preparation is not among ``states``
+            known = states.get(name, ProcessState(name, unkept))
+            records.append(
+                ProcessRecord(
+                    name=name,
+                    role=spec.role,
+                    pid=child.pid,
+                    started=child.started,
+                    host=child.host,
+                    state=known.state,
+                    restarts=known.restarts,
+                    exit=child.returncode,
+                )
+            )
+        replace_file(self._run / ROSTER_FILE, msgspec.json.encode(records) + b"\n")
+        for record in records:
+            if self._entered.get(record.name) != (record.pid, record.state):
+                exited = "" if record.exit is None else f", {describe_exit(record.exit)}"
+                enter(self._run, "launcher", record.name, record.state, about=f"pid {record.pid}{exited}")
+                self._entered[record.name] = record.pid, record.state
+
+
+def read_roster(run: Path) -> list[ProcessRecord]:
+    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
+    try:
+        return msgspec.json.decode((run / ROSTER_FILE).read_bytes(), type=list[ProcessRecord])
+    except (OSError, *DAMAGE) as error:
+        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error

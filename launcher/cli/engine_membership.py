@@ -1,0 +1,137 @@
+"""``rl-async engine list | add | remove``: the engines of a running run.
+
+An added engine is started and supervised by somebody else. It gets the published weights from the trainer, as a
+restarted engine does, and requests only after that. If it fails it is cut off and not restarted.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_async.configs.derived import is_loopback
+from rl_async.configs.engines import EngineKind
+from rl_async.configs.load import load_resolved
+from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.launcher.child_process import ProcessRecord
+from rl_async.launcher.diagnosis import ObservedEngine
+from rl_async.launcher.plan.planning import HOST
+from rl_async.messages import EngineList, EngineRecord
+from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
+from rl_async.process.run_files import read_endpoints
+from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.http import EngineHttp
+from rl_async.transfer_queue.auth.keys import client_keys
+from rl_async.transfer_queue.client import SyncQueueClient
+
+ANSWER_S = 5.0
+LOOPBACK = (HOST, "localhost")
+ADDED = "added-"
+
+
+def table(engines: EngineList, seen: Sequence[ObservedEngine], processes: Sequence[ProcessRecord]) -> str:
+    """Format the engines as a table, one line each, with how fast they were ``seen`` to be.
+
+    Below it are the engines among the run's ``processes`` that are not started again.
+    """
+    lines = [f"{'engine':24}{'kind':10}{'version':12}{'answers in':>12}{'tokens/s':>10}  url"]
+    for engine, found in zip(engines.engines, seen, strict=True):
+        version = "none yet" if engine.version is None else str(engine.version)
+        answers = f"{found.answer_s:.2f} s" if found.answers else "never"
+        speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:.0f}"
+        lines.append(f"{engine.engine_id:24}{engine.kind:10}{version:12}{answers:>12}{speed:>10}  {engine.url}")
+    failed = [process.name for process in processes if process.role == "engine" and process.state == "failed"]
+    lines += [f"{name:24}failed and is not started again: logs/{name}.log" for name in failed]
+    return "\n".join([*lines, f"published: version {engines.published}"])
+
+
+def list_engines(run: Path) -> EngineList:
+    """Return the engines of the run. Raises UserError if it is not running."""
+    with _queue(run) as queue:
+        return queue.engines()
+
+
+def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
+    """Register the engine at ``url`` and wait until it has confirmed the published weights.
+
+    Raises UserError if the run is not running, if no engine of this kind answers there or not to the run's token alone,
+    if the run has it already, or if it was cut off or has no weights after ``wait_s``.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+        raise UserError(f"{url}: give the engine's address as http://HOST:PORT")
+    if parts.hostname not in LOOPBACK and is_loopback(load_resolved(run / "config.yaml").queue.host):
+        raise UserError(
+            f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
+        )
+    asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never reused: a name stands for one process
+    with _queue(run) as queue:
+        known = queue.engines()
+        for engine in known.engines:
+            if _place(engine.url) == _place(url):
+                raise UserError(f"{url}: the run has it already, as {engine.engine_id}")
+        queue.register_engine(engine_id, url.rstrip("/"), kind)
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            known = queue.engines(after=known.revision, wait_s=max(0.0, min(left, ANSWER_S)))
+            record = next((engine for engine in known.engines if engine.engine_id == engine_id), None)
+            if record is not None and record.version is not None:
+                return record
+            if record is None or left <= 0:
+                queue.remove_engine(engine_id, "it took no weights")
+                what = "was cut off" if record is None else f"took no weights within {wait_s:g} s"
+                raise UserError(f"{url}: the engine {what}; {run}/logs/trainer-0.log says why. It was removed again")
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return HOST if parts.hostname in LOOPBACK else parts.hostname, parts.port
+
+
+def remove_engine(run: Path, engine_id: str) -> None:
+    """Remove an engine. Its requests move to other engines, with the tokens sampled so far.
+
+    Raises UserError if the run has no such engine, or started it itself.
+    """
+    with _queue(run) as queue:
+        known = [engine.engine_id for engine in queue.engines().engines]
+        if engine_id not in known:
+            raise UserError(f"no engine {engine_id}; there are: {', '.join(known) or 'none'}")
+        if not engine_id.startswith(ADDED):
+            raise UserError(f"{engine_id} belongs to the launcher, which would restart it; set rollout.engines instead")
+        queue.remove_engine(engine_id, "removed by hand")
+
+
+async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
+    """Raise UserError unless an engine of this kind answers at ``url``, to the run's token and not without one."""
+    client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=read_token(file)), EngineHttp(url, ANSWER_S)
+    start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
+    try:
+        if not await client.health():
+            raise UserError(f"{url}: no {kind} engine answers GET /health there within {ANSWER_S:g} s")
+        if not await stranger.needs_token():
+            raise UserError(f"{url}: the engine takes requests without a token; {start}")
+        await client.load()
+    except EngineError as error:
+        if error.status == UNAUTHORISED[0]:
+            raise UserError(f"{url}: the engine does not take this run's token; {start}") from error
+        raise UserError(f"{url}: not usable as an engine of the kind {kind}, see --engine: {error}") from error
+    finally:
+        await client.close()
+        await stranger.close()
+
+
+@contextmanager
+def _queue(run: Path) -> Iterator[SyncQueueClient]:
+    address = read_endpoints(run).queue
+    keys = client_keys(load_resolved(run / "config.yaml"), run, "operator")
+    try:
+        with SyncQueueClient(address, role="launcher", name="engines-by-hand", timeout_s=ANSWER_S, keys=keys) as client:
+            yield client
+    except QueueLost as error:
+        raise UserError(f"{run} is not running: its queue at {address} does not answer") from error

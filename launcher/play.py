@@ -1,0 +1,381 @@
+"""``rl-async play``: runs an agent program as it is for each episode of a run, and grades what it did.
+
+``Player`` leases episodes from the gateway, several at once, until the run is over. For each, ``started`` starts a
+keeper process (``play_keeper.py``), which starts the agent program in a workspace of its own, and in the end kills what
+is left of it and removes the workspace, also if ``play`` itself was killed. The user's
+``FUNCTION(workspace, task, stdout)``, by name also ``exit_code`` and ``stderr``, turns the outcome into a reward.
+"""
+
+import contextlib
+import inspect
+import logging
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from rl_async.errors import ConfigError, RlAsyncError, UserError
+from rl_async.gateway import Gateway, GatewayError, RemoteEpisode
+from rl_async.launcher import play_keeper
+from rl_async.process.kernel import kill_marked
+from rl_async.reward_loop.api import REWARD, Score, to_score
+from rl_async.reward_loop.scorers.scorer_registry import describe
+from rl_async.userload import load_user_object
+
+log = logging.getLogger("rl_async.play")
+
+LAST_WORDS = 500  # characters
+KEPT_BYTES = 1 << 20  # of each output stream, its end
+REMOVAL_S = 60.0
+FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
+MARK = "OPENAI_BASE_URL"  # a variable of the program and of what it starts, of another value in each episode
+XDG_HOME = re.compile(r"XDG_\w+_HOME")  # which would lead programs out of HOME
+PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
+
+
+class Outcome(NamedTuple):
+    """How a program ended. ``problem`` says why its episode must be played again; empty: it is to be graded."""
+
+    problem: str
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int = 0
+
+    @property
+    def last_words(self) -> str:
+        """The end of the last line that it printed, of errors first."""
+        lines = self.stderr.strip().splitlines() or self.stdout.strip().splitlines() or [""]
+        return lines[-1][-LAST_WORDS:]
+
+
+class CannotStart(Exception):
+    """The operating system refused to start the program of one episode."""
+
+
+class StopPipe:
+    """Tells every waiting thread, once and for all, to stop; ``stop`` may be called in a signal handler."""
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+        self.stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+        os.close(self._write)
+
+    def stop(self) -> None:
+        """Make ``fd`` readable for good."""
+        self.stopped = True
+        os.write(self._write, b".")
+
+
+def found_program(program: Sequence[str]) -> list[str]:
+    """Return the command with the full path of its program, which is started in another folder.
+
+    Raises UserError unless there is one, and for a placeholder that does not exist.
+    """
+    if not program:
+        raise UserError("play: name the agent program behind --, such as: -- claude --bare -p '{prompt}'")
+    path = shutil.which(program[0])
+    if path is None:
+        raise UserError(f"play: there is no program {program[0]!r}; give its path, or one on PATH")
+    for word in program:
+        if re.fullmatch(r"\{[a-z_]+\}", word) and not PLACEHOLDER.fullmatch(word):
+            raise UserError(f"play: {word} is none of {', '.join(f'{{{name}}}' for name in FILLED_IN)}")
+    return [os.path.abspath(path), *program[1:]]
+
+
+def prompt_text(episode: RemoteEpisode) -> str:
+    """Return the messages of the task as one text."""
+    return "\n\n".join(str(message.get("content") or "") for message in episode.task["prompt"])
+
+
+def arguments(program: Sequence[str], episode: RemoteEpisode, workspace: Path) -> list[str]:
+    """Fill in the placeholders: each within its own argument, whatever the text says, and no shell reads it."""
+    values = {
+        "prompt": prompt_text(episode).replace("\0", ""),
+        "workspace": str(workspace),
+        "base_url": episode.base_url,
+        "anthropic_base_url": episode.anthropic_base_url,
+    }
+    return [PLACEHOLDER.sub(lambda match: values[match[1]], word) for word in program]
+
+
+def environment(episode: RemoteEpisode, given: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
+    """Return the environment in which clients of either vendor find the episode by themselves.
+
+    ``home``: a home directory of the episode's own.
+    """
+    if home is not None:
+        given = {name: value for name, value in given.items() if not XDG_HOME.fullmatch(name)} | {"HOME": str(home)}
+    host = urlsplit(episode.base_url).hostname or ""
+    direct = {name: ",".join(filter(None, [given.get(name, ""), host])) for name in ("NO_PROXY", "no_proxy")}
+    return {
+        **given,
+        **direct,
+        MARK: episode.base_url,
+        "OPENAI_API_BASE": episode.base_url,  # older clients, and LiteLLM
+        "OPENAI_API_KEY": episode.api_key,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_API_KEY": episode.api_key,
+        "ANTHROPIC_AUTH_TOKEN": episode.api_key,
+    }
+
+
+class Program:
+    """An agent program that was started for an episode."""
+
+    def __init__(self, workspace: Path, keeping: "subprocess.Popen[bytes]", status: int) -> None:
+        self.workspace = workspace
+        self._keeping, self._status = keeping, status
+
+    def wait(self, timeout_s: float, stop: StopPipe) -> Outcome:
+        """Wait until the program and all its processes have ended; those that have not are killed behind it."""
+        deadline = time.monotonic() + timeout_s
+        assert self._keeping.stdout is not None and self._keeping.stderr is not None
+        out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
+        read = {out: b"", err: b"", self._status: b""}
+        with selectors.PollSelector() as waiting:
+            for fd in (*read, stop.fd):
+                waiting.register(fd, selectors.EVENT_READ)
+            while len(waiting.get_map()) > 1:
+                ready = [key.fd for key, _ in waiting.select(max(0.0, deadline - time.monotonic()))]
+                if stop.fd in ready:
+                    return Outcome("play was stopped")
+                if not ready:
+                    return Outcome(f"its program did not end within {timeout_s:g} s")
+                for fd in ready:
+                    piece = os.read(fd, 1 << 16)
+                    read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
+                    if not piece:
+                        waiting.unregister(fd)
+                if not read[self._status] and self._status not in waiting.get_map():
+                    break  # the keeper was killed; what it kept may hold the other pipes open
+        said = {fd: text.decode(errors="replace") for fd, text in read.items()}
+        code = said[self._status].strip()
+        ended = Outcome("", said[out], said[err], int(code or 0))
+        if code and ended.exit_code >= 0:
+            return ended
+        how = f"was killed by signal {-ended.exit_code}" if code else "was lost with its keeper"
+        return ended._replace(problem=told(f"its program {how}", ended.last_words))
+
+
+def told(what: str, last_words: str) -> str:
+    """Return what happened to a program, with the last that it said."""
+    return f"{what}: {last_words}" if last_words else what
+
+
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    pipe = os.pipe()
+    for end in pipe:
+        opened.callback(os.close, end)
+    return pipe
+
+
+@contextmanager
+def started(program: Sequence[str], episode: RemoteEpisode, *, own_home: bool = False) -> Iterator[Program]:
+    """Start the program in a fresh workspace; behind the block no process and no file of it is left.
+
+    ``own_home``: with a fresh home directory, too. Raises CannotStart, such as for a prompt that is too long for a
+    command line.
+    """
+    opened = contextlib.ExitStack()  # what to undo if it cannot be started
+    try:
+        folder = Path(tempfile.gettempdir()) / f"rl-async-play-{os.urandom(8).hex()}"  # the keeper's
+        workspace = folder / "workspace"
+        (lifeline_end, lifeline), (status, status_end) = _pipe(opened), _pipe(opened)
+        words = [sys.executable, "-I", "-S", play_keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
+        keeping = subprocess.Popen(
+            [*words, *arguments(program, episode, workspace)],
+            env=environment(episode, os.environ, folder / "home" if own_home else None),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(lifeline_end, status_end),
+            start_new_session=True,
+        )
+    except OSError as error:
+        opened.close()
+        raise CannotStart(f"its program cannot be started: {error.strerror}") from error
+    os.close(lifeline_end)
+    os.close(status_end)
+    try:
+        yield Program(workspace, keeping, status)
+    finally:
+        os.close(lifeline)
+        os.close(status)
+        for pipe in (keeping.stdout, keeping.stderr):
+            assert pipe is not None
+            pipe.close()
+        _end(keeping, folder, episode)
+
+
+def _end(keeping: "subprocess.Popen[bytes]", folder: Path, episode: RemoteEpisode) -> None:
+    """Wait for the end of the keeper, and do what it could not; log what cannot be removed."""
+    try:
+        keeping.wait(REMOVAL_S)
+    except subprocess.TimeoutExpired:
+        keeping.kill()
+        keeping.wait()
+    if keeping.returncode != 0:
+        kill_marked(MARK, episode.base_url)
+    if os.path.lexists(folder):
+        try:
+            play_keeper.remove(folder)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error.strerror)
+
+
+KEY = "--reward"
+DEFAULT = "grade"  # name of the function where only a file is given
+Grade = Callable[..., Any]
+BY_NAME = ("exit_code", "stderr")
+
+
+class CannotGrade(Exception):
+    """The user's function raised, or returned no usable number; the message says which."""
+
+
+def load_grade(reference: str) -> Grade:
+    """Load ``path.py:name``, or ``grade`` of ``path.py``. Raises ConfigError if it is missing or no function."""
+    reference = f"{reference}:{DEFAULT}" if reference.endswith(".py") else reference
+    try:
+        function = load_user_object(reference, KEY)
+    except ConfigError:
+        raise
+    except Exception as error:  # importing a user's file may raise anything
+        raise ConfigError(f"{KEY}: loading {reference} raised {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{KEY}: {reference} is not a function of workspace, task and stdout")
+    loaded: Grade = function
+    return loaded
+
+
+def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome) -> Score:
+    """Grade an episode: a number, or a mapping with ``score``, further numbers and a ``reason`` to record.
+
+    Raises CannotGrade.
+    """
+    try:
+        asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
+        score = to_score(function(workspace, task, ended.stdout, **asked))
+    except Exception as error:  # the user's code may raise anything; only this episode fails
+        raise CannotGrade(describe(error)) from error
+    if REWARD in score.extra:
+        raise CannotGrade(f"returned a number called {REWARD!r}, which is the name of the whole; call it another")
+    return score
+
+
+OUTPUT = 100_000  # characters of what a program printed, its end, that the run's reward functions see
+FUTILE = 3  # times the programs at once: so many failures in a row end play
+
+
+class ProgramFails(RlAsyncError):
+    """The agent program failed in every episode, so playing on would use up the attempts of all samples."""
+
+
+class Player:
+    """Plays with ``program`` until the run is over, ``stop`` is stopped, or nothing but failures comes.
+
+    ``reward``: grades what the program did; None: the run's own reward functions score the last answer. ``say`` is
+    called with one line per episode. ``own_home``: each episode has a home directory of its own.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        reward: Grade | None,
+        stop: StopPipe,
+        say: Callable[[str], None],
+        *,
+        timeout_s: float | None = None,
+        at_once: int = 1,
+        own_home: bool = False,
+    ) -> None:
+        self._program, self._reward, self._stop, self._say = program, reward, stop, say
+        self._timeout_s, self._at_once, self._own_home = timeout_s, at_once, own_home
+        self._lock = threading.Lock()
+        self.rewards: list[float] = []  # of those that were accepted
+        self.failed = self._in_a_row = 0
+
+    def play(self, gateway: Gateway) -> None:
+        """Play until there is an end. Raises ProgramFails, and GatewayError or OSError if the gateway refuses."""
+        with ThreadPoolExecutor(self._at_once, thread_name_prefix="play") as pool:
+            playing = [pool.submit(self._work, gateway) for _ in range(self._at_once)]
+            for one in playing:
+                one.result()
+        if self._in_a_row >= FUTILE * self._at_once:
+            raise ProgramFails(f"the agent program failed {self._in_a_row} times in a row; the lines above say how")
+
+    def _work(self, gateway: Gateway) -> None:
+        """Consumes episodes, produces their ends. Waits for the gateway and the program; ended by ``stop``."""
+        try:
+            for episode in gateway.episodes(lambda: self._stop.stopped):
+                self._note(episode, *self._play(episode))
+        except BaseException:
+            self._stop.stop()  # else the others would play on, and the error be seen at the end of the run
+            raise
+
+    def _play(self, episode: RemoteEpisode) -> tuple[float | None, str, str]:
+        """Play one episode; its reward or None, why it was given back, and a remark on how its program ended."""
+        if self._stop.stopped:
+            return self._give_back(episode, "play was stopped")
+        timeout_s = episode.deadline_s if self._timeout_s is None else min(self._timeout_s, episode.deadline_s)
+        try:
+            with started(self._program, episode, own_home=self._own_home) as program:
+                ended = program.wait(timeout_s, self._stop)
+                return self._give_back(episode, ended.problem) if ended.problem else self._end(episode, program, ended)
+        except CannotGrade as error:
+            return self._give_back(episode, f"its grading {error}")
+        except (CannotStart, GatewayError) as error:
+            return self._give_back(episode, str(error))
+
+    def _end(self, episode: RemoteEpisode, program: Program, ended: Outcome) -> tuple[float | None, str, str]:
+        code, output = ended.exit_code, "\n".join(filter(None, [ended.stdout, ended.stderr]))
+        about = {"exit_code": code, "output": output[-OUTPUT:]}
+        try:
+            if self._reward is None:
+                answer = episode.score(about)
+            else:
+                score = grade(self._reward, program.workspace, episode.task, ended)
+                answer = episode.reward(score.value, score.reasons(REWARD), about, **score.extra)
+        except GatewayError as error:  # such as an episode without any answer
+            return self._give_back(episode, told(str(error), ended.last_words))
+        if not answer["accepted"]:
+            return None, told(answer["reason"], ended.last_words), ""
+        return answer["reward"], "", told(f" (its program ended with {code}", ended.last_words) + ")" if code else ""
+
+    def _give_back(self, episode: RemoteEpisode, why: str) -> tuple[None, str, str]:
+        episode.fail(why)
+        return None, why, ""
+
+    def _note(self, episode: RemoteEpisode, reward: float | None, problem: str, remark: str) -> None:
+        task = f"task {episode.task['task_id']}"
+        with self._lock:
+            if problem:
+                self.failed += 1
+                self._in_a_row += not self._stop.stopped
+                self._say(f"{task}: given back: {problem}")
+            else:
+                self._in_a_row = 0
+                self.rewards += [] if reward is None else [reward]
+                self._say(f"{task}: " + ("not scored" if reward is None else f"reward {reward:g}") + remark)
+            if self._in_a_row >= FUTILE * self._at_once and not self._stop.stopped:
+                self._stop.stop()

@@ -1,0 +1,342 @@
+"""One process on another node: ``Keeper`` starts and watches it there, ``RemoteChild`` controls it from the launcher.
+
+    launcher --allocate, start, stop, kill--> Keeper --signals--> the process
+             <--watch: output, exit code--         <--its log, in a folder of this node--
+
+Nothing here imports Ray: ``ray_nodes`` makes an actor of the keeper, and tests call it directly.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import psutil
+
+from rl_async.accelerators import accelerator_here
+from rl_async.errors import RlAsyncError, UserError
+from rl_async.files import written_whole
+from rl_async.launcher.child_process import TAIL_LINES, Child, Lifeline, tail_of
+from rl_async.launcher.plan.machine import check_engine_python
+from rl_async.launcher.plan.planning import PortWish, hold_ports
+from rl_async.launcher.ray_placement import interface_of
+
+ORPHANED_S = 30.0  # without a call from the launcher, which has given this node up by then, or is gone
+POLL_S = 0.1
+CHUNK = 1 << 18
+
+
+class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs of a node: folders, files and ports."""
+
+    name: str
+    cwd: str  # the launcher's working directory
+    run: str  # its run folder, absolute or below cwd
+    token: str  # a file in the run folder; a node that sees it shares the folder
+    files: Mapping[str, bytes]  # of the run folder, for a node that does not
+    folders: Sequence[tuple[str, str]]  # config key and path
+    ports: Sequence[tuple[str, int, str]] = ()  # name, number or 0, config key
+    engine_kind: str = ""
+    python: str = ""  # of the engine; empty: this process's own
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """The host and ports at which a process will listen."""
+
+    host: str  # the node's address
+    ports: Mapping[str, int]
+    shared: bool  # whether the node sees the run folder
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """A running process. Its output begins at ``offset`` of the log."""
+
+    pid: int
+    started: int
+    offset: int
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of the process. ``code`` is set once the process has ended and all of its output was returned."""
+
+    data: bytes
+    code: int | None = None
+
+
+class Keeper:
+    """Keeps one process on its own node. Its methods run on one event loop."""
+
+    def __init__(self, address: Callable[[], str]) -> None:
+        self._host = address()
+        self._exits = ExitStack()
+        self._lifeline = self._exits.enter_context(Lifeline())
+        self._scratch = Path(tempfile.mkdtemp(prefix="rl-async-"))
+        self._exits.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+        # Of the run folder, if this node does not share it.
+        self._files: Mapping[str, bytes] = {}
+        self._held: list[socket.socket] = []
+        self._child: Child | None = None
+        self._cwd, self._run, self._name, self._shared = self._scratch, self._scratch, "", False
+        self._last_call = time.monotonic()
+        self._guard: asyncio.Task[None] | None = None
+
+    async def allocate(self, request: AllocationRequest) -> Allocation:
+        """Check this node, write the files that it lacks, and hold free ports. Raises UserError for what is missing."""
+        self._name = request.name
+        self._check_node(request)
+        if request.engine_kind:
+            await asyncio.to_thread(check_engine_python, request.engine_kind, request.python or sys.executable)
+        if not self._shared:
+            self._files = request.files
+            try:
+                self._provide(self._files)
+            except OSError as error:
+                raise UserError(f"launcher.run_dir: {self._host} cannot write into {self._run}: {error}") from error
+        if not self._held:
+            self._held = hold_ports(self._host, [PortWish(*wish) for wish in request.ports])
+            for held in self._held:
+                self._exits.enter_context(held)
+        ports = {name: held.getsockname()[1] for (name, _, _), held in zip(request.ports, self._held, strict=True)}
+        return Allocation(host=self._host, ports=ports, shared=self._shared)
+
+    def _check_node(self, request: AllocationRequest) -> None:
+        if Path(request.cwd).is_dir():
+            self._cwd = Path(request.cwd)
+        self._run = self._cwd / request.run
+        self._shared = sees(self._run, request.token)
+        for key, path in request.folders:
+            if not (self._cwd / path).is_dir():
+                raise UserError(
+                    f"{key}: {self._host}, where {request.name} is to run, has no folder {self._cwd / path}; put it "
+                    "there, or on a file system that all nodes share"
+                )
+
+    def _provide(self, files: Mapping[str, bytes]) -> None:
+        """Write files of the run folder here, readable by this user only; ``close`` removes them."""
+        for name, content in files.items():
+            path = self._run / name
+            if path.exists() and path.read_bytes() != content:
+                raise UserError(
+                    f"launcher.run_dir: {self._host} has a {path} of another run; choose another --name, or move it "
+                    "away"
+                )
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with written_whole(path) as temporary:  # other processes of this node read the same files
+                temporary.touch(0o600)
+                temporary.write_bytes(content)
+            self._exits.callback(path.unlink, missing_ok=True)
+
+    async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
+        """Start the process, after ending an earlier one. An empty ``argv[0]`` stands for this node's Python."""
+        await self.kill()
+        # Another keeper of this node, which wrote the same files, may have closed.
+        self._provide(self._files)
+        stacks = self._run / "stacks" if self._shared else self._scratch
+        stacks.mkdir(exist_ok=True)
+        self._child = await Child.start(
+            self._name,
+            [argv[0] or sys.executable, *argv[1:]],
+            {**env, **network(self._host)},
+            self._scratch / f"{self._name}.log",
+            self._lifeline,
+            stacks / f"{self._name}.txt",
+            self._cwd,
+        )
+        self._last_call = time.monotonic()
+        self._guard = asyncio.create_task(self._end_orphan(self._child))
+        return Started(pid=self._child.pid, started=self._child.started, offset=self._child.log_start)
+
+    async def watch(self, offset: int, wait_s: float) -> Output:
+        """Return output from ``offset`` on, or the exit code, as soon as there is one; empty after ``wait_s``."""
+        child = self._running()
+        deadline = time.monotonic() + wait_s
+        while True:
+            self._last_call = time.monotonic()
+            code = child.returncode  # before reading, so that the last lines are not missed
+            with child.log.open("rb") as file:
+                file.seek(offset)
+                data = file.read(CHUNK)
+            if code is not None and not data:
+                return Output(data=b"", code=await child.wait())
+            if data or time.monotonic() > deadline:
+                return Output(data=data)
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """Send SIGTERM, and kill the process after ``timeout_s``; None: wait until it has ended."""
+        if self._child is not None:
+            await self._child.stop(timeout_s)
+
+    async def kill(self) -> None:
+        """Kill the process and everything that it started."""
+        if self._child is not None:
+            await self._child.kill()
+
+    async def close(self) -> None:
+        """End the process and remove everything that was put on this node."""
+        await self.kill()
+        if self._guard is not None:
+            self._guard.cancel()
+        self._exits.close()
+
+    def _running(self) -> Child:
+        if self._child is None:
+            raise UserError(f"{self._name} was not started on {self._host}")
+        return self._child
+
+    async def _end_orphan(self, child: Child) -> None:
+        """Kill the process when the launcher has not called for ORPHANED_S: cut off from here, it starts it elsewhere.
+
+        Waits for the clock; ends with the process.
+        """
+        while child.returncode is None:
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - self._last_call > ORPHANED_S:
+                await child.kill()
+
+
+def sees(run: Path, token: str) -> bool:
+    """Whether the run folder on this node is the launcher's, and not another one of the same path."""
+    return (run / token).is_file()
+
+
+def network(address: str) -> dict[str, str]:
+    """Return variables that keep process groups off interfaces which other hosts do not reach; set ones are kept."""
+    interface = interface_of(address, _interfaces())
+    names = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
+    return {name: os.environ.get(name, interface) for name in names if interface}
+
+
+def own_addresses() -> set[str]:
+    """Return the IPv4 addresses of all interfaces of this machine."""
+    return {address for addresses in _interfaces().values() for address, _ in addresses}
+
+
+def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
+    return {
+        name: [(own.address, own.netmask) for own in addresses if own.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+WATCH_S = 2.0
+ANSWER_S = 10.0
+RETRY_S = 0.5
+LOST_S = ORPHANED_S + 10.0  # without an answer: by then the keeper, if it lives, has killed the process
+
+
+class KeeperGone(RlAsyncError):
+    """The keeper or its node has ended."""
+
+
+class KeeperSilent(RlAsyncError):
+    """The keeper did not answer in time, and may answer a later call."""
+
+
+class KeeperClient(Protocol):
+    """Calls the methods of one keeper, over whatever connects it to the launcher."""
+
+    async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+        """Call a method of the keeper. Raises UserError as it does, KeeperGone, or KeeperSilent after ``timeout_s``."""
+        ...
+
+    def tell(self, method: str) -> None:
+        """Call a method of the keeper without waiting for its answer."""
+        ...
+
+
+class RemoteChild:
+    """A process with a keeper. Its output is copied into ``log`` on the launcher's node; see ``process.Child``."""
+
+    def __init__(self, name: str, client: KeeperClient, started: Started, host: str, log: Path) -> None:
+        self.name, self.host, self.log = name, host, log
+        self.pid, self.started = started.pid, started.started
+        self.lost = False  # its keeper is gone
+        log.touch()  # it may be read from now on
+        self.log_start = log.stat().st_size
+        self._client, self._offset, self._code = client, started.offset, None
+        self._following = asyncio.create_task(self._follow())
+
+    _code: int | None
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs. Negative: the signal that killed it; SIGKILL stands also for a lost node."""
+        return self._code
+
+    async def wait(self) -> int:
+        """Wait until it has ended and its output was copied. Has no deadline, as for a local process."""
+        await asyncio.shield(self._following)
+        assert self._code is not None
+        return self._code
+
+    async def stop(self, timeout_s: float | None) -> int:
+        """Send SIGTERM to the process, and kill it after ``timeout_s``; None: wait until it has ended."""
+        if self._code is None and timeout_s is None:
+            self._client.tell("stop")
+        elif self._code is None and timeout_s is not None:
+            with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
+                await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
+        return await self.wait()
+
+    async def kill(self) -> int:
+        """Kill the process and everything that it started."""
+        if self._code is None:
+            with suppress(KeeperGone, KeeperSilent):
+                await self._client.ask("kill")
+        return await self.wait()
+
+    def kill_now(self) -> None:
+        """Kill the process without waiting until it has ended."""
+        if self._code is None:
+            self._client.tell("kill")
+
+    def forget(self) -> None:
+        """Stop following the process, without ending it."""
+        self._following.cancel()
+
+    def output(self) -> str:
+        """Return the end of what this process wrote."""
+        return tail_of(self.log, self.log_start)
+
+    def tail(self) -> str:
+        """Return the last lines that this process wrote."""
+        return "\n".join(self.output().splitlines()[-TAIL_LINES:])
+
+    async def _follow(self) -> None:
+        """Consumes the keeper's answers; produces the log and the exit code.
+
+        Waits for the keeper, ANSWER_S each time. Unblocked by output, by the process's end, or by a keeper that is gone
+        or was silent for LOST_S.
+        """
+        last_answer = time.monotonic()
+        with self.log.open("ab", buffering=0) as file:
+            while self._code is None:
+                try:
+                    answer: Output = await self._client.ask("watch", self._offset, WATCH_S)
+                except KeeperSilent as error:
+                    if time.monotonic() - last_answer < LOST_S:
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                    self._lose(file.write, error)
+                    return
+                except KeeperGone as error:
+                    self._lose(file.write, error)
+                    return
+                last_answer = time.monotonic()
+                file.write(answer.data)
+                self._offset += len(answer.data)
+                self._code = answer.code
+
+    def _lose(self, write: Any, error: RlAsyncError) -> None:
+        write(f"[launcher] {self.name} was lost with its node: {error}\n".encode())
+        self.lost, self._code = True, -signal.SIGKILL

@@ -1,0 +1,301 @@
+"""Run folders: naming and creating them, finding the one to resume, and locking them."""
+
+import fcntl
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_async.configs.checks import check
+from rl_async.configs.load import dump, load_config, load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import UserError
+from rl_async.files import DAMAGE, make_durable_folder, replace_file
+from rl_async.launcher.plan.artifacts import checkpoints
+from rl_async.launcher.plan.machine import read_machine
+from rl_async.launcher.sources import Fetched, kept_sources
+from rl_async.transfer_queue.journal.sqlite import FILE as SQLITE
+from rl_async.transfer_queue.ledger import tells_end, tells_samples
+
+SOURCES = "sources.json"  # in a run folder: what was fetched for it
+
+
+def new_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """Load and check the config of a new run and choose its folder. Creates nothing.
+
+    Raises UserError if a run of that name exists.
+    """
+    config = load_config(name_or_path, overrides, mode=mode, name=name)
+    root = Path(config.launcher.run_dir)
+    if not config.name:
+        folder = next_folder(root, run_prefix(name_or_path, config.mode))
+        config = msgspec.structs.replace(config, name=folder.name)
+    folder = _folder(root, config.name)
+    if folder.exists():
+        way_out = "add --resume to continue it" if begun(folder) else "no sample was made in it, so delete it"
+        raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
+    return config, folder
+
+
+def resumed_run(
+    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+) -> tuple[RunConfig, Path]:
+    """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
+
+    Prints on stderr which keys keep the run's values although the given config has others. Raises UserError if there is
+    no such run, or if no sample was made in it.
+    """
+    preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
+    root = Path(preset.launcher.run_dir)
+    folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
+    if not folder.is_dir():
+        raise UserError(f"--resume: no run {folder}")
+    if not begun(folder):
+        raise UserError(f"--resume: no sample was made in {folder}; delete it, and start without --resume")
+    kept = load_resolved(folder / "config.yaml")
+    record = _fetched(folder)
+    preset = kept_sources(preset, kept, record)
+    config = kept_sources(load_resolved(folder / "config.yaml", overrides), kept, record)
+    if mode is not None:
+        config = msgspec.structs.replace(config, mode=mode)
+        check(config)
+    _refuse_another_run(kept, config, preset, folder)
+    if found := differences(config, as_settled(preset, folder)):
+        print(
+            f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "
+            f"{', '.join(found)}; to change one, give it as KEY=VALUE",
+            file=sys.stderr,
+        )
+    return config, folder
+
+
+def differences(kept: RunConfig, given: RunConfig) -> list[str]:
+    """Return the keys in which two configs differ, except the name and the mode of the run."""
+    old, new = (dict(leaves(msgspec.to_builtins(config))) for config in (kept, given))
+    keys = (old.keys() | new.keys()) - {"name", "mode"}
+    return sorted(key for key in keys if old.get(key) != new.get(key))
+
+
+def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str) -> list[str]:
+    """Return the keys in which a config differs from the one that the run in ``folder`` was started with."""
+    kept = load_resolved(folder / "config.yaml")
+    given = kept_sources(load_config(name_or_path, overrides, mode=mode), kept, _fetched(folder))
+    return ["mode"] * (kept.mode != given.mode) + differences(kept, as_settled(given, folder))
+
+
+def as_settled(given: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the compute type that a machine chose for the run in ``folder`` in place of ``auto``."""
+    record = read_machine(folder)
+    if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
+        return given
+    return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of a nested mapping, such as ``trainer.steps``, with its value."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
+    """Whether a run of that name was interrupted: it has samples, and steps or its end are missing."""
+    folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
+    return begun(folder) and _has_more(folder, load_resolved(folder / "config.yaml"))
+
+
+def _has_more(folder: Path, config: RunConfig) -> bool:
+    """Whether there are steps to train, or the queue did not hear of the end before the launcher was killed."""
+    left = config.trainer.steps - saved(folder)
+    return left > 0 or (left == 0 and not tells_end(folder / "ledger.jsonl"))
+
+
+def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
+    """Raise UserError if a resumed run would change what it must keep, or has nothing left to do."""
+    if preset.data.path != before.data.path:
+        raise UserError(
+            f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
+            "that the run was started with"
+        )
+    for key, old, new in (
+        ("model.path", before.model.path, config.model.path),
+        ("seed", before.seed, config.seed),
+        ("rollout.group_size", before.rollout.group_size, config.rollout.group_size),
+    ):
+        if old != new:
+            raise UserError(f"{key}: {folder} was started with {old}, and a run that is resumed keeps it")
+    for key, had, has in (
+        ("critic", before.critic is not None, config.critic is not None),
+        ("trainer.lora", before.trainer.lora is not None, config.trainer.lora is not None),
+    ):
+        if had != has and checkpoints(folder):
+            state = "with" if had else "without"
+            raise UserError(f"{key}: the checkpoints of {folder} are those of a run {state} it, which a resume keeps")
+    schedules = {config.trainer.schedule, config.critic.schedule if config.critic else "constant"} - {"constant"}
+    done, to_do = (given.trainer.minibatches * given.trainer.epochs for given in (before, config))
+    if schedules and done != to_do and checkpoints(folder):
+        raise UserError(
+            f"trainer.minibatches, trainer.epochs: the rate's schedule ({', '.join(sorted(schedules))}) counts "
+            f"optimizer steps, {done} for each step of {folder}; keep their product, or use trainer.schedule=constant"
+        )
+    if not _has_more(folder, config):
+        raise UserError(
+            f"trainer.steps: {folder} has trained {saved(folder)} of {config.trainer.steps} steps; give a larger number"
+        )
+
+
+def create(config: RunConfig, folder: Path) -> None:
+    """Make the folder, for this user only, unless it exists, and write the resolved config into it.
+
+    Both are durable: no checkpoint can be resumed without its config.
+    """
+    make_durable_folder(folder, 0o700)
+    (folder / "logs").mkdir(exist_ok=True)
+    replace_file(folder / "config.yaml", dump(config).encode(), durable=True)
+
+
+def note_sources(folder: Path, fetched: Fetched) -> None:
+    """Add what was fetched for a run to what was fetched for it before."""
+    if not fetched:
+        return
+    record = _fetched(folder)
+    for key, paths in fetched.items():
+        record[key] = record.get(key, {}) | paths
+    replace_file(folder / SOURCES, json.dumps(record, indent=1).encode(), durable=True)
+
+
+def _fetched(folder: Path) -> Fetched:
+    """Return what the ids in the configs of a run stood for when they were fetched."""
+    try:
+        return msgspec.json.decode((folder / SOURCES).read_bytes(), type=Fetched)
+    except FileNotFoundError:
+        return {}
+    except DAMAGE as error:
+        raise UserError(
+            f"{folder / SOURCES} is damaged ({error}); delete it, and give the paths of config.yaml"
+        ) from error
+
+
+class RunInUse(UserError):
+    """Another process holds the run; names both."""
+
+
+@contextmanager
+def hold_unnamed(config: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, Path]]:
+    """Hold a new run whose name was not given while the block runs, as ``hold`` does.
+
+    If another launcher has taken the folder meanwhile, the next number is chosen.
+    """
+    prefix, _, first = folder.name.rpartition("-")
+    for number in count(int(first)):
+        own = folder.with_name(f"{prefix}-{number:03d}")
+        with ExitStack() as held:
+            try:
+                held.enter_context(hold(own))
+            except RunInUse:
+                continue
+            if not own.exists():
+                yield msgspec.structs.replace(config, name=own.name), own
+                return
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep every other launcher of this machine out of the run while the block runs.
+
+    The lock is on a file beside the folder and is released when this process ends; children do not inherit it. A folder
+    of runs that was made for the lock alone is removed again. Raises RunInUse, before anything is changed, if another
+    process holds the lock.
+    """
+    new = not folder.parent.exists()
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"launcher.run_dir: cannot write into {folder.parent}: {error.strerror}") from error
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # its last holder removed it after we opened it
+        except BlockingIOError:
+            file.seek(0)
+            raise RunInUse(
+                f"--name: the run {folder} is in use by process {file.read().strip() or '?'}; wait for it or stop it, "
+                "or choose another name"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if new:
+                with suppress(OSError):  # not empty: there are runs in it
+                    folder.parent.rmdir()
+
+
+def saved(folder: Path) -> int:
+    """Return the steps in the newest complete checkpoint, from which a resumed run continues; 0 without one."""
+    return max(checkpoints(folder), default=0)
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is something to continue: a checkpoint, or samples in the queue's journal.
+
+    The ledger says whether the journal has any. Without one, a journal is taken for one that has.
+    """
+    ledger = folder / "ledger.jsonl"
+    if checkpoints(folder) or tells_samples(ledger):
+        return True
+    lost = folder.is_dir() and not (ledger.exists() and ledger.stat().st_size)
+    return lost and _may_have_journal(folder)
+
+
+def _may_have_journal(folder: Path) -> bool:
+    if (folder / SQLITE).exists():
+        return True
+    config = folder / "config.yaml"
+    queue = load_resolved(config).queue if config.exists() else None
+    return queue is not None and (queue.journal == "redis" or bool(queue.journal_folder))
+
+
+def run_prefix(name_or_path: str, mode: str) -> str:
+    """Return the default name of a run, without its number."""
+    return f"{Path(name_or_path).stem}-{mode}"
+
+
+def next_folder(root: Path, prefix: str) -> Path:
+    """Return ``PREFIX-NNN`` with the number after the highest that exists."""
+    return root / f"{prefix}-{_last_number(root, prefix) + 1:03d}"
+
+
+def _folder(root: Path, name: str) -> Path:
+    if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
+        raise UserError(f"--name: {name!r} is not a folder name; use letters, digits, '-', '_', '.', '+' and '='")
+    return root / name
+
+
+def _last_number(root: Path, prefix: str) -> int:
+    found = (re.fullmatch(rf"{re.escape(prefix)}-(\d+)", item.name) for item in root.glob(f"{prefix}-*"))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _newest(root: Path, prefix: str) -> Path:
+    number = _last_number(root, prefix)
+    if number == 0:
+        raise UserError(f"--resume: no run {root / prefix}-*; name one with --name")
+    return root / f"{prefix}-{number:03d}"

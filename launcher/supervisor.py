@@ -1,0 +1,603 @@
+"""The supervisor: starts the processes of a plan, restarts what may be restarted, ends everything.
+
+The executor decides where they run: on this machine (``child_process.ThisMachine``), or on Ray's nodes (``ray_nodes``).
+``Children`` keeps processes, whatever their roles: restarted with a backoff, listed in a file, ended on a signal. To
+add a role, add a ``_keep_...`` method to the supervisor and start it in ``run``.
+
+queue ──> payload shards
+      ──> engines (healthy -> registered)  ──┐
+      ──> reward model (healthy) ──> workers ├──> the trainer's end, or a role failing for good, or a signal
+      ──> trainer ranks                      ┘              ──> everything is stopped
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from rl_async.concurrency import outcomes, to_the_end
+from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER, EngineLost, QueueLost
+from rl_async.launcher.child_process import (
+    ROSTER_FILE,
+    Executor,
+    Process,
+    ProcessState,
+    RoleFailed,
+    Roster,
+    describe_exit,
+    failure,
+    said_last,
+    url_of,
+)
+from rl_async.launcher.plan.planning import Plan, ProcessSpec, fill
+from rl_async.launcher.tail import LineTail
+from rl_async.messages import EngineRecord, Status, StatusReport
+from rl_async.process.role import NO_ROOM, heeded, ignore_alone
+from rl_async.process.run_files import Target, listed, write_targets
+from rl_async.rollout_server.http import EngineHttp
+from rl_async.transfer_queue.auth.keys import ClientKeys
+from rl_async.transfer_queue.client import QueueClient
+
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 5.0
+ROSTER_AGAIN_S = 1.0
+# After so long a process has its restarts forgiven: a run of weeks must not end by some that lie days apart.
+HEALTHY_S = 6 * 3600.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = logging.getLogger("rl_async.launcher")
+StopHook = Callable[[int], None]  # the number of the signal that asks the run to end
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end. ``number`` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Children:
+    """The newest process of each name. Use it as ``with``: signals are handled and processes live only inside.
+
+    A first signal calls ``on_stop`` and raises Interrupted in ``beside``, so that the owner can end the processes in
+    order. A Ctrl-C after it kills them all; other signals may be repeated, as schedulers do. Signals that this process
+    was started to ignore, as by ``nohup``, stay ignored. ``states`` has the processes of ``lasting``, which live as
+    long as the run.
+    """
+
+    def __init__(
+        self, executor: Executor, folder: Path, lasting: Iterable[ProcessSpec], on_stop: StopHook | None = None
+    ) -> None:
+        self.executor = executor
+        self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
+        self._newest: dict[str, Process] = {}
+        # When the newest process of each name began, in monotonic seconds.
+        self._began: dict[str, float] = {}
+        self._roster = Roster(folder)
+        self._roster_again: asyncio.TimerHandle | None = None
+        self._on_stop = on_stop
+        # Whether a second Ctrl-C ended the processes.
+        self.ended_at_once = False
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        self.executor.open()
+        self._heeded = heeded(*SIGNALS)
+        ignore_alone(signal.SIGTERM)
+        for number in self._heeded:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in self._heeded:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        if self._roster_again is not None:
+            self._roster_again.cancel()
+        self._kill_now()
+        self.executor.close()
+
+    def __getitem__(self, name: str) -> Process:
+        return self._newest[name]
+
+    async def start(self, spec: ProcessSpec, *, restarts: int = 0) -> Process:
+        """Start a process for the first time, or again after ``restarts - 1`` earlier restarts."""
+        child = await self.executor.start(spec, restarts=restarts)
+        self._newest[spec.name], self._began[spec.name] = child, time.monotonic()
+        self._roster.add(spec, child)
+        self.set_state(spec.name, "running", restarts)
+        log.info("%s started, pid %d%s", spec.name, child.pid, f" on {child.host}" if child.host else "")
+        return child
+
+    async def before_restart(self, spec: ProcessSpec, child: Process, code: int, restarts: int) -> int:
+        """Wait, longer each time, and return the new number of restarts; earlier ones are forgiven after HEALTHY_S.
+
+        Raises what ``give_up`` does if the process must not be started again.
+        """
+        if time.monotonic() - self._began[spec.name] > HEALTHY_S:
+            restarts = 0
+        if code in (EXIT_USER, EXIT_FAILED) or restarts >= spec.max_restarts:
+            self.give_up(child, code, restarts)
+        said = said_last(child.output()) or "it wrote nothing"
+        log.warning("%s ended (%s), starting it again; it said last: %s", spec.name, describe_exit(code), said)
+        self.set_state(spec.name, "restarting", restarts)
+        await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(restarts, 16)))
+        return restarts + 1
+
+    def give_up(self, child: Process, code: int, restarts: int) -> NoReturn:
+        """Record that a process failed. Raises UserError if it named a mistake of the user, else RoleFailed."""
+        self.set_state(child.name, "failed", restarts)
+        raise failure(child, code, restarts)
+
+    async def keep_together(
+        self,
+        specs: Sequence[ProcessSpec],
+        is_over: Callable[[], Awaitable[bool]] | None = None,
+        on_failure: Callable[[Process], Awaitable[None]] | None = None,
+    ) -> None:
+        """Run all ranks to their end. If one ends badly, or before ``is_over``, kill the others and start all again.
+
+        ``on_failure`` is awaited with the rank that ended while the others still run. Raises what ``give_up`` does.
+        """
+        restarts = 0
+        while True:
+            ranks = [await self.start(spec, restarts=restarts) for spec in specs]
+            failed = await self._first_failure(ranks)
+            if failed is None and (is_over is None or await is_over()):
+                return
+            failed = failed or ranks[0]
+            if on_failure is not None:
+                await on_failure(failed)
+            for child in ranks:
+                if child is not failed:
+                    await child.kill()
+            restarts = await self.before_restart(specs[ranks.index(failed)], failed, failed.returncode or 0, restarts)
+
+    async def _first_failure(self, ranks: Sequence[Process]) -> Process | None:
+        """Wait until all ranks have ended with 0, or as asked, and return None; or until one failed, and return it."""
+        pending = {asyncio.ensure_future(child.wait()): child for child in ranks}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    child = pending.pop(task)
+                    self.set_state(child.name, "ended", self.states[child.name].restarts)
+                    if task.result() not in (0, *EXIT_STOPPED):
+                        return child
+            return None
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def beside(self, main: Awaitable[None], keepers: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
+        """Run ``main`` to its end beside ``keepers``, whose errors end it. Raises Interrupted on a signal.
+
+        Waits until all of them have ended or were cancelled.
+        """
+        main_task = asyncio.ensure_future(main)
+        tasks = [main_task, *(asyncio.create_task(keeper) for keeper in (*keepers, self._watch_signals()))]
+        pending = set(tasks)
+        try:
+            while not main_task.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in pending:
+                task.cancel()
+            # The first error is already being raised.
+            await outcomes(*tasks)
+
+    async def stop(self, names: Iterable[str], timeout_s: float) -> None:
+        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""
+        children = [self._newest[name] for name in names if name in self._newest]
+        await to_the_end(*(child.stop(timeout_s) for child in children))
+
+    async def finish(self, names: Iterable[str]) -> None:
+        """Send SIGTERM to ranks and wait until all have ended, or until one fails, without which the others cannot."""
+        ranks = [self._newest[name] for name in names if name in self._newest]
+        asked = [asyncio.create_task(child.stop(None)) for child in ranks]
+        try:
+            await self._first_failure(ranks)
+        finally:
+            for task in asked:
+                task.cancel()
+            await outcomes(*asked)
+
+    def mark_ended(self) -> None:
+        """Record that no process is left; those that failed keep that state."""
+        for name, state in self.states.items():
+            if state.state != "failed":
+                self.set_state(name, "ended", state.restarts)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes that were ever started."""
+        return list(self._newest)
+
+    def set_state(self, name: str, state: str, restarts: int) -> None:
+        """Record the state of a process; one that is not among ``lasting`` has none."""
+        if name in self.states:
+            self.states[name] = ProcessState(name, state, restarts)
+            self.write_roster()
+
+    def write_roster(self) -> None:
+        """Bring ``processes.json`` up to date. While there is no room for it, that is logged and tried again.
+
+        The file only shows others what this process knows: a run does not end because it is old for a while.
+        """
+        if self._roster_again is not None:
+            self._roster_again.cancel()
+        try:
+            self._roster.write(self.states)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("%s: %s; trying again", error.filename or ROSTER_FILE, error.strerror)
+            self._roster_again = asyncio.get_running_loop().call_later(ROSTER_AGAIN_S, self.write_roster)
+
+    async def _watch_signals(self) -> None:
+        await self._signalled.wait()
+        raise Interrupted(self._signals[0])
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        if self._signalled.is_set():
+            if number == signal.SIGINT:
+                self.ended_at_once = True
+                self._kill_now()
+            return
+        self._signalled.set()
+        if self._on_stop is not None:
+            self._on_stop(number)
+
+    def _kill_now(self) -> None:
+        for child in self._newest.values():
+            child.kill_now()
+
+
+async def keep_ranks(
+    specs: Sequence[ProcessSpec], executor: Executor, folder: Path, stop_timeout_s: float, on_stop: StopHook
+) -> None:
+    """Run trainer ranks without a queue or engines, and start them again when one is lost.
+
+    A first signal calls ``on_stop`` and asks the ranks to end their step and to save, which has no deadline; a Ctrl-C
+    after it kills them. Raises what ``Children.give_up`` does, and Interrupted on a signal. No rank is left when it
+    returns or raises.
+    """
+    with Children(executor, folder, specs, on_stop) as children:
+        try:
+            await children.beside(children.keep_together(specs))
+        except Interrupted:
+            await children.finish(children.names)
+            raise
+        finally:
+            await children.stop(children.names, stop_timeout_s)
+            children.mark_ended()
+
+
+HEALTH_POLL_S = 0.2
+REGISTRY_WAIT_S = 10.0
+TRAINERS_SHARE = 0.8  # of launcher.stop_timeout_s
+
+EngineHook = Callable[[EngineRecord], Awaitable[None]]
+TroubleHook = Callable[[str], Awaitable[None]]  # what happened; called while every process is still as it was
+
+
+class Supervisor:
+    """Runs the processes of a plan. Use it as ``with``: signals are handled and processes live only inside."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        folder: Path,
+        keys: ClientKeys | None = None,
+        on_trouble: TroubleHook | None = None,
+        on_stop: StopHook | None = None,
+    ) -> None:
+        self._plan, self._executor, self._folder, self._keys = plan, executor, folder, keys
+        self._on_trouble, self._reported_restart = on_trouble, -1
+        self._children = Children(executor, folder, plan.processes, on_stop)
+        self._cut_off: dict[str, asyncio.Event] = {}  # by id of a registered engine
+        self._client: QueueClient | None = None
+        self._answered = asyncio.Event()  # the queue has, once
+        self._scorable = asyncio.Event()  # the reward model, if the plan has one, answers
+
+    def __enter__(self) -> Self:
+        self._children.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._children.__exit__(kind, error, trace)
+
+    @property
+    def queue(self) -> QueueClient:
+        """A client of the run's queue. Raises QueueLost outside ``run``."""
+        if self._client is None:
+            raise QueueLost("the queue is not running")
+        return self._client
+
+    @property
+    def address(self) -> str:
+        """The ZeroMQ address of the queue."""
+        return fill(self._plan.queue_address, *self._executor.places())
+
+    def states(self) -> Sequence[ProcessState]:
+        """States of all processes that live as long as the run."""
+        return list(self._children.states.values())
+
+    @property
+    def ended_at_once(self) -> bool:
+        """Whether a second Ctrl-C ended the processes before they could save."""
+        return self._children.ended_at_once
+
+    async def status(self) -> StatusReport:
+        """Ask the queue for its status. Raises QueueLost."""
+        return await self.queue.status()
+
+    async def allocate(self) -> None:
+        """Find a place for every process. Raises what the executor's method does, and Interrupted on a signal."""
+        await self._children.beside(self._executor.allocate())
+
+    async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
+        """Run a process to its end, passing on its lines as they come.
+
+        Raises UserError or RoleFailed if it fails, Interrupted on a signal.
+        """
+        child = await self._children.start(spec)
+        await self._children.beside(self._follow(child, report))
+        if child.returncode:
+            self._children.give_up(child, child.returncode, 0)
+
+    async def run(self, work: Callable[[], Awaitable[None]] | None = None, on_engine: EngineHook | None = None) -> None:
+        """Start everything and return when the trainer, or instead of it ``work``, is done; no process is left then.
+
+        ``on_engine`` is awaited for each engine after its registration. Raises UserError if a role ended because of a
+        mistake of the user, RoleFailed if one failed for good, Interrupted on a signal.
+        """
+        asked = False
+        try:
+            async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
+                await self._children.start(self._plan.queue)
+                await self._children.beside(
+                    self._work(work or self._keep_trainers),
+                    [
+                        self._keep_queue(),
+                        self._ask_queue(),
+                        self._watch_registry(),
+                        *(self._keep_shard(spec) for spec in self._plan.shards),
+                        *(self._spare(spec, self._keep_engine(spec, on_engine)) for spec in self._plan.engines),
+                        self._keep_reward_model(self._plan.reward_model),
+                        *(self._spare(spec, self._keep_worker(spec)) for spec in self._plan.workers),
+                    ],
+                )
+        except (RoleFailed, QueueLost) as error:
+            await self._report_trouble(str(error).partition("\n")[0])
+            raise
+        except Interrupted:
+            asked = True
+            raise
+        finally:
+            await self._stop_all(asked)
+            self._client = None
+
+    async def _follow(self, child: Process, report: Callable[[str], None]) -> None:
+        lines = LineTail(child.log, child.log_start)
+        ended = False
+        while not ended:
+            ended = child.returncode is not None  # before reading, so that the last lines are not missed
+            for line in lines.read():
+                report(line.decode(errors="replace"))
+            await asyncio.sleep(0 if ended else HEALTH_POLL_S)
+        await child.wait()
+
+    # --- the roles --------------------------------------------------------------------------------------------------
+
+    async def _work(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self._answered.wait()
+        await work()
+
+    async def _ask_queue(self) -> None:
+        """Wait for the queue's first answer. Its clients start then; engines, which take longer, start beside it."""
+        await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
+        self._answered.set()
+
+    async def _keep_queue(self) -> None:
+        """Produces one running queue. Waits for its end, after which the run goes on if its journal survives.
+
+        Without such a journal (``max_restarts`` is 0) the end of the queue ends the run, whose state is lost.
+        """
+        spec = self._plan.queue
+        # Before it answers, its journal may not have what a first start makes it forget.
+        again_new = replace(spec, restart_argv=spec.first_argv)
+        while True:
+            child, restarts = self._children[spec.name], self._children.states[spec.name].restarts
+            code = await child.wait()
+            restarts = await self._children.before_restart(spec, child, code, restarts)
+            await self._children.start(spec if self._answered.is_set() else again_new, restarts=restarts)
+
+    async def _keep_shard(self, spec: ProcessSpec) -> None:
+        """Produces one running payload shard, which registers itself. Waits for its end. Runs until cancelled."""
+        restarts = 0
+        await self._answered.wait()
+        while True:
+            child = await self._children.start(spec, restarts=restarts)
+            restarts = await self._children.before_restart(spec, child, await child.wait(), restarts)
+
+    async def _spare(self, spec: ProcessSpec, kept: Coroutine[Any, Any, None]) -> None:
+        """Keep an engine or a worker; when it has used up its restarts, the run goes on with the others of its role.
+
+        Raises what ``kept`` does when none is left, and for another fault than too many ends.
+        """
+        try:
+            await kept
+        except RoleFailed as error:
+            alike = [*self._plan.engines, *self._plan.workers]
+            left = [s.name for s in alike if s.role == spec.role and self._children.states[s.name].state != "failed"]
+            if self._children.states[spec.name].state != "failed" or not left:
+                raise
+            log.error("%s; the run goes on without it, with %s", str(error).partition("\n")[0], ", ".join(left))
+
+    async def _keep_worker(self, spec: ProcessSpec) -> None:
+        """Produces one running agent worker. Waits for its end; returns when the queue reports that the run is over.
+
+        It starts when the queue answers, and the reward model, if there is one.
+        """
+        restarts = 0
+        await self._answered.wait()
+        await self._scorable.wait()
+        while True:
+            child = await self._children.start(spec, restarts=restarts)
+            code = await child.wait()
+            if code == 0 and (await self.status()).finished:
+                self._children.set_state(spec.name, "ended", restarts)
+                return
+            restarts = await self._children.before_restart(spec, child, code, restarts)
+
+    async def _keep_reward_model(self, spec: ProcessSpec | None) -> None:
+        """Produces one healthy reward model, if the plan has one. Waits for its end. Runs until cancelled."""
+        restarts = 0
+        while spec is not None:
+            child = await self._children.start(spec, restarts=restarts)
+            self._children.set_state(spec.name, "starting", restarts)
+            if await self._is_healthy(child, url_of(self._executor, spec.name)):
+                self._children.set_state(spec.name, "running", restarts)
+                self._scorable.set()
+                target = Target.at(url_of(self._executor, spec.name), spec.role, spec.name)
+                with listed(self._plan.prometheus, self._folder, target):
+                    await child.wait()
+            restarts = await self._children.before_restart(spec, child, await child.kill(), restarts)
+        self._scorable.set()
+
+    async def _keep_engine(self, spec: ProcessSpec, on_engine: EngineHook | None) -> None:
+        """Produces one healthy, registered engine. Waits for its end, or for the registry to lose it."""
+        restarts = 0
+        while True:
+            engine_id = f"{spec.name}.{restarts}" if restarts else spec.name
+            child = await self._children.start(spec, restarts=restarts)
+            url = url_of(self._executor, spec.name)
+            self._children.set_state(spec.name, "starting", restarts)
+            registered = await self._is_healthy(child, url)
+            if not registered and child.returncode is None:
+                await self._report_trouble(f"{spec.name} did not answer within {self._plan.start_timeout_s:g} s")
+            if registered:
+                await self._answered.wait()
+                await self.queue.register_engine(engine_id, url, spec.engine_kind)
+                cut_off = self._cut_off[engine_id] = asyncio.Event()
+                if on_engine is not None:
+                    await on_engine(EngineRecord(engine_id=engine_id, url=url, kind=spec.engine_kind))
+                self._children.set_state(spec.name, "running", restarts)
+                await self._until_gone(child, cut_off)
+                del self._cut_off[engine_id]
+            code = await child.kill()
+            if registered:
+                await self.queue.remove_engine(engine_id, f"its process ended: {describe_exit(code)}")
+            restarts = await self._children.before_restart(spec, child, code, restarts)
+
+    async def _is_healthy(self, child: Process, url: str) -> bool:
+        """Whether the process answered its health probe before it ended and before the deadline.
+
+        Raises RoleFailed if it serves requests that carry no token.
+        """
+        deadline = time.monotonic() + self._plan.start_timeout_s
+        probe = EngineHttp(url, timeout_s=None)
+        try:
+            while child.returncode is None and time.monotonic() < deadline:
+                closed = await self._asks_for_token(probe)
+                if closed is False:
+                    raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
+                if closed:
+                    return True
+                await asyncio.sleep(HEALTH_POLL_S)
+            return False
+        finally:
+            await probe.close()
+
+    async def _asks_for_token(self, probe: EngineHttp) -> bool | None:
+        """Whether a server refuses what carries no token; None while it does not answer, or no longer does."""
+        if not await probe.healthy():
+            return None
+        try:
+            return await probe.needs_token()
+        except EngineLost:
+            return None
+
+    async def _until_gone(self, child: Process, cut_off: asyncio.Event) -> None:
+        ended, lost = asyncio.ensure_future(child.wait()), asyncio.ensure_future(cut_off.wait())
+        try:
+            await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            lost.cancel()
+
+    async def _watch_registry(self) -> None:
+        """Consumes the registry; produces restarts of engines that others removed from it, and the list of all
+        engines for Prometheus.
+
+        Waits for a change, REGISTRY_WAIT_S at a time. Runs until cancelled.
+        """
+        revision = -1
+        await self._answered.wait()
+        while True:
+            revision = (await self.queue.engines(revision, REGISTRY_WAIT_S)).revision
+            ours = dict(self._cut_off)
+            engines = (await self.queue.engines()).engines
+            if self._plan.prometheus:
+                targets = [Target.at(record.url, "engine", record.engine_id) for record in engines]
+                write_targets(self._folder, "engines", targets)
+            for engine_id in ours.keys() - {record.engine_id for record in engines}:
+                log.warning("%s was cut off; its process is replaced", engine_id)
+                ours[engine_id].set()
+
+    async def _keep_trainers(self) -> None:
+        """Produces all trainer ranks. Waits for all to end well, or for one to end badly: then all start again."""
+
+        async def is_over() -> bool:
+            return (await self.status()).finished
+
+        async def report(failed: Process) -> None:
+            code = failed.returncode or 0
+            if code not in (0, EXIT_USER, *EXIT_STOPPED):
+                await self._report_trouble(f"{failed.name} ended ({describe_exit(code)})")
+
+        await self._children.keep_together(self._plan.trainers, is_over, report)
+
+    # --- endings ----------------------------------------------------------------------------------------------------
+
+    async def _report_trouble(self, what: str) -> None:
+        """Call ``on_trouble`` while all processes are as they were; once until the trainer is started again."""
+        restart = max((self._children.states[spec.name].restarts for spec in self._plan.trainers), default=0)
+        if self._on_trouble is not None and restart != self._reported_restart:
+            self._reported_restart = restart
+            self._children.write_roster()
+            await self._on_trouble(what)
+
+    async def _stop_all(self, asked: bool) -> None:
+        """End everything: trainers first, which save and need the queue for it; the queue last.
+
+        If a signal ``asked`` for it, trainers end their step and save however long it takes, since a step may take
+        minutes; a Ctrl-C, or the scheduler that sent the signal, ends them before. After a failure they have a share of
+        the deadline, and what they leave of it is for the others.
+        """
+        timeout = self._plan.stop_timeout_s
+        queue, shards = self._plan.queue.name, [spec.name for spec in self._plan.shards]
+        trainers = [spec.name for spec in self._plan.trainers]
+        others = [name for name in self._children.names if name not in (queue, *shards, *trainers)]
+        if asked:
+            await self._children.finish(trainers)
+        began = time.monotonic()
+        for names, share in ((trainers, TRAINERS_SHARE), (others, 1.0), (shards, 1.0), ([queue], 1.0)):
+            await self._children.stop(names, max(0.0, began + share * timeout - time.monotonic()))
+        self._children.mark_ended()
+        write_targets(self._folder, "engines", [])
