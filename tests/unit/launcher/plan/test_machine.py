@@ -1,24 +1,44 @@
+"""What is checked of this machine, and what is chosen for its processor: threads, and the type of the weights."""
+
 import json
 from contextlib import nullcontext
+from importlib.metadata import version as torch_version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_async.accelerators import count_gpus
 from rl_async.configs.engines import ENGINES
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.plan import machine
 from rl_async.launcher.plan.machine import (
+    SMALL,
+    MachineRecord,
+    Measure,
+    Measured,
+    ask_torch,
     check_engine_ranks,
     check_engines,
     check_experts,
     check_opened,
     check_router_replay,
     check_sharing,
+    cores,
+    layer_shape,
     plan_here,
+    processor_name,
+    read_machine,
+    settle,
+    settle_here,
+    with_threads,
+    write_machine,
 )
-from rl_async.launcher.plan.memory import model_size
+from rl_async.launcher.plan.memory import ModelSize, model_size
 from rl_async.launcher.plan.planning import plan
+from rl_async.launcher.run_folder import as_settled, differences
 from tests.support.configs import float32_config
 
 
@@ -220,3 +240,248 @@ def test_ray_shows_an_engine_no_gpu_but_its_own() -> None:
     check("trainer.ranks=2", "weight_sync.transport=disk")
     check("trainer.ranks=2", gpus=0)
     check("trainer.ranks=1", "rollout.engines=1")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no variable of the tests' own environment choose the threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+LARGE = ModelSize(parameters=SMALL, kv_per_token=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "available", "engines", "ranks", "threads"),
+    [
+        ("colocated", 2, 1, 1, 2),  # they take turns
+        ("colocated", 8, 2, 4, 2),
+        ("disaggregated", 2, 1, 1, 1),
+        ("disaggregated", 16, 1, 3, 4),
+        ("disaggregated", 1.5, 1, 1, 1),
+        ("disaggregated", 8, 0, 2, 4),  # fine-tuning has no engines
+    ],
+)
+def test_cores_are_divided_among_those_that_compute_at_once(
+    mode: str, available: float, engines: int, ranks: int, threads: int
+) -> None:
+    config = float32_config("calculator", [f"trainer.ranks={ranks}"], mode=mode)
+    assert config.launcher.threads is None
+    assert with_threads(config, LARGE, available, engine_ranks=engines).launcher.threads == threads
+    assert with_threads(config, None, available, engine_ranks=engines).launcher.threads == threads
+
+
+def test_small_models_and_what_is_set_are_left_alone() -> None:
+    small = ModelSize(parameters=SMALL - 1, kv_per_token=1)
+    assert with_threads(float32_config("calculator"), small, 64, engine_ranks=1).launcher.threads == 1
+    config = float32_config("calculator", ["launcher.threads=3"])
+    assert with_threads(config, LARGE, 64, engine_ranks=1) is config
+
+
+def test_threads_are_those_of_the_plan_and_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("rl_async.launcher.plan.machine.cores", lambda: 12.0)
+    config = float32_config("calculator", ["warm_start.hidden_size=512", "warm_start.layers=8"], mode="colocated")
+    planned = plan_here(config, tmp_path / "run")
+    assert {spec.env["OMP_NUM_THREADS"] for spec in (*planned.engines, *planned.trainers)} == {"12"}
+    _, machine = settle_here(config, None)
+    assert machine.threads == 12
+    assert any("12" in line and "launcher.threads" in line for line in machine.lines)
+
+
+def test_the_users_number_of_threads_is_respected() -> None:
+    config = float32_config("calculator")
+
+    def threads(value: str, config: RunConfig = config) -> int | None:
+        return with_threads(config, LARGE, 64, engine_ranks=1, environment={"OMP_NUM_THREADS": value}).launcher.threads
+
+    assert threads("3") == 3
+    assert threads("5,2") == 5
+    assert threads("") == 32
+    assert threads("3", float32_config("calculator", ["launcher.threads=7"])) == 7
+    for value in ("many", "0", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
+            threads(value)
+
+
+def test_cores_are_those_of_the_cgroup(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cores(tmp_path) == min(1.5, cores(tmp_path / "none"))
+
+
+def test_quotas_of_the_first_version_of_cgroups_count(tmp_path: Path) -> None:
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    (folder / "cpu.cfs_quota_us").write_text("50000\n")
+    assert cores(tmp_path) == 0.5
+    (folder / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cores(tmp_path) == cores(tmp_path / "none")
+
+
+def test_hyper_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for number in range(8):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    none = tmp_path / "none"
+    assert cores(none, tmp_path, range(8)) == 4
+    assert cores(none, tmp_path, [0, 4]) == 1
+    assert cores(none, tmp_path, [0, 1, 5]) == 2
+    assert cores(none, none, range(8)) == 8
+
+
+SLOW_BFLOAT16 = Measured("2.13.0", {"float32": 43.0, "bfloat16": 1.2})
+FAST_BFLOAT16 = Measured("2.13.0", {"float32": 100.0, "bfloat16": 310.0})
+NEW_GPU = Measured("2.13.0", accelerator="NVIDIA H200", has_bfloat16=True)
+OLD_GPU = Measured("2.13.0", accelerator="Tesla V100", has_bfloat16=False)
+
+
+def config_of(folder: Path, *overrides: str, hidden: int = 2048, mlp: int = 8192) -> RunConfig:
+    """The config of a run on a model of these sizes, with more parameters than ``SMALL`` by default."""
+    shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": 4, "vocab_size": 1000}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return load_config(None, [f"model.path={folder}", "data.path=none", *overrides])
+
+
+def measuring(found: Measured, asked: list[tuple[str, tuple[int, int], int]]) -> Measure:
+    def measure(device: str, shape: tuple[int, int], threads: int) -> Measured:
+        asked.append((device, shape, threads))
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "chosen"),
+    [
+        (SLOW_BFLOAT16, 0, "float32"),
+        (FAST_BFLOAT16, 0, "bfloat16"),
+        (NEW_GPU, 1, "bfloat16"),
+        (OLD_GPU, 1, "float32"),
+        (SLOW_BFLOAT16, 1, "float32"),  # the file of a GPU is there, and torch finds none
+    ],
+)
+def test_the_machine_chooses_the_faster_type(found: Measured, gpus: int, chosen: str, tmp_path: Path) -> None:
+    asked: list[tuple[str, tuple[int, int], int]] = []
+    config, choice = settle(config_of(tmp_path), gpus, 2, measuring(found, asked))
+    assert config.model.dtype == choice.dtype == chosen and choice.by == "machine"
+    devices = ["auto"] * bool(gpus) + ["cpu"] * (not found.accelerator)
+    assert asked == [(device, (2048, 8192), 2) for device in devices]
+    assert chosen in choice.line and "model.dtype" in choice.line
+
+
+def test_small_models_and_given_types_are_not_measured(tmp_path: Path) -> None:
+    def never(device: str, shape: tuple[int, int], threads: int) -> Measured:
+        raise AssertionError("measured")
+
+    for gpus in (0, 1):
+        config, choice = settle(load_config("calculator"), gpus, 1, never)
+        assert config.model.dtype == "float32" and choice.by == "machine"
+    config, choice = settle(config_of(tmp_path, "model.dtype=bfloat16"), 0, 1, never)
+    assert config.model.dtype == "bfloat16" and choice.by == "config"
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_gpus_is_measured_there(tmp_path: Path) -> None:
+    asked: list[tuple[str, tuple[int, int], int]] = []
+    settle(config_of(tmp_path, "model.device=cpu"), 8, 4, measuring(FAST_BFLOAT16, asked))
+    assert [device for device, _, _ in asked] == ["cpu"]
+
+
+def test_quantised_engines_restrict_the_choice(tmp_path: Path) -> None:
+    given = ["rollout.engine=vllm", "rollout.quantization=fp8"]
+    config, _ = settle(config_of(tmp_path, *given), 0, 1, measuring(SLOW_BFLOAT16, []))
+    assert config.model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"model\.dtype"):
+        config_of(tmp_path, *given, "model.dtype=float32")
+    config, _ = settle(config_of(tmp_path, "rollout.quantization=fp8"), 0, 1, measuring(SLOW_BFLOAT16, []))
+    assert config.model.dtype == "float32"
+
+
+def test_a_resumed_run_keeps_its_type_and_says_that_another_would_be_chosen(tmp_path: Path) -> None:
+    _, first = settle(config_of(tmp_path), 0, 2, measuring(SLOW_BFLOAT16, []))
+    assert first.dtype == "float32" and not first.here
+    for given in ("auto", "float32"):
+        resumed = config_of(tmp_path, f"model.dtype={given}")
+        config, same = settle(resumed, 0, 2, measuring(SLOW_BFLOAT16, []), first)
+        assert config.model.dtype == "float32" and same.here and "bfloat16" not in same.line
+        config, other = settle(resumed, 0, 2, measuring(FAST_BFLOAT16, []), first)
+        assert config.model.dtype == "float32" and "bfloat16" in other.line
+        assert (other.why, other.measured, other.by) == (first.why, first.measured, "machine")
+    config, changed = settle(config_of(tmp_path, "model.dtype=bfloat16"), 0, 2, measuring(SLOW_BFLOAT16, []), first)
+    assert config.model.dtype == "bfloat16" and changed.by == "config"
+
+
+def test_a_run_is_resumed_where_torch_cannot_be_asked(tmp_path: Path) -> None:
+    def fails(device: str, shape: tuple[int, int], threads: int) -> Measured:
+        raise UserError("no answer")
+
+    _, first = settle(config_of(tmp_path), 0, 2, measuring(SLOW_BFLOAT16, []))
+    config, choice = settle(config_of(tmp_path), 0, 2, fails, first)
+    assert config.model.dtype == "float32" and "no answer" in choice.line
+    with pytest.raises(UserError, match="no answer"):
+        settle(config_of(tmp_path), 0, 2, fails)
+
+
+def test_a_type_that_was_set_by_hand_differs_from_auto_and_one_that_was_chosen_does_not(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    run.mkdir()
+    given = config_of(model)
+    for dtype in ("float32", "auto"):
+        kept, choice = settle(config_of(model, f"model.dtype={dtype}"), 0, 2, measuring(SLOW_BFLOAT16, []))
+        write_machine(run, MachineRecord("AMD EPYC", 2.0, 2, choice))
+        assert differences(kept, as_settled(given, run)) == (["model.dtype"] if dtype == "float32" else [])
+
+
+def test_the_record_of_a_run_is_read_as_written_and_damage_is_named(tmp_path: Path) -> None:
+    assert read_machine(tmp_path) is None
+    _, choice = settle(config_of(tmp_path), 0, 2, measuring(FAST_BFLOAT16, []))
+    record = MachineRecord("AMD EPYC", 2.0, 2, choice)
+    write_machine(tmp_path, record)
+    assert read_machine(tmp_path) == record
+    (tmp_path / "machine.json").write_text('{"processor": 1}')
+    with pytest.raises(UserError, match=r"machine\.json"):
+        read_machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"hidden_size": 8, "intermediate_size": 24}, (8, 24)),
+        ({"hidden_size": 8, "intermediate_size": 24, "moe_intermediate_size": 4}, (8, 4)),
+        ({"text_config": {"hidden_size": 16, "intermediate_size": 48}}, (16, 48)),
+        ({"hidden_size": 8}, None),
+        ({}, None),
+    ],
+)
+def test_the_sizes_of_a_layer_are_the_models(shape: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert layer_shape(config) == expected
+
+
+def test_a_name_of_the_processor_is_optional(tmp_path: Path) -> None:
+    (tmp_path / "arm").write_text("processor: 0\nBogoMIPS: 50\n")
+    (tmp_path / "x86").write_text("processor: 0\nmodel name\t: AMD EPYC 7B13\n")
+    assert [processor_name(tmp_path / name) for name in ("arm", "x86", "none")] == ["", "AMD EPYC 7B13", ""]
+
+
+def test_a_config_that_is_no_object_is_refused_by_its_path(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(UserError, match=r"config\.json"):
+        layer_shape(config)
+
+
+def test_torch_answers_with_rates_of_both_types() -> None:
+    found = ask_torch("cpu", (64, 192), 1)
+    assert found.torch == torch_version("torch") and not found.accelerator
+    assert set(found.rates) == {"float32", "bfloat16"}
+
+
+def test_a_failed_question_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(UserError, match=r"model\.dtype"):
+        ask_torch("cpu", (64, 192), 1)

@@ -1,6 +1,9 @@
-"""What a run checks between its preparation and its processes, and how it ends without its folder."""
+"""A launch: what precedes the run, what a user who stops it reads, and the token of a Ray cluster."""
 
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +13,16 @@ import pytest
 
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
-from rl_async.launcher.runs.launch import check_chat, log_into, naming_deletion, unsaved
+from rl_async.launcher.runs.launch import (
+    StopNotice,
+    check_chat,
+    describe_stop,
+    log_into,
+    naming_deletion,
+    present_token,
+    unsaved,
+)
+from rl_async.process.run_files import Beat, Phase, beat
 
 VLLM = ["rollout.engine=vllm"]  # whose start takes minutes
 
@@ -85,3 +97,85 @@ def test_steps_that_a_stop_could_not_save_are_named(
         (folder / "state.json").touch()
     text = unsaved(tmp_path)
     assert all(part in text for part in said) and bool(text) == bool(said)
+
+
+NOW = 1000.0
+
+
+def told(phase: str, *, step: int = 12, since: float = NOW - 20.0, train_s: float | None = 60.0, saved: int = 0) -> str:
+    mine = Beat(rank=0, pid=1, step=step, phase=phase, since=since)
+    return describe_stop(mine, train_s, saved, NOW, "Ctrl-C")
+
+
+def test_a_running_step_is_named_with_the_time_it_takes_and_what_a_kill_loses() -> None:
+    text = told("training")
+    assert "step 12, about 40 s" in text and "losing 13 steps" in text
+    assert "losing 1 step" in told("training", saved=12) and "steps" not in told("training", saved=12)
+    assert "about 0 s" in told("training", since=NOW - 100), "it takes longer than the step before"
+    assert "about" not in told("training", train_s=None), "no step has ended yet"
+
+
+@pytest.mark.parametrize(
+    ("phase", "last"), [("waiting for a batch", 11), ("meeting the ranks", 12), ("publishing", 12)]
+)
+def test_completed_steps_are_saved(phase: Phase, last: int) -> None:
+    assert f"after step {last}," in told(phase) and "about" not in told(phase)
+
+
+@pytest.mark.parametrize(
+    "text", [told("starting"), told("waiting for a batch", saved=12), describe_stop(None, None, 0, NOW, "")]
+)
+def test_nothing_to_lose(text: str) -> None:
+    assert "losing" not in text
+
+
+def test_the_run_folder_tells_it_but_not_what_an_earlier_start_left(tmp_path: Path) -> None:
+    beat(tmp_path, 0, 7, "training")
+    old = tmp_path / "ranks" / "0.json"
+    earlier = json.loads(old.read_text()) | {"since": 1.0}
+    old.write_text(json.dumps(earlier))
+    notice = StopNotice(tmp_path)
+    assert "losing" not in notice.text(signal.SIGINT)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 7, "time/train_s": 500.0}) + os.linesep)
+    for step in (4, 6):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").touch()
+    beat(tmp_path, 0, 8, "training")
+    assert "step 8, about 500 s" in notice.text(signal.SIGTERM) and "losing 3 steps" in notice.text(signal.SIGTERM)
+
+
+def wanted() -> bool:
+    return True
+
+
+def test_without_a_token_none_is_presented(tmp_path: Path) -> None:
+    environment = {"PATH": "/bin"}
+    assert not present_token(environment, tmp_path, wanted)
+    assert environment == {"PATH": "/bin"}
+
+
+@pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_of_the_environment_is_presented(tmp_path: Path, variable: str) -> None:
+    environment = {variable: "x"}
+    assert present_token(environment, tmp_path, wanted)
+    assert environment["RAY_AUTH_MODE"] == "token"
+
+
+def test_the_token_that_ray_generates_is_presented(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("x")
+    environment: dict[str, str] = {}
+    assert present_token(environment, tmp_path, wanted)
+    assert environment == {"RAY_AUTH_MODE": "token"}
+
+
+def test_what_the_user_says_counts(tmp_path: Path) -> None:
+    environment = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "x"}
+    assert not present_token(environment, tmp_path, wanted)
+    assert environment["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_cluster_that_wants_no_token_gets_none(tmp_path: Path) -> None:
+    environment = {"RAY_AUTH_TOKEN": "x"}
+    assert not present_token(environment, tmp_path, lambda: False)
+    assert environment["RAY_AUTH_MODE"] == "disabled"

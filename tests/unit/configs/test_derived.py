@@ -1,14 +1,21 @@
-"""How many trajectories a task becomes, and which is the greedy one."""
+"""Values that follow from several keys."""
 
 import pytest
 
-from rl_async.configs.derived import is_baseline, samples_per_group
+from rl_async.configs.derived import compute_type, is_baseline, samples_per_group
 from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import ADVANTAGES
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
 from rl_async.transfer_queue.admission import QueueSettings
+
+
+def test_a_role_refuses_a_type_that_is_not_settled() -> None:
+    assert compute_type(ModelConfig(path="m", dtype="bfloat16")) == "bfloat16"
+    with pytest.raises(ConfigError, match=r"model\.dtype=auto"):
+        compute_type(ModelConfig(path="m"))
 
 
 def config(advantage: str) -> RunConfig:

@@ -13,7 +13,7 @@ from rl_async.launcher import machine_check as s
 from rl_async.launcher.machine_check import RANGES, TRIED, holds, untried
 from tests.support.configs import float32_config
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 HERE = {"python": "3.11.9", "torch": "2.13.0+cpu", "transformers": "5.24.1", "vllm": "", "sglang": ""}
 
 
