@@ -5,7 +5,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -357,3 +357,12 @@ def _place(key: str, places: Places) -> str:
             return places[key]
         key = key.rpartition(".")[0]
     return "config"
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of a nested mapping, such as ``trainer.steps``, with its value."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -6,29 +6,27 @@ The supervisor starts processes through an ``Executor``: ``ThisMachine`` here, `
 
 import asyncio
 import os
-import re
 import secrets
 import signal
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
 
-from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, EXIT_STOPPED, EXIT_USER, RlAsyncError, UserError
-from rl_async.files import DAMAGE, replace_file
+from rl_async.errors import EXIT_FAILED, EXIT_USER, RlAsyncError, UserError
+from rl_async.files import replace_file
 from rl_async.launcher.plan.planning import HOST, THIS_MACHINE, ProcessSpec
+from rl_async.launcher.roster import ROSTER_FILE, ProcessRecord, ProcessState, describe_exit, said_last
 from rl_async.process.kernel import read_stat
 from rl_async.process.private_folder import RENDEZVOUS, SEGMENT_PREFIX, prefix_for, private_folder, sweep_segments
 from rl_async.process.role import LIFELINE_FD, STACKS
 from rl_async.process.run_files import enter
 
 TAIL_LINES = 15
-_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.role
 TAIL_BYTES = 16384
 
 
@@ -195,33 +193,6 @@ def is_full(folder: Path) -> bool:
         return False
 
 
-def said_last(output: str) -> str:
-    """Return the last error in a process's output, on one line; without one its last line that is not empty."""
-    last = error = ""
-    traceback = False
-    for line in output.splitlines():
-        last = line if line.strip() else last
-        if traceback and line and not line[0].isspace():
-            error, traceback = line, False
-        elif line.startswith("Traceback (most recent call last)"):
-            traceback = True
-        elif _ERROR.match(line):
-            error = line
-    return error or last
-
-
-def describe_exit(code: int) -> str:
-    """Render an exit code as text, naming the signal if there was one."""
-    if code in EXIT_STOPPED:
-        return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
 def failure(child: Process, code: int, restarts: int) -> RlAsyncError:
     """Return the error for a process that is not restarted: a UserError if it reported a mistake of the user."""
     if code == EXIT_USER:
@@ -309,31 +280,6 @@ def url_of(executor: Executor, name: str) -> str:
     return f"http://{hosts.get(name, HOST)}:{ports[name]}"
 
 
-ROSTER_FILE = "processes.json"
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """The state of a process, one word: waiting, starting, running, restarting, ended or failed."""
-
-    name: str
-    state: str
-    restarts: int = 0
-
-
-class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``RUN/processes.json``."""
-
-    name: str
-    role: str
-    pid: int
-    started: int  # of /proc/PID/stat, so that a reused pid is recognized
-    state: str  # running, restarting, ended, failed
-    restarts: int = 0
-    exit: int | None = None  # as Popen.returncode
-    host: str = ""  # empty: the launcher's own
-
-
 class Roster:
     """Writes ``RUN/processes.json`` with the newest process of each name."""
 
@@ -370,11 +316,3 @@ class Roster:
                 exited = "" if record.exit is None else f", {describe_exit(record.exit)}"
                 enter(self._run, "launcher", record.name, record.state, about=f"pid {record.pid}{exited}")
                 self._entered[record.name] = record.pid, record.state
-
-
-def read_roster(run: Path) -> list[ProcessRecord]:
-    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
-    try:
-        return msgspec.json.decode((run / ROSTER_FILE).read_bytes(), type=list[ProcessRecord])
-    except (OSError, *DAMAGE) as error:
-        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
-from rl_async.launcher.child_process import ProcessRecord, describe_exit
 from rl_async.launcher.live_figures import away_text, given_up_text
+from rl_async.launcher.roster import ProcessRecord, describe_exit
 from rl_async.messages import GroupRecord, Inspection
 from rl_async.process.kernel import ENDED, HALTED, describe
 from rl_async.process.role import Frame

@@ -22,7 +22,6 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
-from rl_async.launcher.child_process import ProcessRecord, read_roster, said_last
 from rl_async.launcher.diagnosis import (
     Deadlines,
     Diagnosis,
@@ -34,6 +33,7 @@ from rl_async.launcher.diagnosis import (
     diagnose,
 )
 from rl_async.launcher.live_figures import Kept, Speeds
+from rl_async.launcher.roster import ProcessRecord, read_roster, said_last
 from rl_async.launcher.tail import MetricsTail, Record
 from rl_async.launcher.terminal import printable
 from rl_async.messages import EngineRecord, GroupRecord

@@ -18,7 +18,6 @@ from rich.text import Text
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import QueueLost
 from rl_async.files import undamaged
-from rl_async.launcher.child_process import ProcessState
 from rl_async.launcher.live_figures import (
     UNSCORED,
     History,
@@ -39,6 +38,7 @@ from rl_async.launcher.live_figures import (
     unplayed_lines,
     unscored_text,
 )
+from rl_async.launcher.roster import ProcessState
 from rl_async.launcher.tail import LineTail, Record
 from rl_async.launcher.terminal import printable
 from rl_async.messages import StatusReport

@@ -5,16 +5,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from rl_async.configs.checks import check
-from rl_async.configs.load import dump, load_config, load_resolved
+from rl_async.configs.load import dump, leaves, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import DAMAGE, make_durable_folder, replace_file
@@ -98,15 +97,6 @@ def as_settled(given: RunConfig, folder: Path) -> RunConfig:
     if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
         return given
     return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of a nested mapping, such as ``trainer.steps``, with its value."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:

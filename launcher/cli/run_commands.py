@@ -247,9 +247,9 @@ def _verify_engine(arguments: argparse.Namespace) -> int:
 
 
 def _list_engines(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.child_process import ROSTER_FILE, read_roster
     from rl_async.launcher.cli.engine_membership import list_engines, table
     from rl_async.launcher.doctor import observe_engines
+    from rl_async.launcher.roster import ROSTER_FILE, read_roster
 
     engines = list_engines(arguments.run)
     # A run whose roles were started by hand has no launcher that lists its processes.

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import yaml
 
+from rl_async.configs.load import leaves
 from rl_async.errors import RequestRefused, UserError
 from rl_async.files import UNDECODABLE
-from rl_async.launcher.child_process import ProcessRecord, read_roster
 from rl_async.launcher.doctor import evaluates_only, is_recorded, launcher_of
-from rl_async.launcher.run_folder import leaves
+from rl_async.launcher.roster import ProcessRecord, read_roster
 from rl_async.launcher.tail import LineTail
 from rl_async.process.run_files import TimelineReader
 

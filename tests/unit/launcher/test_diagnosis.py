@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rl_async.launcher.child_process import ProcessRecord
 from rl_async.launcher.diagnosis import (
     Observation,
     ObservedEngine,
@@ -16,6 +15,7 @@ from rl_async.launcher.diagnosis import (
     needs_stacks,
 )
 from rl_async.launcher.doctor import report
+from rl_async.launcher.roster import ProcessRecord
 from rl_async.messages import GroupRecord, Inspection, LeaseRecord, StatusReport, Version
 from rl_async.process.role import Frame
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost
 from rl_async.files import last_line
-from rl_async.launcher.child_process import ProcessState
 from rl_async.launcher.live_figures import (
     History,
     RecordedConversation,
@@ -28,6 +27,7 @@ from rl_async.launcher.live_figures import (
     unplayed_lines,
 )
 from rl_async.launcher.live_view import ASK_S, REFRESH_S, View, render_conversation
+from rl_async.launcher.roster import ProcessState
 from rl_async.launcher.tail import LineTail
 from rl_async.messages import StatusReport, ToolCall, Turn, Version
 

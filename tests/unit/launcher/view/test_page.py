@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from rl_async.errors import UserError
-from rl_async.launcher.child_process import ProcessRecord
+from rl_async.launcher.roster import ProcessRecord
 from rl_async.launcher.view import page as module
 from rl_async.launcher.view.page import OPEN, PageAccess, SecurityHeaders, ViewServer, write_report
 from rl_async.launcher.view.queries import KEY

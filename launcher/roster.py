@@ -1,0 +1,75 @@
+"""The states of a run's processes, as ``RUN/processes.json`` shows them to other programs.
+
+The launcher writes the file (``launcher/child_process.py``) with the newest process of each name; the run's timeline
+keeps the earlier ones.
+"""
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rl_async.errors import EXIT_SIGNAL, EXIT_STOPPED, UserError
+from rl_async.files import DAMAGE
+
+ROSTER_FILE = "processes.json"
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.role
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state of a process, one word: waiting, starting, running, restarting, ended or failed."""
+
+    name: str
+    state: str
+    restarts: int = 0
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of ``RUN/processes.json``."""
+
+    name: str
+    role: str
+    pid: int
+    started: int  # of /proc/PID/stat, so that a reused pid is recognized
+    state: str  # running, restarting, ended, failed
+    restarts: int = 0
+    exit: int | None = None  # as Popen.returncode
+    host: str = ""  # empty: the launcher's own
+
+
+def read_roster(run: Path) -> list[ProcessRecord]:
+    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
+    try:
+        return msgspec.json.decode((run / ROSTER_FILE).read_bytes(), type=list[ProcessRecord])
+    except (OSError, *DAMAGE) as error:
+        raise UserError(f"{run} is not the folder of a run that was started: {error}") from error
+
+
+def describe_exit(code: int) -> str:
+    """Render an exit code as text, naming the signal if there was one."""
+    if code in EXIT_STOPPED:
+        return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def said_last(output: str) -> str:
+    """Return the last error in a process's output, on one line; without one its last line that is not empty."""
+    last = error = ""
+    traceback = False
+    for line in output.splitlines():
+        last = line if line.strip() else last
+        if traceback and line and not line[0].isspace():
+            error, traceback = line, False
+        elif line.startswith("Traceback (most recent call last)"):
+            traceback = True
+        elif _ERROR.match(line):
+            error = line
+    return error or last
