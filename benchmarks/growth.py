@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.processes.command_line import parser
 from benchmarks.processes.trainer_arms import resident
 from benchmarks.processes.whole_run import RL_ASYNC, processes_of
-from rl_async.launcher.tail import last_line
+from rl_async.insight.tail import last_line
 
 MARKS = 10
 STOPPED_AFTER = (1, 9)  # marks

@@ -14,6 +14,7 @@ import msgspec
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.insight.tail import MetricsTail
 from rl_async.launcher.capacity_simulation import (
     Costs,
     Device,
@@ -31,7 +32,6 @@ from rl_async.launcher.capacity_simulation import (
 )
 from rl_async.launcher.plan.machine import Measured, ask_torch, cores, settle
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
-from rl_async.launcher.tail import MetricsTail
 from rl_async.transfer_queue.admission import QueueSettings
 
 STEPS, FEWEST_STEPS = 24, 2  # measured per row of the table

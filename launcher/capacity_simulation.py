@@ -28,8 +28,8 @@ import numpy as np
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ProtocolError, UserError
+from rl_async.insight.tail import MetricsTail, Record
 from rl_async.launcher.plan.memory import ModelSize
-from rl_async.launcher.tail import MetricsTail, Record
 from rl_async.messages import LeasedGroup, Refused, Reserved, TrajectoryHeader, Version, VersionRun
 from rl_async.recording import files_of_step, read_trajectories
 from rl_async.transfer_queue.admission import QueueSettings

@@ -124,7 +124,7 @@ class PrintVersions(argparse.Action):
 
 def _print_error(text: str) -> None:
     """Print an error, in which there may be lines of a log or of a data set."""
-    from rl_async.launcher.terminal import printable
+    from rl_async.insight.terminal import printable
 
     print(f"error: {printable(text)}", file=sys.stderr)
 

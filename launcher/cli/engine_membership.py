@@ -16,9 +16,9 @@ from rl_async.configs.derived import is_loopback
 from rl_async.configs.engines import EngineKind
 from rl_async.configs.load import load_resolved
 from rl_async.errors import EngineError, QueueLost, UserError
-from rl_async.launcher.diagnosis import ObservedEngine
+from rl_async.insight.diagnosis import ObservedEngine
+from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher.plan.planning import HOST
-from rl_async.launcher.roster import ProcessRecord
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
 from rl_async.process.run_files import read_endpoints

@@ -13,9 +13,9 @@ import msgspec
 
 from rl_async.configs.load import load_resolved
 from rl_async.errors import AccessDenied, QueueLost, UserError
+from rl_async.insight.show import reward_parts, reward_text
+from rl_async.insight.terminal import printable
 from rl_async.launcher.plan.planning import HOST
-from rl_async.launcher.show import reward_parts, reward_text
-from rl_async.launcher.terminal import printable
 from rl_async.messages import ConsumerRecord, DeliveredGroup, GroupRecord, Inspection, Refused, Task, Trajectory
 from rl_async.process.http_auth import TOKEN_FILE, make_tokens, run_token, token_from_environment
 from rl_async.process.role import heeded

@@ -28,11 +28,11 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 def _show(arguments: argparse.Namespace) -> int:
     if arguments.eval:
-        from rl_async.launcher.recorded_evaluations import show_evaluations
+        from rl_async.insight.recorded_evaluations import show_evaluations
 
         show_evaluations(arguments.run)
         return 0
-    from rl_async.launcher.show import show
+    from rl_async.insight.show import show
 
     show(arguments.run, arguments.step, arguments.group, arguments.sample)
     return 0
@@ -51,8 +51,8 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     import asyncio
 
+    from rl_async.insight.terminal import printable
     from rl_async.launcher.runs.replay_episode import replay_episode
-    from rl_async.launcher.terminal import printable
 
     lines, same = asyncio.run(replay_episode(arguments.run, arguments.episode))
     for line in lines:
@@ -79,7 +79,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return check_machine(arguments.config)
     if arguments.config is not None:
         raise UserError("doctor: --config cannot be combined with RUN; a run has its own config")
-    from rl_async.launcher.doctor import doctor
+    from rl_async.insight.doctor import doctor
 
     return doctor(arguments.run, as_json=arguments.json)
 
@@ -154,7 +154,7 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.view.page import serve
+    from rl_async.insight.view.page import serve
 
     serve(arguments.runs, arguments.port)
     return 0
@@ -171,7 +171,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.view.page import write_report
+    from rl_async.insight.view.page import write_report
 
     print(write_report(arguments.run, arguments.out))
     return 0
@@ -189,7 +189,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.timeline import write_trace
+    from rl_async.insight.timeline import write_trace
 
     print(write_trace(arguments.run, arguments.out, _steps(arguments.steps)))
     return 0
@@ -247,9 +247,9 @@ def _verify_engine(arguments: argparse.Namespace) -> int:
 
 
 def _list_engines(arguments: argparse.Namespace) -> int:
+    from rl_async.insight.doctor import observe_engines
+    from rl_async.insight.roster import ROSTER_FILE, read_roster
     from rl_async.launcher.cli.engine_membership import list_engines, table
-    from rl_async.launcher.doctor import observe_engines
-    from rl_async.launcher.roster import ROSTER_FILE, read_roster
 
     engines = list_engines(arguments.run)
     # A run whose roles were started by hand has no launcher that lists its processes.
@@ -471,7 +471,7 @@ def _list_episodes(run: Path, url: str) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from rl_async.launcher.terminal import printable
+    from rl_async.insight.terminal import printable
 
     listing = _ask_gateway(run, url, "/episodes")
     episodes = listing["episodes"]
@@ -543,8 +543,8 @@ def add_play(parser: argparse.ArgumentParser) -> None:
 
 def _play(arguments: argparse.Namespace) -> int:
     from rl_async.gateway import Gateway
+    from rl_async.insight.terminal import printable
     from rl_async.launcher.play import Player, StopPipe, found_program, load_grade
-    from rl_async.launcher.terminal import printable
     from rl_async.process.http_auth import token_file
     from rl_async.process.role import heeded
     from rl_async.process.run_files import gateway_url

@@ -173,7 +173,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from rl_async.launcher.recorded_evaluations import compare, print_comparison, read_evaluation
+    from rl_async.insight.recorded_evaluations import compare, print_comparison, read_evaluation
 
     if arguments.before == arguments.after:
         raise UserError(
@@ -355,8 +355,8 @@ def _test(arguments: argparse.Namespace) -> int:
     import json
 
     from rl_async.configs.load import load_config
+    from rl_async.insight.terminal import printable
     from rl_async.launcher.runs.score_answers import report, score_answers
-    from rl_async.launcher.terminal import printable
 
     path = json.dumps(arguments.data, ensure_ascii=False)
     needed = [] if arguments.config else ["model.path=none", f"data.path={path}"]
@@ -468,8 +468,8 @@ def _make_data(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_data(arguments: argparse.Namespace) -> int:
+    from rl_async.insight.terminal import printable
     from rl_async.launcher.sources import data_files
-    from rl_async.launcher.terminal import printable
     from rl_async.transfer_queue.dataset import inspect
 
     print(printable(inspect(data_files(arguments.path, "data.path"))))

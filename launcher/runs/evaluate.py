@@ -13,14 +13,14 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, RlAsyncError, RowsLost
 from rl_async.evaluation import answers_of, failed_rows, summarize_with_total
+from rl_async.insight.recorded_evaluations import summary_table, write_lines
+from rl_async.insight.terminal import say
 from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.plan.machine import settle_here
-from rl_async.launcher.recorded_evaluations import summary_table, write_lines
 from rl_async.launcher.run_folder import hold_unnamed, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, note_machine, prepare
 from rl_async.launcher.supervisor import Interrupted, Supervisor
-from rl_async.launcher.terminal import say
 from rl_async.messages import EngineRecord, Reserved, Trajectory, Version
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder

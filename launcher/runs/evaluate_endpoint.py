@@ -23,13 +23,13 @@ from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, ConfigError, EngineError, RlAsyncError
 from rl_async.evaluation import failed_row
+from rl_async.insight.terminal import say
 from rl_async.launcher.plan.machine import check_api_keys
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.launcher.run_folder import create, hold_unnamed, next_folder
 from rl_async.launcher.runs.evaluate import EVAL_ID, PROGRESS_S, Outcome
 from rl_async.launcher.runs.launch import log_into
 from rl_async.launcher.runs.prepare import prepare_data
-from rl_async.launcher.terminal import say
 from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, SampleKey, Task, Trajectory, Version
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.dataset import held_out_tasks

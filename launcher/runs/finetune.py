@@ -28,6 +28,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
 from rl_async.files import replace_file
+from rl_async.insight.tail import MetricsTail, Record
 from rl_async.launcher.child_process import RoleFailed, ThisMachine
 from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, checkpoints, origin_of
 from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, settle_here, with_threads
@@ -37,7 +38,6 @@ from rl_async.launcher.run_folder import create, hold, saved
 from rl_async.launcher.runs.launch import StopNotice, log_into, note_machine, shown
 from rl_async.launcher.sources import model_folder
 from rl_async.launcher.supervisor import Interrupted, keep_ranks
-from rl_async.launcher.tail import MetricsTail, Record
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps

@@ -27,10 +27,12 @@ from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.recorded import check_recording
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
+from rl_async.insight.doctor import REPORT_FILE as DIAGNOSIS
+from rl_async.insight.doctor import write_report
+from rl_async.insight.live_view import View
+from rl_async.insight.tail import last_record
+from rl_async.insight.terminal import say
 from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
-from rl_async.launcher.doctor import REPORT_FILE as DIAGNOSIS
-from rl_async.launcher.doctor import write_report
-from rl_async.launcher.live_view import View
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
 from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_here, settle_here, write_machine
 from rl_async.launcher.plan.memory import STAGES, model_size
@@ -39,8 +41,6 @@ from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
 from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
-from rl_async.launcher.tail import last_record
-from rl_async.launcher.terminal import say
 from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.process.role import LIFELINE_FD, own_module, steady_file

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rl_async.configs.load import load_resolved
 from rl_async.errors import RlAsyncError, UserError
-from rl_async.launcher.doctor import launcher_of
-from rl_async.launcher.roster import read_roster
+from rl_async.insight.doctor import launcher_of
+from rl_async.insight.roster import read_roster
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import py_spy
 from rl_async.trainer.profile_request import FOLDER, traces, write_request

@@ -21,7 +21,7 @@ from rl_async.agent_loop.run_worker import played_and_scored
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.launcher.show import place_of
+from rl_async.insight.show import place_of
 from rl_async.messages import LeasedGroup, Trajectory, Turn, Version, VersionRun, by_role
 from rl_async.recording import read_trajectories
 from rl_async.reward_loop.api import is_time

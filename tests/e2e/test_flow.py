@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from rl_async.launcher.timeline import write_trace
+from rl_async.insight.timeline import write_trace
 from tests.e2e.browser import SIZES, Tab
 from tests.e2e.command import HARDLY_WARM
 

@@ -70,7 +70,7 @@ def test_the_wheel_holds_every_module_and_preset(site: Path) -> None:
     for module in modules():
         path = module.replace(".", "/")
         assert f"{path}.py" in names or f"{path}/__init__.py" in names
-    assert {f"rl_async/launcher/view/static/{name}" for name in ("index.html", "app.js", "app.css")} <= names
+    assert {f"rl_async/insight/view/static/{name}" for name in ("index.html", "app.js", "app.css")} <= names
     assert not any("view/web" in name for name in names), "the page's sources are not shipped"
     assert {f"rl_async/configs/presets/{p.name}" for p in (ROOT / "configs" / "presets").glob("*.yaml")} <= names
     assert "rl_async/py.typed" in names

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.launcher.timeline import DETAILED
+from rl_async.insight.timeline import DETAILED
 from rl_async.messages import Activity
 from rl_async.process.run_files import TIMELINE_FOLDER, Entered
 from tests.conftest import make_rows

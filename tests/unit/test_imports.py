@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout_server": {"configs", "weight_sync"},
     "agent_loop": {"configs", *MIDDLE},
     "trainer": {"configs", *MIDDLE},
-    "launcher": {"configs", *MIDDLE, "agent_loop", "trainer"},
+    "insight": {"configs", *MIDDLE},
+    "launcher": {"configs", *MIDDLE, "agent_loop", "trainer", "insight"},
 }
 HOME_OF = {
     "torch": {

@@ -12,7 +12,7 @@ from rl_async.errors import UserError
 from tests.support.configs import float32_config
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("agent_loop", "launcher", "reward_loop", "rollout_server", "trainer")
+PACKAGES = ("agent_loop", "insight", "launcher", "reward_loop", "rollout_server", "trainer")
 
 
 def describe(folder: Path) -> Any:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.launcher.live_view import View
+from rl_async.insight.live_view import View
 from rl_async.launcher.plan.planning import assign_ports
 from rl_async.launcher.runs import launch as module
 from rl_async.launcher.runs.launch import launch, log_into, make_ready

@@ -13,8 +13,8 @@ import pytest
 
 from rl_async.configs.load import dump, load_config
 from rl_async.errors import UserError
-from rl_async.launcher.doctor import MOST_STACK_BYTES, REPORT_FILE, doctor, observe, observe_processes, write_report
-from rl_async.launcher.roster import ProcessRecord
+from rl_async.insight.doctor import MOST_STACK_BYTES, REPORT_FILE, doctor, observe, observe_processes, write_report
+from rl_async.insight.roster import ProcessRecord
 from rl_async.process.kernel import read_stat
 from rl_async.process.role import STACKS
 from rl_async.process.run_files import beat

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_async.insight.doctor import request_stacks
+from rl_async.insight.roster import ProcessRecord
 from rl_async.launcher.child_process import Child, Lifeline
-from rl_async.launcher.doctor import request_stacks
-from rl_async.launcher.roster import ProcessRecord
 from rl_async.process.kernel import catches, read_stat, state_of
 from rl_async.process.private_folder import SEGMENTS
 from rl_async.process.role import ASK, STACKS

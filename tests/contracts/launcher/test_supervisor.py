@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rl_async.errors import UserError
+from rl_async.insight.roster import read_roster
 from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.planning import PortWish, assign_ports
-from rl_async.launcher.roster import read_roster
 from rl_async.launcher.supervisor import Interrupted, RoleFailed, Supervisor
 
 DRIVER = Path(__file__).with_name("supervisor_process.py")

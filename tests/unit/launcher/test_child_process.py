@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.insight.roster import said_last
 from rl_async.launcher.child_process import is_full
-from rl_async.launcher.roster import said_last
 
 TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 1, in <module>

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_async.insight.roster import ProcessState
 from rl_async.launcher import supervisor
 from rl_async.launcher.child_process import Roster, ThisMachine
 from rl_async.launcher.plan.planning import ProcessSpec
-from rl_async.launcher.roster import ProcessState
 from rl_async.launcher.supervisor import Children
 
 SPEC = ProcessSpec(name="engine-0", role="engine", argv=())

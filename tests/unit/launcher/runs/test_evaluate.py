@@ -14,7 +14,7 @@ from rich.console import Console
 from rl_async.configs.checks import check
 from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost, RowsLost
-from rl_async.launcher.recorded_evaluations import read_lines, write_lines
+from rl_async.insight.recorded_evaluations import read_lines, write_lines
 from rl_async.launcher.runs import evaluate as module
 from rl_async.launcher.runs.evaluate import (
     EVAL_ID,

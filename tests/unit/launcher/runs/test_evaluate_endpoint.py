@@ -14,8 +14,8 @@ from rl_async.agent_loop.episode import policy_sampling
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_SIGNAL, EXIT_USER, ConfigError, EngineLost, QueueLost
+from rl_async.insight.recorded_evaluations import read_lines
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.recorded_evaluations import read_lines
 from rl_async.launcher.run_folder import create
 from rl_async.launcher.runs import evaluate_endpoint as module
 from rl_async.launcher.runs.evaluate import EVAL_ID

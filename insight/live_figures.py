@@ -1,0 +1,331 @@
+"""Computes what the live view shows, without a terminal: metrics so far, bars, summaries, one conversation."""
+
+import gzip
+import itertools
+import math
+import statistics
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.files import UNDECODABLE
+from rl_async.insight.tail import MetricsTail, Record
+from rl_async.insight.terminal import printable
+from rl_async.messages import StatusReport, Turn
+from rl_async.recording import trained_file
+from rl_async.transfer_queue import book as state_book
+
+BARS = "▁▂▃▄▅▆▇█"
+UNSCORED = "reward/unscored_fraction"
+GIVEN_UP = "queue/dead_letters"
+# The newest steps, which are compared with all earlier ones; a run is slower from this factor and these seconds on.
+NEWEST = 10
+SLOWER, SLOWER_S = 3.0, 1.0
+# Of the earlier steps so many are kept, evenly spaced.
+EARLIER = 100
+PHASES = {"waiting": "waiting for a batch", "training": "training", "syncing": "publishing weights to engines"}
+TIMED = ("step_s", *PHASES, "tokens_per_s")
+
+
+class RecordedConversation(msgspec.Struct):
+    """The part of a recorded trajectory that the view shows; other fields of the line are skipped."""
+
+    turns: list[Turn]
+    reward: float
+    finish_reason: str = ""
+    error: str = ""
+
+
+class Kept(msgspec.Struct):
+    """The part of a record that is kept of every step; other metrics of the line are skipped."""
+
+    step: int
+    reward: float = msgspec.field(name="reward/mean", default=math.nan)
+    staleness: float = msgspec.field(name="staleness/max", default=math.nan)
+    held_out: float = msgspec.field(name="eval/reward", default=math.nan)
+    unscored: float = msgspec.field(name=UNSCORED, default=math.nan)
+    step_s: float = msgspec.field(name="time/step_s", default=math.nan)
+    waiting: float = msgspec.field(name="time/wait_batch_s", default=math.nan)
+    training: float = msgspec.field(name="time/train_s", default=math.nan)
+    syncing: float = msgspec.field(name="time/sync_s", default=math.nan)
+    tokens_per_s: float = msgspec.field(name="tokens/per_s", default=math.nan)
+
+
+class Speeds:
+    """How long the newest steps took, and a bounded number of earlier ones, to be compared with them."""
+
+    def __init__(self) -> None:
+        self._newest, self._earlier = ({name: array("f") for name in TIMED} for _ in range(2))
+        self._every, self._passed = 1, 0
+
+    def add(self, step: Kept) -> None:
+        """Take in the next step; the oldest of the newest ones becomes an earlier one."""
+        for name, column in self._newest.items():
+            column.append(getattr(step, name))
+            if len(column) > NEWEST:
+                passed = column.pop(0)
+                if self._passed % self._every == 0:
+                    self._earlier[name].append(passed)
+        self._passed += len(self._newest["step_s"]) == NEWEST
+        if len(self._earlier["step_s"]) > EARLIER:
+            self._earlier = {name: column[::2] for name, column in self._earlier.items()}
+            self._every *= 2
+
+    @property
+    def slowdown(self) -> str:
+        """Describe a slowdown; empty for none.
+
+        Longer answers alone are none: the tokens per second must have fallen as well.
+        """
+        if len(self._earlier["step_s"]) < NEWEST:
+            return ""
+        before = {name: _median(column) for name, column in self._earlier.items()}
+        now = {name: _median(column) for name, column in self._newest.items()}
+        slower = now["step_s"] >= max(SLOWER * before["step_s"], before["step_s"] + SLOWER_S)
+        if not (slower and SLOWER * now["tokens_per_s"] <= before["tokens_per_s"]):
+            return ""
+        phase = max(PHASES, key=lambda name: now[name] - before[name])
+        return (
+            f"steps take {now['step_s']:.1f} s, where earlier ones took {before['step_s']:.1f} s, most of it for "
+            f"{PHASES[phase]} ({now[phase]:.1f} s, before {before[phase]:.1f} s)"
+        )
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median of the values that are numbers; 0 if none is."""
+    found = [value for value in values if not math.isnan(value)]
+    return statistics.median(found) if found else 0.0
+
+
+class History:
+    """A few numbers of every step, and the newest record whole.
+
+    After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._columns = {name: array("d") for name in ("reward", "staleness", "held_out", "unscored")}
+        self._speeds = Speeds()
+        self._last = b""
+
+    def add(self, line: bytes) -> None:
+        """Add a line of ``metrics.jsonl``."""
+        kept, self._last = msgspec.json.decode(line, type=Kept), line
+        if self._steps and kept.step <= self._steps[-1]:
+            place = bisect_left(self._steps, kept.step)
+            del self._steps[place:]
+            for column in self._columns.values():
+                del column[place:]
+        self._steps.append(kept.step)
+        for name, column in self._columns.items():
+            column.append(getattr(kept, name))
+        self._speeds.add(kept)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def last(self) -> Record | None:
+        """The record of the newest step; None before the first."""
+        return msgspec.json.decode(self._last, type=Record) if self._last else None
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step, oldest first."""
+        return self._values("reward")
+
+    @property
+    def held_out(self) -> list[float]:
+        """The rewards of evaluations that ended during a step, oldest first."""
+        return self._values("held_out")
+
+    @property
+    def staleness(self) -> list[float]:
+        """The largest staleness of each step, oldest first."""
+        return self._values("staleness")
+
+    @property
+    def unscored(self) -> list[float]:
+        """The share of each step's episodes that could not be scored, oldest first."""
+        return self._values("unscored")
+
+    @property
+    def slowdown(self) -> str:
+        """Say how much slower the newest steps are than the run's earlier ones, and in which phase; empty if not."""
+        return self._speeds.slowdown
+
+    def _values(self, name: str) -> list[float]:
+        return [value for value in self._columns[name] if not math.isnan(value)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean; 0 for no values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
+    """Draw one character per value, or per bucket of neighbouring values if there are more than ``width``."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    span = max(high - low, 1e-12)
+    return "".join(BARS[min(len(BARS) - 1, max(0, int((m - low) / span * len(BARS))))] for m in means)
+
+
+def time_split(record: Record) -> dict[str, float]:
+    """Split the seconds of a step into waiting for the batch, training and syncing weights."""
+    return {
+        "waiting": record.get("time/wait_batch_s", 0.0),
+        "training": record.get("time/train_s", 0.0),
+        "syncing": record.get("time/sync_s", 0.0),
+    }
+
+
+def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
+    """Draw a bar of ``width`` characters, divided in proportion to ``parts``, with a fill character for each."""
+    total = sum(parts)
+    if total <= 0:
+        return ""
+    ends = [round(width * sum(parts[: i + 1]) / total) for i in range(len(parts))]
+    return "".join(fill * (end - start) for fill, start, end in zip(fills, [0, *ends], ends, strict=False))
+
+
+def position(record: Record, steps: int) -> str:
+    """Format a step's number, which counts from 0 as everywhere, and how many of ``steps`` are done with it."""
+    step = int(record["step"])
+    return f"{step} ({step + 1} of {steps} done)"
+
+
+def step_line(record: Record, steps: int) -> str:
+    """Format one trainer step as a line of text."""
+    split = time_split(record)
+    parts = [
+        f"step {position(record, steps)}",
+        f"reward {record.get('reward/mean', 0.0):.3f}",
+        f"{record.get('time/step_s', 0.0):.2f} s (wait {split['waiting']:.2f}, train {split['training']:.2f}, "
+        f"sync {split['syncing']:.2f})",
+        f"staleness {record.get('staleness/mean', 0.0):.2f} max {record.get('staleness/max', 0.0):.0f}",
+        f"ready {record.get('queue/ready_groups', 0.0):.0f}",
+        f"{record.get('tokens/per_s', 0.0):.0f} tokens/s",
+    ]
+    if "eval/reward" in record:
+        lost = record.get("eval/failed", 0.0)
+        parts.append(f"eval {record['eval/reward']:.3f}" + (f" ({lost:.0f} episodes failed)" if lost else ""))
+    if no_tool_works(record):
+        parts.append("every tool call failed")
+    if unscored := record.get(UNSCORED):
+        parts.append(f"{unscored:.1%} of episodes not scored")
+    if failed := record.get(GIVEN_UP):
+        parts.append(f"{failed:.0f} group{'' if failed == 1 else 's'} given up so far")
+    return "  ".join(parts)
+
+
+def no_tool_works(record: Record) -> bool:
+    """Whether tools were called in this step, and all calls ended in an error."""
+    calls = record.get("rollout/tool_calls_mean", 0.0)
+    return bool(calls) and record.get("rollout/tool_errors_mean", 0.0) >= calls
+
+
+def given_up_text(report: StatusReport | None, record: Record | None) -> str:
+    """Say how many groups were given up because their episodes failed, and why the last was; empty for none.
+
+    The newest of the queue's report and a step's record counts; either may be missing.
+    """
+    reported = 0 if report is None else report.counters.get("dead_letters", 0)
+    count = max(reported, int(record.get(GIVEN_UP, 0.0)) if record else 0)
+    if not count:
+        return ""
+    last = report.last_failure if report else ""
+    return state_book.given_up_text(count, printable(last)) + ("" if last else " (logs/worker-*.log)")
+
+
+def nothing_scored_text(report: StatusReport) -> str:
+    """Say that no sample has been scored, long before the first step does; empty if one was, or none was put."""
+    if report.scored or not report.unscored:
+        return ""
+    return f"none of {report.unscored} samples could be scored; logs/worker-*.log says why"
+
+
+def unscored_text(share: float) -> str:
+    """Say which share of episodes has no reward, and where the errors are."""
+    return f"{share:.1%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"
+
+
+def summary_lines(
+    history: History, folder: Path, seconds: float, bound: int, report: StatusReport | None = None
+) -> list[str]:
+    """Summarize a run that ended; ``report`` is the queue's last one."""
+    failed = given_up_text(report, history.last)
+    failures = [f"given up: {failed}"] if failed else []
+    if not len(history):
+        return [f"no step was trained; logs are in {folder / 'logs'}", *failures]
+    if share := mean(history.unscored):
+        failures.append(f"not scored: {unscored_text(share)}")
+    rewards = history.rewards
+    some = max(1, min(5, len(rewards) // 2))
+    steps = "step" if some == 1 else f"{some} steps"
+    lines = [
+        f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
+        f"(mean of the last {steps}), {len(rewards)} steps",
+        f"staleness: at most {max(history.staleness, default=0.0):.0f} (bound {bound})",
+        *failures,
+        f"wall time: {seconds:.0f} s",
+        f"run folder: {folder}",
+    ]
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        before = f"{first['eval/reward']:.3f} before, " if first["eval/step"] == 0 and last is not first else ""
+        lines.insert(1, f"held-out reward: {before}{last['eval/reward']:.3f} at version {last['eval/step']:.0f}")
+    return lines
+
+
+def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[str]:
+    """Say that the final weights were not evaluated, if that takes agent programs and none played."""
+    record = history.last
+    if config.agent.gateway is None or not config.data.eval_path or record is None:
+        return []
+    if record["step"] + 1 < config.trainer.steps:
+        return []
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    if any(evaluation["eval/step"] == record["version"] for evaluation in evaluations):
+        return []
+    return ["held-out: the final weights were not evaluated, as no agent program played (logs/trainer-0.log)"]
+
+
+def away_text(report: StatusReport) -> str:
+    """Say for how long no agent program has played."""
+    return f"no program has asked for an episode for {report.unattended_s:.0f} s"
+
+
+def conversation_of(folder: Path, record: Record, ranks: int) -> RecordedConversation | None:
+    """Return the first trajectory that was recorded of a step, by the lowest of ``ranks`` ranks that records any.
+
+    None while there is none: files are written after the step's record. Their names are known, since listing the
+    folder takes longer the more steps there were.
+    """
+    step, lineage = int(record["step"]), int(record["lineage"])
+    for rank in range(ranks):
+        with suppress(FileNotFoundError), gzip.open(trained_file(folder, step, lineage, rank), "rb") as file:
+            if line := file.readline():
+                return msgspec.json.decode(line, type=RecordedConversation)
+    return None
+
+
+def arguments_text(arguments: str) -> str:
+    """Format the arguments of a tool call as ``name=value``, or as they are if they are no JSON object."""
+    try:
+        values = msgspec.json.decode(arguments)
+    except UNDECODABLE:
+        return arguments
+    if not isinstance(values, dict):
+        return arguments
+    return ", ".join(f"{name}={value}" for name, value in values.items())

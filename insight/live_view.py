@@ -1,0 +1,277 @@
+"""The live view of a run: a panel that refreshes on a terminal, one line per trainer step otherwise."""
+
+import asyncio
+import math
+import re
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import QueueLost
+from rl_async.files import undamaged
+from rl_async.insight.live_figures import (
+    UNSCORED,
+    History,
+    RecordedConversation,
+    arguments_text,
+    away_text,
+    bar,
+    conversation_of,
+    given_up_text,
+    mean,
+    no_tool_works,
+    nothing_scored_text,
+    position,
+    sparkline,
+    step_line,
+    summary_lines,
+    time_split,
+    unplayed_lines,
+    unscored_text,
+)
+from rl_async.insight.roster import ProcessState
+from rl_async.insight.tail import LineTail, Record
+from rl_async.insight.terminal import printable
+from rl_async.messages import StatusReport
+
+REFRESH_S = 0.5
+ASK_S = 5.0  # between two questions to the queue, if there is no panel
+AWAY_S = 15.0  # without an agent program, after which a line says so
+REMIND_S = 600.0  # between two lines that say the same
+STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
+INDENT = 10  # columns, of the text of a turn
+MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
+ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+class View:
+    """Shows a run until cancelled, and summarizes it.
+
+    ``states`` lists the processes; ``status`` queries the queue. Both are called only on the view's event loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        states: Callable[[], Sequence[ProcessState]],
+        status: Callable[[], Awaitable[StatusReport]],
+        console: Console | None = None,
+    ) -> None:
+        self._config, self._folder, self._states, self._status = config, folder, states, status
+        self._console = console or Console()
+        self._tail = LineTail(folder / "metrics.jsonl")
+        self._history = History()
+        self._report: StatusReport | None = None  # the queue's last one
+        self._said: dict[str, float] = {}  # when the lines were printed that are repeated rarely, by kind
+        self._began = time.monotonic()
+        with undamaged(folder / "metrics.jsonl"):
+            for line in self._tail.each():  # records of an earlier start are not shown again
+                self._history.add(line)
+
+    async def run(self) -> None:
+        """Consumes metrics.jsonl, recorded trajectories, process states and the queue's status.
+
+        Produces the display. Waits REFRESH_S between updates, and for the queue's answer up to its
+        client's deadline. Runs until cancelled.
+        """
+        if self._console.is_terminal:
+            await self._run_live()
+        else:
+            await self._run_lines()
+
+    def summary(self) -> str:
+        """Summarize the run in a few lines, up to the last record of the trainer."""
+        self._read()
+        seconds = time.monotonic() - self._began
+        bound = self._config.queue.max_staleness
+        lines = summary_lines(self._history, self._folder, seconds, bound, self._report)
+        return "\n".join([*lines, *unplayed_lines(self._config, self._history, self._folder)])
+
+    def _read(self) -> list[Record]:
+        lines = self._tail.read()
+        for line in lines:
+            self._history.add(line)
+        return [msgspec.json.decode(line, type=Record) for line in lines]
+
+    async def _run_lines(self) -> None:
+        known: dict[str, ProcessState] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._print_troubles())  # beside the steps, as the queue may take long to answer
+                while True:
+                    self._print_news(known)
+                    await asyncio.sleep(REFRESH_S)
+        finally:
+            self._print_news(known)  # the last step may have been recorded at the end of the run
+
+    async def _print_troubles(self) -> None:
+        """Consumes the queue's status; produces lines on groups that were given up, on absent agent programs, and on
+        scorers that have scored nothing.
+
+        Waits ASK_S between questions, and for the answers. Runs until cancelled.
+        """
+        told = 0  # groups given up, when a line last said so
+        while True:
+            report = await self._queue_report()
+            if report is not None and report.unattended_s > AWAY_S:
+                self._remind("away", f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
+            if report is not None and (text := nothing_scored_text(report)):
+                self._remind("nothing scored", text)
+            if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * told:
+                told = count
+                self._print(given_up_text(report, None))
+            await asyncio.sleep(ASK_S)
+
+    def _remind(self, of: str, line: str) -> None:
+        """Print a line of this kind, unless one was printed within REMIND_S."""
+        now = time.monotonic()
+        if now - self._said.get(of, -math.inf) > REMIND_S:
+            self._said[of] = now
+            self._print(line)
+
+    def _print_news(self, known: dict[str, ProcessState]) -> None:
+        for state in self._states():
+            if state.restarts > (known[state.name].restarts if state.name in known else 0):
+                self._print(f"{state.name} was restarted ({state.restarts})")
+            if state.state == "failed" and known.get(state.name, state).state != "failed":
+                self._print(f"{state.name} failed and is not started again; its log: logs/{state.name}.log")
+            known[state.name] = state
+        for record in self._read():
+            self._print(step_line(record, self._config.trainer.steps))
+            if share := record.get(UNSCORED):
+                self._remind("unscored", unscored_text(share))
+        if slower := self._history.slowdown:
+            self._remind("slower", f"{slower}; `rl-async doctor {self._folder}` looks for the cause")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    async def _run_live(self) -> None:
+        conversation: tuple[int, RecordedConversation] | None = None
+        with Live(console=self._console, auto_refresh=False) as live:
+            while True:
+                self._read()
+                conversation = await asyncio.to_thread(self._newest_conversation, conversation)
+                report = await self._queue_report()
+                live.update(self._render(report, conversation), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+    def _newest_conversation(
+        self, shown: tuple[int, RecordedConversation] | None
+    ) -> tuple[int, RecordedConversation] | None:
+        """Return one of the newest step, by its number, or what is shown while that step has none yet."""
+        record = self._history.last
+        if record is None or (shown is not None and shown[0] == record["step"]):
+            return shown
+        found = conversation_of(self._folder, record, self._config.trainer.ranks)
+        return shown if found is None else (int(record["step"]), found)
+
+    async def _queue_report(self) -> StatusReport | None:
+        """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
+        try:
+            self._report = await self._status()
+        except QueueLost:
+            return None
+        return self._report
+
+    def _render(
+        self, report: StatusReport | None, conversation: tuple[int, RecordedConversation] | None
+    ) -> RenderableType:
+        seconds = int(time.monotonic() - self._began)
+        title = f"{self._config.name}  {self._config.mode}  {seconds // 60}:{seconds % 60:02d}"
+        panels: list[RenderableType] = [Panel(self._numbers(report), title=title, title_align="left")]
+        if conversation is not None:
+            step, recorded = conversation
+            head = f"a conversation of step {step}, reward {recorded.reward:g}"
+            panels.append(Panel(render_conversation(recorded), title=head, title_align="left"))
+        return Group(*panels)
+
+    def _numbers(self, report: StatusReport | None) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        record = self._history.last
+        if record is None:
+            table.add_row("step", f"none of {self._config.trainer.steps} done, the first batch is being sampled")
+        else:
+            self._add_step(table, record)
+        if failed := given_up_text(self._report, record):
+            table.add_row("failed", failed)
+        if self._report is not None and (text := nothing_scored_text(self._report)):
+            table.add_row("not scored", text)
+        states = self._states()
+        table.add_row("queue", _queue_text(report, states))
+        table.add_row("processes", _processes_text(states))
+        return table
+
+    def _add_step(self, table: Table, record: Record) -> None:
+        rewards = self._history.rewards
+        split = time_split(record)
+        width = max(10, min(60, self._console.width - 40))
+        table.add_row("step", position(record, self._config.trainer.steps))
+        table.add_row("reward", f"{sparkline(rewards, width)}  {rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}")
+        if evaluations := self._history.held_out:
+            table.add_row("held out", f"{evaluations[-1]:.3f}")
+        shares = "  ".join(f"{fill} {name} {s:.2f} s" for fill, (name, s) in zip("░█▒", split.items(), strict=True))
+        table.add_row("time", f"{bar(list(split.values()), 20)}  {record.get('time/step_s', 0.0):.2f} s: {shares}")
+        table.add_row(
+            "staleness",
+            f"mean {record.get('staleness/mean', 0.0):.2f}, max {record.get('staleness/max', 0.0):.0f} "
+            f"(bound {self._config.queue.max_staleness})",
+        )
+        table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
+        if slower := self._history.slowdown:
+            table.add_row("slower", slower)
+        if share := record.get(UNSCORED):
+            table.add_row("not scored", unscored_text(share))
+        if no_tool_works(record):
+            table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log their places")
+
+
+def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:
+    if report is None:
+        trained = any(state.name.startswith("trainer") and state.state == "ended" for state in states)
+        return "closed, as training has ended" if trained else "no answer"
+    text = f"{report.ready} groups ready, {report.leased} leased, {report.slots_used} of {report.slots} slots used"
+    troubles = {name: count for name, count in report.counters.items() if count}
+    text += f", {away_text(report)}" if report.unattended_s else ""
+    return text + "".join(f", {name} {count}" for name, count in troubles.items())
+
+
+def _processes_text(states: Sequence[ProcessState]) -> Text:
+    text = Text()
+    for state in states:
+        text.append(state.name, style=STATE_COLOURS.get(state.state, "red"))
+        text.append(f" {state.state}")
+        text.append(f" (restarted {state.restarts}x)  " if state.restarts else "  ")
+    return text
+
+
+def render_conversation(recorded: RecordedConversation) -> Text:
+    """Render a conversation; each tool call is one line with its result, instead of markup and tool message."""
+    text = Text()
+    for turn in recorded.turns:
+        if turn.role == "tool" and any(turn.tool_calls for turn in recorded.turns):
+            continue
+        content = printable(MARKUP.sub("", turn.text).strip() if turn.tool_calls else turn.text.strip())
+        text.append(f"{printable(turn.role):<{INDENT}}", style=ROLE_COLOURS.get(turn.role, ""))
+        text.append(textwrap.indent(content, " " * INDENT).removeprefix(" " * INDENT))
+        for number, call in enumerate(turn.tool_calls):
+            text.append("\n" + " " * INDENT if content or number else "")
+            text.append(printable(f"{call.name}({arguments_text(call.arguments)}) -> "), style=ROLE_COLOURS["tool"])
+            text.append(printable(call.error or call.result), style="red" if call.error else "")
+        text.append("\n")
+    if recorded.error:
+        text.append(f"error: {printable(recorded.error)}\n", style="red")
+    text.rstrip()
+    return text

@@ -1,0 +1,519 @@
+"""Serves the page on runs, its files and JSON (``rl-async view``), and writes it with a run into one file (``report``).
+
+The address that is printed holds a token and sets a cookie, so that the token is in no link and no history entry of
+the page. As on every server of a run, a request needs a host name by which the server may be called, which stops DNS
+rebinding, and has no ``Origin``. Only ``diagnosis`` asks a run's processes; it has them write their stacks if it is
+asked for them, or if something is silent or late. In a report, the page's own script and style stand in the file, and a
+policy with their hashes keeps anything else from running and the file from loading anything. Its data is JSON, in which
+no ``<`` occurs.
+
+GET /open/TOKEN                          sets the cookie and leads to the page
+GET /, /app.js, /app.css                 the page
+GET /api/runs                            the runs, the newest first
+GET /api/runs/RUN/config                 its keys and values
+GET /api/runs/RUN/metrics                ?keys=a,b&epoch=E&after=N: columns behind the first N records
+GET /api/runs/RUN/evaluations            ?solved=0.5 (or eval.solved): records, and avg@k, pass@k by step and source
+GET /api/runs/RUN/compare                ?before=STEP&after=STEP&with=RUN: two evaluations, the other of another run
+GET /api/runs/RUN/diagnosis              ?stacks=1: what `rl-async doctor` sees, and the newest weight updates
+GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two times (Unix), by default the newest steps
+GET /api/runs/RUN/choices                the values that filters may take, and how far the index is
+GET /api/runs/RUN/trajectories           filters of queries.py, order, offset, limit: one page
+GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
+GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
+GET /api/events                          server-sent events: what changed in which run
+"""
+
+import asyncio
+import base64
+import hashlib
+import secrets
+import signal
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from functools import partial
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from rl_async.errors import RequestRefused, UserError
+from rl_async.insight.diagnosis import diagnose, needs_stacks
+from rl_async.insight.doctor import observe
+from rl_async.insight.timeline import newest_updates, window
+from rl_async.insight.view import queries
+from rl_async.insight.view.index import Indexer, TrajectoryIndex
+from rl_async.insight.view.queries import integer, number
+from rl_async.insight.view.runs import ViewedRun, ViewedRuns
+from rl_async.insight.view.trajectories import TokenTexts, row_at, rows_in, story, tokenizer_of
+from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Send
+from rl_async.process.http_server import application, server_of
+from rl_async.process.role import bind, heeded, watch_lifeline
+
+OPEN = "/open/"  # followed by the token
+SECURITY_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        b"require-trusted-types-for 'script'; trusted-types 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+
+class PageAccess(Access):
+    """Lets a browser in that has the token in its cookie, or opens OPEN with it."""
+
+    def __init__(self, token: str, port: int) -> None:
+        super().__init__(token)
+        self.token = token
+        self.cookie = f"rl-async-view-{port}"  # cookies of all ports of a host are one set
+
+    def refusal(self, method: str, path: str, address: str | None, headers: Headers) -> tuple[int, str] | None:
+        """Return the status and the reason with which to refuse a request; None if it may pass."""
+        given = list(headers)
+        offered = path.removeprefix(OPEN) if path.startswith(OPEN) else self._of_cookie(given)
+        if offered:
+            given.append((b"authorization", b"Bearer " + offered.encode()))
+        refused = super().refusal(method, path, address, given)
+        if refused is not None:
+            return 403, refused[1] if refused[0] == 403 else "open the address that `rl-async view` printed"
+        return None if method in ("GET", "HEAD") else (403, "this page changes nothing")
+
+    def _of_cookie(self, headers: Headers) -> str:
+        for name, value in headers:
+            if name == b"cookie":
+                try:
+                    found = SimpleCookie(value.decode("latin-1")).get(self.cookie)
+                except CookieError:
+                    return ""
+                if found is not None:
+                    return found.value
+        return ""
+
+
+class SecurityHeaders:
+    """ASGI middleware that adds SECURITY_HEADERS to every answer."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+LOOK_S = 1.0  # between two looks at the files of the runs
+QUIET_S = 15.0  # after which a stream of events says that it is alive
+DIAGNOSIS_S = 1.5  # for which a diagnosis is given again
+STACKS_S = 15.0  # for which one is that needed stacks
+GROUP = 64  # rows of a group that are shown
+
+
+class ViewServer:
+    """Answers the routes. What reads files runs on threads."""
+
+    def __init__(self, runs: ViewedRuns, access: PageAccess) -> None:
+        self._runs, self._access = runs, access
+        self._indexer = Indexer()
+        self._diagnoses: dict[str, tuple[float, bytes]] = {}
+        self._diagnosing = asyncio.Lock()
+
+    def application(self) -> Starlette:
+        """Return the application."""
+        answers: dict[str, Callable[[ViewedRun, Request], Any]] = {
+            "config": lambda run, _: run.config(),
+            "metrics": self._metrics,
+            "evaluations": self._evaluations,
+            "compare": self._compare,
+            "choices": self._choices,
+            "trajectories": self._trajectories,
+            "trajectories/{key}": self._trajectory,
+            "groups/{key}": self._group,
+            "timeline": _timeline,
+        }
+        return application(
+            {
+                f"GET {OPEN}{{token}}": self._open,
+                "GET /": self._file,
+                "GET /{name}": self._file,
+                "GET /api/runs": self._list,
+                "GET /api/events": self._events,
+                "GET /api/runs/{run}/diagnosis": self._diagnosis,
+                **{f"GET /api/runs/{{run}}/{path}": self._on_thread(answer) for path, answer in answers.items()},
+            }
+        )
+
+    def close(self) -> None:
+        """End the thread that indexes."""
+        self._indexer.close()
+
+    async def _open(self, request: Request) -> Response:
+        response = RedirectResponse("/", 303)
+        response.set_cookie(self._access.cookie, self._access.token, httponly=True, samesite="strict")
+        return response
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        file = next((file for file in STATIC.iterdir() if file.name == name), None)
+        if file is None:
+            raise RequestRefused(f"there is no page {name[:100]!r}", code="no_page", status=404)
+        return Response(file.read_bytes(), media_type=TYPES[file.suffix[1:]])
+
+    def _on_thread(self, answer: Callable[[ViewedRun, Request], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return await asyncio.to_thread(on_thread, request)
+
+        def on_thread(request: Request) -> Response:
+            run = self._runs.named(request.path_params["run"])
+            return _json(answer(run, request))
+
+        return handle
+
+    async def _list(self, request: Request) -> Response:
+        def summaries() -> list[dict[str, Any]]:
+            found = [_refreshed(run, run.summary) for run in self._runs.all()]
+            return sorted(found, key=lambda run: run["evaluates"])  # the page opens the first one
+
+        return _json(await asyncio.to_thread(summaries))
+
+    def _metrics(self, run: ViewedRun, request: Request) -> Any:
+        given = request.query_params
+        keys = [key for key in given.get("keys", "").split(",") if key]
+
+        def columns() -> dict[str, Any]:
+            epoch, after = integer("epoch", given.get("epoch", "-1")), integer("after", given.get("after", "0"))
+            return {**run.metrics.since(keys, epoch, max(0, after)), "names": run.metrics.names}
+
+        return _refreshed(run, columns)
+
+    def _evaluations(self, run: ViewedRun, request: Request) -> Any:
+        given = request.query_params.get("solved")
+        solved = run.solved if given is None else number("solved", given)
+        with self._indexer.of(run.folder).connect() as connection:
+            table = queries.table(connection, solved)
+        return {"records": _refreshed(run, run.evaluations.records), "solved": solved, "table": table}
+
+    def _compare(self, run: ViewedRun, request: Request) -> Any:
+        before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))
+        other = self._runs.named(request.query_params.get("with") or run.name)
+        first, second = (self._indexer.of(one.folder) for one in (run, other))
+        with first.connect() as one, second.connect() as two:
+            sides = queries.recorded(one, run.name, before), queries.recorded(two, other.name, after)
+            return queries.compared(*sides)
+
+    def _choices(self, run: ViewedRun, request: Request) -> Any:
+        index = self._indexer.of(run.folder)
+        with index.connect() as connection:
+            return {
+                **queries.choices(connection),
+                "orders": list(queries.ORDERS),
+                **index.state(),
+            }
+
+    def _trajectories(self, run: ViewedRun, request: Request) -> Any:
+        with self._indexer.of(run.folder).connect() as connection:
+            return queries.find(connection, request.query_params)
+
+    def _trajectory(self, run: ViewedRun, request: Request) -> Any:
+        with self._indexer.of(run.folder).connect() as connection:
+            found = queries.row_of_key(connection, request.path_params["key"])
+        row = row_at(run.folder / "trajectories" / found["file"], found["place"])
+        step = found["step"] if found["partition"] == "train" else None
+        tokenizer = tokenizer_of(run.folder, str(run.config().get("model.path", "")))
+        return {**queries.listed(found), **story(row, step, tokenizer.decode), "problem": tokenizer.problem}
+
+    def _group(self, run: ViewedRun, request: Request) -> Any:
+        partition, *numbers = request.path_params["key"].split("-")
+        if len(numbers) != 2:
+            raise RequestRefused("a group is PARTITION-STEP-GROUP", code="no_group", status=404)
+        sample = request.query_params.get("sample")
+        only = None if sample is None else integer("sample", sample)
+        with self._indexer.of(run.folder).connect() as connection:
+            rows = queries.rows_of_group(connection, partition, *(integer("key", part) for part in numbers))
+        rows = [row for row in rows if only in (None, row["sample"])][:GROUP]
+        read = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
+        return [
+            {**queries.listed(row), "turns": r.turns, "error_text": r.error} for row, r in zip(rows, read, strict=True)
+        ]
+
+    async def _diagnosis(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._runs.named, request.path_params["run"])
+        asked = "stacks" in request.query_params
+        async with self._diagnosing:  # each asks the queue and all engines of the run
+            until, body = self._diagnoses.get(run.name, (0.0, b""))
+            if asked or time.monotonic() > until:
+                body, lasts = await asyncio.to_thread(_diagnosed, run, asked)
+                self._diagnoses[run.name] = time.monotonic() + lasts, body
+        return Response(body, media_type="application/json")
+
+    async def _events(self, request: Request) -> Response:
+        return StreamingResponse(self._changes(), media_type="text/event-stream")
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        """Yield an event for each run that has changed. Waits LOOK_S between looks. Runs until the page is closed."""
+        known: dict[str, dict[str, Any]] = {}
+        said = time.monotonic()
+        while True:
+            for state in await asyncio.to_thread(self._states):
+                if known.get(state["run"]) != state:
+                    known[state["run"]], said = state, time.monotonic()
+                    yield b"data: " + msgspec.json.encode(state) + b"\n\n"
+            if time.monotonic() - said > QUIET_S:
+                said = time.monotonic()
+                yield b": alive\n\n"
+            await asyncio.sleep(LOOK_S)
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [_refreshed(run, partial(self._state, run)) for run in self._runs.all()]
+
+    def _state(self, run: ViewedRun) -> dict[str, Any]:
+        """Return what the page follows of a run."""
+        summary = run.summary()
+        progress = self._indexer.progress(run.folder)
+        return {
+            "run": run.name,
+            "epoch": run.metrics.epoch,
+            "count": len(run.metrics.steps),
+            "evaluations": len(run.evaluations.records()),
+            "indexed": None if progress is None else progress._asdict(),
+            "running": summary["running"],
+            "problem": summary["problem"],
+        }
+
+
+def _refreshed(run: ViewedRun, look: Callable[[], Any]) -> Any:
+    """Read what the run wrote, then look at it."""
+    with run.lock:
+        run.refresh()
+        return look()
+
+
+def _diagnosed(run: ViewedRun, asked: bool) -> tuple[bytes, float]:
+    """Diagnose a run, and say for how long that holds. Stacks are wanted if they are ``asked`` for or say more."""
+    updates = newest_updates(run.timeline.read())  # read first: no engine seems behind one that it took since
+    try:
+        seen = observe(run.folder, stacks=asked)
+        wanted = not asked and needs_stacks(seen)
+        seen = observe(run.folder) if wanted else seen
+    except UserError as error:
+        raise RequestRefused(str(error), code="no_diagnosis", status=409) from error
+    told = {"verdict": diagnose(seen), "observation": seen, "updates": updates, "at": time.time()}
+    return msgspec.json.encode(told), STACKS_S if wanted else DIAGNOSIS_S
+
+
+def _timeline(run: ViewedRun, request: Request) -> Any:
+    given = [request.query_params.get(side) for side in ("from", "to")]
+    began, ended = (None if text is None else number("from, to", text) for text in given)
+    if began is not None and ended is not None and ended <= began:
+        raise RequestRefused("from: it is not before to", code="no_window", param="from")
+    return window(run.folder, run.timeline.read(), began, ended)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+HOST = "127.0.0.1"
+
+
+def serve(places: Sequence[Path], port: int) -> None:
+    """Serve the runs in ``places`` on the loopback interface; port 0 takes a free one.
+
+    Prints the address to open. Raises UserError for a place without runs, and if the port is taken.
+    """
+    watch_lifeline()
+    runs = ViewedRuns(places)
+    listener = bind(HOST, port, "--port")
+    listener.listen()
+    access = PageAccess(secrets.token_urlsafe(32), listener.getsockname()[1])
+    print(f"http://{HOST}:{listener.getsockname()[1]}{OPEN}{access.token}", flush=True)
+    print("only this machine can open it; Ctrl-C ends it", file=sys.stderr)
+
+    async def run() -> None:
+        server = ViewServer(runs, access)
+        http, ended_by = server_of(SecurityHeaders(server.application()), access), list[int]()
+
+        def hang_up() -> None:
+            ended_by.append(signal.SIGHUP)
+            http.should_exit = True
+
+        # Uvicorn does so for SIGINT and SIGTERM; an exception in a handler would be taken for one of a request.
+        for ending in heeded(signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(ending, hang_up)
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            server.close()
+        if ended_by:
+            raise SystemExit(128 + signal.SIGHUP)
+
+    for ending in heeded(signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _end)
+    asyncio.run(run())
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave through ``finally``, which a signal alone would not."""
+    raise SystemExit(128 + number)
+
+
+STEPS = 50  # of which a group is in the file
+COMPARED = 20  # tasks whose answers of two versions are
+MOST_BYTES = 32 << 20  # of trajectories
+MOST_NUMBERS = 1 << 20  # of metrics
+
+
+def write_report(folder: Path, out: Path) -> str:
+    """Write the report of the run in ``folder``, and say what it holds. Raises UserError if there is no such run."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is no run folder; name one, such as runs/NAME")
+    (run,) = ViewedRuns([folder]).all()
+    run.refresh()
+    index = TrajectoryIndex(run.folder)
+    try:
+        index.update(threading.Event())
+        with index.connect() as connection:
+            data = _data(run, connection)
+            choices = queries.choices(connection)
+            data["choices"] = {**choices, **index.state()}
+            (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {queries.CURRENT}").fetchone()
+            data["recorded"] = {"trajectories": count, "steps": len(run.metrics.steps)}
+    finally:
+        index.close()
+    report = {"runs": [run.summary()], "run": {run.name: data}}
+    try:
+        out.write_text(page(msgspec.json.encode(report).decode()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    shown = f"{len(data['metrics']['steps'])} of {len(run.metrics.steps)} steps"
+    return f"{out}: {shown}, {len(data['rows'])} of {count} trajectories"
+
+
+def page(data: str) -> str:
+    """Return the file with this JSON."""
+    style, script = ((STATIC / name).read_text(encoding="utf-8") for name in ("app.css", "app.js"))
+    if "</script" in script.lower() or "</style" in style.lower():
+        raise ValueError("the built page cannot stand inline")
+    harmless = data.replace("<", "\\u003c")
+    own = f"script-src {_hash(script)}; style-src {_hash(style)}"
+    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="content-security-policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<title>rl-async report</title><style>{style}</style></head><body><div id="app"></div>'
+        f'<script type="application/json" id="report">{harmless}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return the answers that the page will ask for, under the names by which ``web/src/embedded.ts`` knows them."""
+    table = queries.table(connection, run.solved)
+    data: dict[str, Any] = {
+        "config": run.config(),
+        "metrics": {**_thinned(run.metrics.since(run.metrics.names, -1, 0)), "names": run.metrics.names},
+        "evaluations": {"records": run.evaluations.records(), "solved": run.solved, "table": table},
+        "rows": [],
+        "trajectories": {},
+    }
+    steps = sorted({line["step"] for line in table})
+    groups: dict[tuple[int, int], list[sqlite3.Row]] = {}  # the compared ones first; several roles share one
+    if len(steps) > 1:
+        data[f"compare {steps[0]} {steps[-1]}"] = compared = _compared(run, connection, steps[0], steps[-1])
+        for place, step in enumerate((steps[0], steps[-1])):
+            for group in dict.fromkeys(int(task["keys"][place].split("-")[2]) for task in compared["tasks"]):
+                groups[step, group] = queries.rows_of_group(connection, "eval", step, group)
+    chosen = [*groups.values(), *_groups(connection)]
+    tokenizer, size = tokenizer_of(run.folder, str(run.config().get("model.path", ""))), 0
+    for rows in chosen:
+        told = _told(run, rows, tokenizer)
+        size += sum(len(msgspec.json.encode(one)) for one in told)
+        if size > MOST_BYTES:
+            break
+        data["rows"] += map(queries.listed, rows)
+        data["trajectories"].update(zip(map(queries.key_of, rows), told, strict=True))
+    data["rows"].sort(key=lambda row: (-row["step"], row["grp"], row["sample"], row["segment"]))  # as ORDERS["newest"]
+    return data
+
+
+def _thinned(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave as many steps as make MOST_NUMBERS, evenly spread, with the last."""
+    every = -(-len(metrics["steps"]) * len(metrics["columns"]) // MOST_NUMBERS) or 1
+    kept = slice((len(metrics["steps"]) - 1) % every if metrics["steps"] else 0, None, every)
+    columns = {name: column[kept] for name, column in metrics["columns"].items()}
+    return {**metrics, "steps": metrics["steps"][kept], "columns": columns}
+
+
+def _compared(run: ViewedRun, connection: sqlite3.Connection, before: int, after: int) -> dict[str, Any]:
+    """Return the tasks that became worse most between two versions; none if these have none in common."""
+    sides = [queries.recorded(connection, run.name, step) for step in (before, after)]
+    try:
+        found = queries.compared(*sides)
+    except RequestRefused:
+        return {"sources": [], "tasks": [], "count": 0, "left_out": 0, "unscored": [0, 0]}
+    return {**found, "tasks": found["tasks"][:COMPARED]}
+
+
+def _told(run: ViewedRun, rows: Sequence[sqlite3.Row], tokenizer: TokenTexts) -> list[dict[str, Any]]:
+    recorded = rows_in(run.folder / "trajectories", [(row["file"], row["place"]) for row in rows])
+    return [
+        {
+            **queries.listed(row),
+            **story(one, row["step"] if row["partition"] == "train" else None, tokenizer.decode),
+            "problem": tokenizer.problem,
+        }
+        for row, one in zip(rows, recorded, strict=True)
+    ]
+
+
+def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:
+    """Yield the rows of one group of each of STEPS steps, evenly spread, the newest first.
+
+    It is the one whose rewards differ most, and of those the one with the most masked tokens.
+    """
+    found = connection.execute(
+        f"SELECT step, grp FROM rows WHERE partition = 'train' AND {queries.CURRENT} GROUP BY step, grp "
+        f"ORDER BY step DESC, max({queries.TOTAL}) - min({queries.TOTAL}) DESC, sum(masked) DESC"
+    )
+    groups: dict[int, int] = {}
+    for step, group in found:
+        groups.setdefault(step, group)
+    steps = list(groups)
+    gaps = max(1, min(STEPS, len(steps)) - 1)
+    for step in sorted(
+        {steps[gap * (len(steps) - 1) // gaps] for gap in range(gaps + 1)} if steps else (), reverse=True
+    ):
+        yield queries.rows_of_group(connection, "train", step, groups[step])

@@ -1,0 +1,365 @@
+"""Queries over the index of a run's trajectories: filters, order and pages, and evaluations by data source.
+
+Evaluations have avg@k and pass@k with intervals, and two may be compared. SQLite adds up the episodes, by an index:
+what is held here grows with the tasks of an evaluation, not with episodes.
+"""
+
+import math
+import sqlite3
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rl_async.errors import RequestRefused, UserError
+from rl_async.evaluation import ROUNDING, Tried, line_of, summary
+from rl_async.insight.recorded_evaluations import Evaluation, TaskKey, compare
+from rl_async.insight.view.index import words
+
+MOST = (1 << 63) - 1  # SQLite's largest whole number
+
+
+def integer(name: str, text: str) -> int:
+    """Parse the whole number that ``name`` gives. Raises RequestRefused for what is none that SQLite has."""
+    try:
+        found = int(text)
+    except ValueError:
+        raise _refused(name, text, "whole number") from None
+    if abs(found) > MOST:
+        raise _refused(name, text, "whole number of 64 bits")
+    return found
+
+
+def number(name: str, text: str) -> float:
+    """Parse the number that ``name`` gives. Raises RequestRefused for what is none, infinite or NaN."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise _refused(name, text, "finite number")
+    return found
+
+
+def _refused(name: str, text: str, kind: str) -> RequestRefused:
+    return RequestRefused(f"{name}: {text[:100]!r} is no {kind}", code="no_number", param=name)
+
+
+PAGE = 100  # rows of a page at most
+CHOICES = 200  # values of a filter that are offered
+SHOWN_ERRORS = 3  # kinds of errors of a tool
+TOTAL = "rows.reward + rows.turn_reward"
+# Trained rows that a later lineage trained again are left out. An evaluation has no lineage: its file is written anew.
+CURRENT = (
+    "(rows.partition != 'train' OR NOT EXISTS "
+    "(SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step))"
+)
+KEY = ("partition", "step", "grp", "sample", "segment")
+LISTED = (
+    *("partition", "step", "lineage", "grp", "sample", "segment", "role", "task"),
+    *("source", "reward", "turn_reward", "scored"),
+    *("finish", "error", "tokens", "sampled", "masked", "min_weight", "advantage", "difference", "staleness", "turns"),
+    *("calls", "failed_calls", "seconds", "prompt", "answer"),
+)
+
+# What a filter demands, with one value. A range is two filters.
+FILTERS: dict[str, str] = {
+    "partition": "rows.partition = ?",
+    "step": "rows.step = ?",
+    "step_from": "rows.step >= ?",
+    "step_to": "rows.step <= ?",
+    "group": "rows.grp = ?",
+    "sample": "rows.sample = ?",
+    "task": "rows.task = ?",
+    "source": "rows.source = ?",
+    "reward_from": f"{TOTAL} >= ?",
+    "reward_to": f"{TOTAL} <= ?",
+    "finish": "rows.finish = ?",
+    "tool": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.name = ?)",
+    "failed_tool": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.error != '' AND tools.name = ?)",
+    "engine": "EXISTS (SELECT 1 FROM engines WHERE engines.row = rows.id AND engines.name = ?)",
+    "rule": "EXISTS (SELECT 1 FROM rules WHERE rules.row = rows.id AND rules.name = ?)",
+    "staleness_from": "rows.staleness >= ?",
+}
+NUMBERS = {
+    "step",
+    "step_from",
+    "step_to",
+    "group",
+    "sample",
+    "reward_from",
+    "reward_to",
+    "staleness_from",
+}
+# What a flag demands; it has no value.
+FLAGS: dict[str, str] = {
+    "error": "rows.error",
+    "failed_call": "rows.failed_calls > 0",
+    "masked": "rows.masked > 0",
+    "unparsed": "EXISTS (SELECT 1 FROM tools WHERE tools.row = rows.id AND tools.name = '')",
+    "unscored": "NOT rows.scored",
+}
+ORDERS: dict[str, str] = {
+    "newest": "rows.step DESC, rows.grp, rows.sample, rows.segment",
+    "oldest": "rows.step, rows.grp, rows.sample, rows.segment",
+    "reward_low": f"{TOTAL}, rows.step DESC",
+    "reward_high": f"{TOTAL} DESC, rows.step DESC",
+    "masked": "rows.masked DESC, rows.step DESC",
+    "difference": "rows.difference DESC, rows.step DESC",
+    "weight": "rows.min_weight IS NULL, rows.min_weight, rows.step DESC",
+    "tokens": "rows.tokens DESC, rows.step DESC",
+    "seconds": "rows.seconds DESC, rows.step DESC",
+    "failed_calls": "rows.failed_calls DESC, rows.step DESC",
+}
+OTHERS = {"text", "order", "offset", "limit"}
+
+
+class Query(NamedTuple):
+    """What is asked for: conditions of SQL with their values."""
+
+    where: str
+    values: list[Any]
+
+
+def query(given: Mapping[str, str]) -> Query:
+    """Translate filters, such as ``{"tool": "shell", "reward_to": "0.5", "error": "1"}``.
+
+    Raises RequestRefused, naming the filter, for one that does not exist and for a number that is none.
+    """
+    conditions, values = [CURRENT], list[Any]()
+    for name, value in given.items():
+        if name in FLAGS:
+            conditions.append(FLAGS[name])
+        elif name in FILTERS:
+            conditions.append(FILTERS[name])
+            values.append(number(name, value) if name in NUMBERS else value)
+        elif name == "text":
+            conditions.append("rows.id IN (SELECT rowid FROM texts WHERE texts MATCH ?)")
+            values.append(words(value))
+        elif name not in OTHERS:
+            raise RequestRefused(f"there is no filter {name[:100]!r}", code="no_filter", param=name)
+    return Query(" AND ".join(conditions), values)
+
+
+def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return one page of the rows that match, and how many match. Raises RequestRefused as ``query`` does."""
+    wanted = query(given)
+    order = given.get("order", "newest")
+    if order not in ORDERS:
+        raise RequestRefused(f"order: there is none called {order[:100]!r}", code="no_order", param="order")
+    offset = integer("offset", given.get("offset", "0"))
+    limit = integer("limit", given.get("limit", str(PAGE)))
+    (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {wanted.where}", wanted.values).fetchone()
+    rows = connection.execute(  # sorts the ids alone, as rows are long
+        f"SELECT * FROM rows WHERE id IN (SELECT rows.id FROM rows WHERE {wanted.where} ORDER BY {ORDERS[order]} "
+        f"LIMIT ? OFFSET ?) ORDER BY {ORDERS[order]}",
+        [*wanted.values, max(0, min(limit, PAGE)), max(0, offset)],
+    )
+    return {"count": count, "offset": offset, "rows": [listed(row) for row in rows]}
+
+
+def listed(row: sqlite3.Row) -> dict[str, Any]:
+    """Return what a list shows of a row."""
+    return {name: row[name] for name in LISTED}
+
+
+def choices(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return the values that filters may take: each with how many rows have it, the most frequent first, and tools and
+    engines with how they did.
+
+    Rows that were trained again do not count, as they are not found either.
+    """
+
+    def counted(column: str) -> list[dict[str, Any]]:
+        found = connection.execute(
+            f"SELECT {column} AS value, count(*) AS rows FROM rows WHERE {CURRENT} AND {column} != '' GROUP BY 1 "
+            f"ORDER BY 2 DESC LIMIT {CHOICES}"
+        )
+        return [dict(row) for row in found]
+
+    rules = connection.execute(
+        "SELECT name AS value, count(*) AS rows, sum(rules.tokens) AS tokens FROM rules "
+        f"JOIN rows ON rows.id = rules.row WHERE {CURRENT} GROUP BY 1 ORDER BY 3 DESC"
+    )
+    trained = f"SELECT min(step), max(step) FROM rows WHERE partition = 'train' AND {CURRENT}"
+    (first, last) = connection.execute(trained).fetchone()
+    return {
+        "source": counted("source"),
+        "finish": counted("finish"),
+        "partition": counted("partition"),
+        "tool": _tools(connection),
+        "engine": _engines(connection),
+        "rule": [dict(row) for row in rules],
+        "steps": [first, last],
+    }
+
+
+def _tools(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return each tool with its calls, those that failed and why most did, and their seconds; what failed most comes
+    first."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, error, calls, seconds, slowest in connection.execute(
+        "SELECT name, tools.error, sum(tools.calls), sum(tools.seconds), max(tools.slowest) FROM tools "
+        f"JOIN rows ON rows.id = tools.row WHERE {CURRENT} GROUP BY 1, 2 ORDER BY 3 DESC"
+    ):
+        none = {"value": name, "calls": 0, "failed": 0, "seconds": 0.0, "slowest": 0.0, "errors": []}
+        one = found.setdefault(name, none)
+        one["calls"] += calls
+        one["seconds"] += seconds
+        one["slowest"] = max(one["slowest"], slowest)
+        if error:
+            one["failed"] += calls
+            one["errors"] = [*one["errors"], {"value": error, "calls": calls}][:SHOWN_ERRORS]
+    return sorted(found.values(), key=lambda one: (-one["failed"], -one["calls"]))[:CHOICES]
+
+
+def _engines(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return each engine with the turns that it sampled, their seconds and tokens per second; the slowest comes
+    first."""
+    found = connection.execute(
+        "SELECT name AS value, count(*) AS rows, sum(engines.turns) AS turns, sum(engines.seconds) AS seconds, "
+        "max(engines.slowest) AS slowest, sum(engines.tokens) AS tokens, sum(engines.tokens) / sum(timed) AS speed "
+        f"FROM engines JOIN rows ON rows.id = engines.row WHERE {CURRENT} GROUP BY 1 "
+        f"ORDER BY speed IS NULL, speed LIMIT {CHOICES}"
+    )
+    return [dict(row) for row in found]
+
+
+def key_of(row: sqlite3.Row) -> str:
+    """Return the key of a row, such as ``train-5-48-0-0``."""
+    return "-".join(str(row[name]) for name in KEY)
+
+
+def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
+    """Return the row of a key such as ``train-5-48-0-0``: partition, step, group, sample and segment.
+
+    Raises RequestRefused, 404 if there is none and 400 if a part of the key is no number.
+    """
+    partition, *numbers = key.split("-")
+    found = None
+    if len(numbers) == 4:
+        found = connection.execute(
+            "SELECT * FROM rows WHERE partition = ? AND step = ? AND grp = ? AND sample = ? AND segment = ? "
+            "ORDER BY lineage DESC LIMIT 1",
+            (partition, *(integer("key", part) for part in numbers)),
+        ).fetchone()
+    if found is None:
+        raise RequestRefused(f"there is no trajectory {key[:100]!r}", code="no_trajectory", status=404)
+    return found
+
+
+def rows_of_group(connection: sqlite3.Connection, partition: str, step: int, group: int) -> list[sqlite3.Row]:
+    """Return the rows of a group by sample and segment. Raises RequestRefused (404) if there are none."""
+    found = connection.execute(
+        f"SELECT * FROM rows WHERE {CURRENT} AND partition = ? AND step = ? AND grp = ? ORDER BY sample, segment",
+        (partition, step, group),
+    ).fetchall()
+    if not found:
+        raise RequestRefused(f"there is no group {group} of step {step}", code="no_group", status=404)
+    return found
+
+
+SHOWN = 500  # tasks of a comparison
+# What each role of each held-out episode earned, as ``role_rewards`` has it: a role of several rows has the rewards of
+# all their turns, rows that could not be scored left out, and one without a scored row has 0.
+EPISODES = (
+    "SELECT step, source, role, task, max(scored) AS scored, "
+    "coalesce(min(iif(scored, reward, NULL)) + sum(iif(scored, turn_reward, 0.0)), 0.0) AS earned "
+    "FROM rows INDEXED BY rows_by_episode "
+    "WHERE partition = 'eval' AND {condition} GROUP BY step, source, role, task, grp, sample"
+)
+
+
+def table(connection: sqlite3.Connection, solved: float) -> list[dict[str, Any]]:
+    """Return one line per step and source (``Summary``). An episode passes with a reward of ``solved`` or more."""
+    rows = connection.execute(
+        "SELECT step, source, role, count(*), avg(earned), sum(earned >= ?) "
+        f"FROM ({EPISODES.format(condition='TRUE')}) GROUP BY step, source, role, task ORDER BY step, source, role",
+        (solved - ROUNDING,),
+    )
+    lines = [
+        {"step": step, **msgspec.structs.asdict(summary(line_of(source, role), [Tried(*row[3:]) for row in part]))}
+        for (step, source, role), part in groupby(rows, key=lambda row: tuple(row[:3]))
+    ]
+    return sorted(lines, key=lambda line: (line["step"], line["source"]))
+
+
+class Place(NamedTuple):
+    """Where the first answer to a task is: ids of the first and the last row of its first sample."""
+
+    key: str  # of the first row's trajectory
+    first: int
+    last: int
+
+
+class Recorded(NamedTuple):
+    """An evaluation with the place of each task's first answer; its texts are still in the index."""
+
+    evaluation: Evaluation
+    places: Mapping[TaskKey, Place]
+    connection: sqlite3.Connection
+
+
+def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
+    """Return what the version after ``step`` of the run ``name`` answered, without questions and answers."""
+    if not connection.in_transaction:
+        connection.execute("BEGIN")  # all reads see one state, while files are indexed or forgotten
+    means, unscored = dict[TaskKey, float](), 0
+    for source, role, task, mean, failed in connection.execute(
+        "SELECT source, role, task, avg(earned), sum(NOT scored) "
+        f"FROM ({EPISODES.format(condition='step = ?')}) GROUP BY source, role, task",
+        (step,),
+    ):
+        means[source, role, task] = mean
+        unscored += failed
+    asked, places = dict[TaskKey, int](), dict[TaskKey, Place]()
+    rows = connection.execute(
+        "SELECT source, role, task, grp, sample, segment, asked, id FROM rows WHERE partition = 'eval' AND step = ? "
+        "ORDER BY source, role, task, sample, segment",
+        (step,),
+    )
+    for key, of_task in groupby(rows, key=lambda row: (row["source"], row["role"], row["task"])):
+        first, last = _first_sample(of_task)
+        asked[key] = first["asked"]
+        named = f"eval-{step}-{first['grp']}-{first['sample']}-{first['segment']}"
+        places[key] = Place(named, first["id"], last["id"])
+    return Recorded(Evaluation(f"{name}@{step}", means, unscored, asked, {}, {}), places, connection)
+
+
+def _first_sample(rows: Iterable[sqlite3.Row]) -> tuple[sqlite3.Row, sqlite3.Row]:
+    """Return the first and the last row of the first sample; the others are passed over."""
+    _, sample = next(groupby(rows, key=lambda row: row["sample"]))
+    first = next(sample)
+    newest = deque(sample, maxlen=1)
+    return first, newest[0] if newest else first
+
+
+def compared(before: Recorded, after: Recorded) -> dict[str, Any]:
+    """Return a ``Comparison``, of which ``tasks`` are the SHOWN that became worse most, with previews of their texts;
+    ``keys`` of a task are those of its trajectories before and after.
+
+    Raises RequestRefused (409) if both have no task in common.
+    """
+    try:
+        found = compare(before.evaluation, after.evaluation)
+    except UserError as error:
+        raise RequestRefused(str(error), code="nothing_to_compare", status=409) from error
+    sides = [{(line_of(*key[:2]), key[2]): place for key, place in side.places.items()} for side in (before, after)]
+    tasks = []
+    for task in found.tasks[:SHOWN]:
+        first, second = (side[task.source, task.task] for side in sides)
+        texts = {
+            "question": _text(before.connection, "prompt", first.first),
+            "replied_before": _text(before.connection, "answer", first.last),
+            "replied_after": _text(after.connection, "answer", second.last),
+        }
+        tasks.append({**msgspec.structs.asdict(task), **texts, "keys": [first.key, second.key]})
+    return {**msgspec.structs.asdict(found), "tasks": tasks, "count": len(found.tasks)}
+
+
+def _text(connection: sqlite3.Connection, column: str, row: int) -> str:
+    """Return a preview; empty if the row's file has been read anew since."""
+    found = connection.execute(f"SELECT {column} FROM rows WHERE id = ?", (row,)).fetchone()
+    return "" if found is None else str(found[0])

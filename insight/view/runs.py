@@ -1,0 +1,299 @@
+"""The runs that a page shows, what it lists of each, and its metrics as columns, followed while the run writes them."""
+
+import math
+import threading
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from rl_async.configs.load import leaves
+from rl_async.errors import RequestRefused, UserError
+from rl_async.files import UNDECODABLE
+from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
+from rl_async.insight.roster import ProcessRecord, read_roster
+from rl_async.insight.tail import LineTail
+from rl_async.process.run_files import TimelineReader
+
+MOST_STEPS = 1 << 53  # numbers below are whole as floats, too
+Record = Mapping[str, float | None]
+
+
+class StepRecords:
+    """The records that were added to a file since the last call, also when the file is replaced by another.
+
+    ``key`` is the metric that has a record's step. A line that is no such record is left out; ``problem`` names the
+    last one.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key, self._inode, self._tail = path, key, -1, LineTail(path)
+        self._count = 0  # lines that were read
+        self.problem = ""
+
+    def read(self) -> list[tuple[int, Record]]:
+        """Return the new records with their steps, oldest first; none if there is no file yet."""
+        if not self._path.is_file():
+            return []
+        inode = self._path.stat().st_ino
+        if inode != self._inode:
+            self._inode, self._tail, self._count, self.problem = inode, LineTail(self._path), 0, ""
+        found = []
+        for line in self._tail.read():
+            self._count += 1
+            try:
+                found.append(self._parsed(line))
+            except (*UNDECODABLE, ValueError) as error:
+                self.problem = f"{self._path}, line {self._count}: {error}"
+        return found
+
+    def _parsed(self, line: bytes) -> tuple[int, Record]:
+        record = msgspec.json.decode(line, type=Record)
+        step = record.get(self._key)
+        if step is None or not 0 <= step < MOST_STEPS:
+            raise ValueError(f"{self._key} is no step: {step}")
+        return int(step), record
+
+
+class MetricColumns:
+    """One number per step and metric, 8 bytes each; NaN where a step lacks a metric.
+
+    After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
+    ``epoch`` counts how often that happened, so that a reader that kept a part knows when to read it all again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._records = StepRecords(path, "step")
+        self.epoch = 0
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def refresh(self) -> None:
+        """Read what was added to the file."""
+        for step, record in self._records.read():
+            self._add(step, record)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file; empty if nothing is."""
+        return self._records.problem
+
+    def _add(self, step: int, record: Record) -> None:
+        if self.steps and step <= self.steps[-1]:
+            kept = bisect_left(self.steps, step)
+            del self.steps[kept:]
+            for column in self._columns.values():
+                del column[kept:]
+            self.epoch += 1
+        before = len(self.steps)
+        self.steps.append(step)
+        for name, value in record.items():
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (before - len(column)))
+            column.append(math.nan if value is None else value)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order in which they appeared."""
+        return list(self._columns)
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value of a metric; None if no step has it."""
+        return next((value for value in reversed(self._columns.get(name, ())) if math.isfinite(value)), None)
+
+    def since(self, names: Iterable[str], epoch: int, after: int) -> dict[str, Any]:
+        """Return the columns ``names`` behind the first ``after`` records, or all records of another epoch.
+
+        A value that a step lacks, or that is not finite, is null.
+        """
+        begin = after if epoch == self.epoch and after <= len(self.steps) else 0
+        return {
+            "epoch": self.epoch,
+            "begin": begin,
+            "count": len(self.steps),
+            "steps": list(self.steps[begin:]),
+            "columns": {name: self._part(name, begin) for name in names if name in self._columns},
+        }
+
+    def _part(self, name: str, begin: int) -> Sequence[float | None]:
+        values = [value if math.isfinite(value) else None for value in self._columns[name][begin:]]
+        return values + [None] * (len(self.steps) - begin - len(values))
+
+
+class Evaluations:
+    """The records of ``evaluations.jsonl`` by the step that was evaluated; the newest record of a step counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = StepRecords(path, "eval/step")
+        self._records: dict[int, Record] = {}
+
+    def refresh(self) -> None:
+        """Read what was added to the file."""
+        self._records.update(self._lines.read())
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file; empty if nothing is."""
+        return self._lines.problem
+
+    def records(self) -> list[Record]:
+        """Return them by step."""
+        return [self._records[step] for step in sorted(self._records)]
+
+
+CONFIG = "config.yaml"
+
+
+class ViewedRun:
+    """One run folder. ``refresh`` reads what is new; its other methods only look at what was read.
+
+    Methods may be called on several threads, one at a time: hold ``lock``.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.lock = threading.Lock()
+        self.metrics = MetricColumns(folder / "metrics.jsonl")
+        self.evaluations = Evaluations(folder / "evaluations.jsonl")
+        self.timeline = TimelineReader(folder)  # needs no lock
+        self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
+        self._unread = ""  # why the last refresh failed
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last call. ``problem`` says what cannot be read."""
+        self._unread = ""
+        try:
+            self.metrics.refresh()
+            self.evaluations.refresh()
+        except OSError as error:
+            self._unread = str(error)
+
+    @property
+    def problem(self) -> str:
+        """What of the run cannot be read, and why; empty if everything can."""
+        found = (self._read_config()[2], self._unread, self.metrics.problem, self.evaluations.problem)
+        return "; ".join(filter(None, found))
+
+    def config(self) -> dict[str, Any]:
+        """Return the keys and values of the run's config, such as ``trainer.steps``.
+
+        It is shown as it stands, so that runs of other versions can be read too; empty if it cannot be read.
+        """
+        return self._read_config()[1]
+
+    @property
+    def solved(self) -> float:
+        """The reward with which a held-out episode passes: the run's ``eval.solved``, 1 if its config has none."""
+        solved = self.config().get("eval.solved", 1.0)
+        return float(solved) if isinstance(solved, int | float) else 1.0
+
+    def _read_config(self) -> tuple[int, dict[str, Any], str]:
+        """Return the time of its last change, its keys and values, and why it cannot be read."""
+        file = self.folder / CONFIG
+        try:
+            changed = file.stat().st_mtime_ns
+            if self._config[0] != changed:
+                self._config = changed, *_parsed(file)
+        except OSError as error:
+            self._config = -1, {}, str(error)
+        return self._config
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the list of runs shows of it."""
+        config, steps = self.config(), self.metrics.steps
+        evaluations = self.evaluations.records()
+        wanted, done = config.get("trainer.steps", 0), steps[-1] + 1 if steps else 0
+        roles = [record.role for record in _roster(self.folder)]
+        # One of a served model has no processes.
+        evaluates = evaluates_only(roles) or "eval.endpoint.url" in config
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "mode": config.get("mode", ""),
+            "model": config.get("model.path", ""),
+            "evaluates": evaluates,
+            "steps": 0 if evaluates else wanted,
+            "steps_done": done,
+            "running": launcher_of(self.folder) is not None,
+            "finished": is_recorded(self.folder) if evaluates else bool(wanted) and done >= wanted,
+            "began": _changed(self),
+            "reward": self.metrics.last("reward/mean"),
+            "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
+            "trajectories": (self.folder / "trajectories").is_dir(),
+            "problem": self.problem,
+        }
+
+
+class ViewedRuns:
+    """The runs in ``places``, which are run folders or folders of runs. New runs appear by themselves."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        """Raises UserError if a place is neither."""
+        self._places = [place.absolute() for place in places]
+        self._runs: dict[Path, ViewedRun] = {}
+        for place in self._places:
+            if not place.is_dir():
+                raise UserError(f"{place} is no folder; give run folders such as runs/NAME, or a folder of runs")
+            if len(places) == 1 and not list(_folders(place)):
+                raise UserError(f"{place} is no run and holds none: there is no {CONFIG} in it or in its folders")
+
+    def all(self) -> list[ViewedRun]:
+        """Return the runs that exist now, the newest first."""
+        folders = {folder: None for place in self._places for folder in _folders(place)}
+        taken = {run.name for run in self._runs.values()}
+        for folder in folders:
+            if folder not in self._runs:
+                name = next(name for name in _names(folder) if name not in taken)
+                taken.add(name)
+                self._runs[folder] = ViewedRun(name, folder)
+        found = [self._runs[folder] for folder in folders]
+        return sorted(found, key=_changed, reverse=True)
+
+    def named(self, name: str) -> ViewedRun:
+        """Return the run of that name. Raises RequestRefused (404) if there is none."""
+        run = next((run for run in self.all() if run.name == name), None)
+        if run is None:
+            raise RequestRefused(f"there is no run {name[:200]!r}", code="no_run", status=404)
+        return run
+
+
+def _parsed(file: Path) -> tuple[dict[str, Any], str]:
+    try:
+        found = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, f"{file}: {error}"
+    return (dict(leaves(found)), "") if isinstance(found, dict) else ({}, f"{file} has no keys")
+
+
+def _roster(folder: Path) -> Sequence[ProcessRecord]:
+    """Return the processes that the run started; none of a folder that was copied in part."""
+    try:
+        return read_roster(folder)
+    except UserError:
+        return ()
+
+
+def _changed(run: ViewedRun) -> float:
+    """Return the time of the last change of a run's config; 0 if it is gone."""
+    try:
+        return (run.folder / CONFIG).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _names(folder: Path) -> Iterator[str]:
+    yield folder.name
+    yield from (f"{folder.name}~{number}" for number in range(2, 1 << 30))
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    if (place / CONFIG).is_file():
+        yield place
+        return
+    for folder in sorted(place.iterdir()):
+        if (folder / CONFIG).is_file():
+            yield folder

@@ -1,0 +1,383 @@
+"""The live view: what it computes, and that both of its forms show it."""
+
+import asyncio
+import gzip
+import io
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rl_async.configs.load import load_config
+from rl_async.errors import QueueLost
+from rl_async.files import last_line
+from rl_async.insight.live_figures import (
+    History,
+    RecordedConversation,
+    arguments_text,
+    bar,
+    conversation_of,
+    sparkline,
+    step_line,
+    summary_lines,
+    unplayed_lines,
+)
+from rl_async.insight.live_view import ASK_S, REFRESH_S, View, render_conversation
+from rl_async.insight.roster import ProcessState
+from rl_async.insight.tail import LineTail
+from rl_async.messages import StatusReport, ToolCall, Turn, Version
+
+STATUS = StatusReport(
+    published=Version(),
+    waiting=0,
+    leased=7,
+    ready=5,
+    reserved=0,
+    committed=0,
+    slots_used=12,
+    slots=48,
+    max_staleness=1,
+    admitted=12,
+    payload_bytes=0,
+    counters={"redelivered": 3, "fenced": 0},
+    oldest_lease_s=0.0,
+    workers=1,
+    finished=False,
+)
+
+
+def record(step: int, reward: float = 0.5, **more: float) -> dict[str, float]:
+    times = {"time/step_s": 2.0, "time/wait_batch_s": 1.0, "time/train_s": 0.8, "time/sync_s": 0.2}
+    return {
+        "step": step,
+        "lineage": 0,
+        "reward/mean": reward,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        **times,
+        **more,
+    }
+
+
+def line(step: int, reward: float = 0.5, **more: float) -> bytes:
+    return json.dumps(record(step, reward, **more)).encode()
+
+
+def append(folder: Path, *records: dict[str, float]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in records)
+
+
+def write_conversation(folder: Path, step: int, answer: str) -> None:
+    (folder / "trajectories").mkdir(exist_ok=True)
+    call = {"name": "calculator", "arguments": '{"expression": "1+2"}', "result": "3"}
+    turns = [
+        {"role": "user", "text": "what is 1+2?"},
+        {"role": "assistant", "text": "calling", "tool_calls": [call]},
+        {"role": "tool", "text": "3"},
+        {"role": "assistant", "text": answer},
+    ]
+    row = {"task_id": "t", "token_ids": [1, 2], "turns": turns, "reward": 1.0, "finish_reason": "stop"}
+    path = folder / "trajectories" / f"step-{step:06d}-lineage0-rank0.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(row) + "\n{torn")
+
+
+def test_escape_sequences_of_a_conversation_are_shown_and_not_obeyed() -> None:
+    bad = "\x1b[2J\x1b]0;owned\x07"
+    call = ToolCall(name=bad, arguments='{"x": "\\u001b[2J"}', result=bad)
+    turns = [Turn(role=bad, text=bad), Turn(role="assistant", text=bad, tool_calls=[call])]
+    text = render_conversation(RecordedConversation(turns=turns, reward=1.0, error=bad)).plain
+    assert "\x1b" not in text and "\x07" not in text and text.count("\\x1b]0;owned\\x07") == 6
+
+
+def test_only_complete_lines_are_read(tmp_path: Path) -> None:
+    file, tail = tmp_path / "x", LineTail(tmp_path / "x")
+    assert tail.read() == []
+    file.write_bytes(b"one\ntw")
+    assert tail.read() == [b"one"]
+    file.write_bytes(b"one\ntwo\n")
+    assert tail.read() == [b"two"]
+
+
+def test_a_long_run_is_remembered_in_a_few_bytes_per_step_and_each_step_costs_the_same() -> None:
+    history, steps = History(), 2_000
+    tracemalloc.start()
+    for step in range(steps):
+        history.add(line(step, 0.5, **{"eval/reward": 0.25}, **{f"other/{i}": 0.1 for i in range(20)}))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < steps * 50
+    assert len(history) == len(history.rewards) == len(history.held_out) == steps
+    assert history.last is not None and history.last["other/3"] == 0.1
+
+
+def test_the_last_whole_line_is_found_from_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    assert last_line(file) == b""
+    for text, found in ((b"", b""), (b"torn", b""), (b"one\n", b"one"), (b"one\ntwo\nthr", b"two")):
+        file.write_bytes(text)
+        assert last_line(file) == found
+    file.write_bytes(b"x" * 100 + b"\n" + b"y" * (1 << 20) + b"\n" + b"last\n")
+    assert last_line(file) == b"last"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"time/step_s": 4.5, "time/sync_s": 4.4, "tokens/per_s": 110.0}, "publishing weights"),
+        ({"time/step_s": 4.5, "time/wait_batch_s": 4.3, "tokens/per_s": 110.0}, "waiting for a batch"),
+        # The answers are longer.
+        ({"time/step_s": 4.5, "time/train_s": 4.3, "tokens/per_s": 900.0}, ""),
+        # A step of so little is not slow.
+        ({"time/step_s": 1.4, "time/sync_s": 1.3, "tokens/per_s": 110.0}, ""),
+    ],
+)
+def test_a_run_that_is_slower_than_its_own_earlier_steps_is_told_with_the_phase(
+    changes: dict[str, float], words: str
+) -> None:
+    usual = {"time/step_s": 0.5, "time/wait_batch_s": 0.2, "time/train_s": 0.2, "time/sync_s": 0.1}
+    history, steps = History(), 1000
+    for step in range(steps):
+        history.add(line(step, 0.5, **usual, **{"tokens/per_s": 1000.0}))
+    assert history.slowdown == ""
+    for step in range(steps, steps + 10):
+        history.add(line(step, 0.5, **(usual | changes)))
+    assert words in history.slowdown and bool(words) == bool(history.slowdown)
+
+
+def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
+    history = History()
+    for step, reward in [(0, 0.1), (1, 0.2), (2, 0.9), (1, 0.3)]:
+        history.add(line(step, reward))
+    assert history.rewards == [0.1, 0.3]
+    assert history.last is not None and history.last["step"] == 1
+
+
+def test_sparklines_show_the_shape_in_any_width() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([i / 99 for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([-5.0, 7.0], 2) == "▁█"
+    assert sparkline([], 10) == sparkline([1.0], 0) == ""
+
+
+def test_bars_have_the_width_asked_for() -> None:
+    assert bar([1, 1, 2], 8) == "░░██▒▒▒▒"
+    assert len(bar([0.1, 0.2, 0.7], 13)) == 13
+    assert bar([0, 0, 0], 8) == ""
+
+
+def test_the_conversation_of_a_step_is_read_once_it_is_recorded_and_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert conversation_of(tmp_path, record(12), ranks=2) is None
+    write_conversation(tmp_path, 12, "new")
+    write_conversation(tmp_path, 13, "another step's")
+    monkeypatch.setattr(os, "scandir", lambda _: pytest.fail("a folder with a file for every step is not listed"))
+    found = conversation_of(tmp_path, record(12), ranks=2)
+    assert found is not None and found.turns[-1].text == "new"
+    assert conversation_of(tmp_path, record(12, lineage=1), ranks=2) is None
+
+
+def test_the_summary_tells_first_and_last_rewards_and_staleness(tmp_path: Path) -> None:
+    history = History()
+    for step in range(10):
+        history.add(line(step, 0.2 if step < 5 else 0.9))
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"lineage":0,"eval/step":4.0,"eval/reward":0.4}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
+    )
+    text = "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
+    for part in ("0.200", "0.900", "0.950 at version 10", "at most 1 (bound 1)", "61 s", str(tmp_path)):
+        assert part in text
+    assert "0.4" not in text  # which is no reward before training
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"lineage":0,"eval/step":0.0,"eval/reward":0.25}\n{"lineage":0,"eval/step":10.0,"eval/reward":0.95}\n'
+    )
+    assert "0.250 before, 0.950 at version 10" in "\n".join(summary_lines(history, tmp_path, 61.0, bound=1))
+    assert "no step" in summary_lines(History(), tmp_path, 1.0, 1)[0]
+
+
+def test_short_runs_are_not_compared_with_themselves(tmp_path: Path) -> None:
+    history = History()
+    for step, reward in enumerate((0.2, 0.5, 0.8)):
+        history.add(line(step, reward))
+    assert "0.200 (mean of the first step) -> 0.800" in summary_lines(history, tmp_path, 1.0, bound=1)[0]
+
+
+def test_a_step_in_which_no_tool_worked_says_so() -> None:
+    calls = {"rollout/tool_calls_mean": 0.75, "rollout/tool_errors_mean": 0.75}
+    assert "every tool call failed" in step_line(record(0, 0.1, **calls), 4)
+    assert "failed" not in step_line(record(0, 0.1, **calls | {"rollout/tool_errors_mean": 0.5}), 4)
+    assert "failed" not in step_line(record(0, 0.1), 4)
+
+
+FAILING = msgspec.structs.replace(STATUS, counters={"dead_letters": 16}, last_failure="RuntimeError: loop \x1bbroke")
+
+
+def test_unscored_episodes_and_groups_given_up_are_told_by_each_step_and_at_the_end(tmp_path: Path) -> None:
+    failures = {"reward/unscored_fraction": 0.664, "queue/dead_letters": 16.0}
+    assert "66.4% of episodes not scored  16 groups given up" in step_line(record(0, 1.0, **failures), 4)
+    good = step_line(record(0, 1.0, **dict.fromkeys(failures, 0.0)), 4)
+    assert "scored" not in good and "given up" not in good
+    history = History()
+    for step, more in enumerate((failures, {"reward/unscored_fraction": 0.0, "queue/dead_letters": 16.0})):
+        history.add(line(step, 1.0, **more))
+    told = "\n".join(summary_lines(history, tmp_path, 1.0, bound=1))
+    assert "33.2% of episodes" in told and "16 groups" in told and "worker-" in told
+    told = "\n".join(summary_lines(history, tmp_path, 1.0, 1, FAILING))
+    assert "16 groups" in told and "loop \\x1bbroke" in told
+    assert "16 groups" in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, FAILING)), "no step was trained"
+    history.add(line(2, 1.0))
+    assert "given up" not in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, STATUS))
+
+
+async def show(
+    folder: Path,
+    *,
+    terminal: bool,
+    lost: bool = False,
+    trainer: str = "running",
+    away_s: float = 0.0,
+    report: StatusReport = STATUS,
+    **more: float,
+) -> str:
+    """What the view prints while one step is trained."""
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=140, height=50)
+
+    async def status() -> StatusReport:
+        if lost:
+            raise QueueLost("no answer")
+        return msgspec.structs.replace(report, unattended_s=away_s)
+
+    states = [
+        ProcessState("queue", "running"),
+        ProcessState("engine-0", "running", 1),
+        ProcessState("trainer-0", trainer),
+    ]
+    append(folder, record(0, 0.111))
+    config = load_config("calculator", ["trainer.steps=40", *(["agent.gateway={}"] if away_s else [])], name="mine")
+    view = View(config, folder, lambda: states, status, console)
+    running = asyncio.create_task(view.run())
+    append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}, **more))
+    write_conversation(folder, 1, "42")
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_a_run_in_which_nothing_is_scored_says_so_before_its_first_step(tmp_path: Path, terminal: bool) -> None:
+    none = msgspec.structs.replace(STATUS, unscored=12345)
+    assert "12345" in await show(tmp_path, terminal=terminal, report=none)
+    assert "12345" not in await show(tmp_path, terminal=terminal, report=msgspec.structs.replace(none, scored=1))
+    assert ASK_S + REFRESH_S < 60.0
+
+
+async def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
+    lines = (await show(tmp_path, terminal=False)).splitlines()
+    assert lines[0] == "engine-0 was restarted (1)"
+    assert len(lines) == 2, "the step before the view began is not news"
+    for part in (
+        "step 1 (2 of 40 done)",
+        "reward 0.777",
+        "wait 1.00",
+        "train 0.80",
+        "sync 0.20",
+        "ready 4",
+        "1234",
+        "eval 0.660",
+    ):
+        assert part in lines[1]
+
+
+async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
+    text = await show(tmp_path, terminal=True)
+    for part in (
+        "mine",
+        "1 (2 of 40 done)",
+        "a conversation of step 1,",
+        "0.777",
+        "waiting 1.00",
+        "training 0.80",
+        "syncing 0.20",
+        "bound 1",
+        "5 groups ready",
+    ):
+        assert part in text
+    for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
+        assert part in text
+    assert "fenced" not in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_an_absence_of_all_agent_programs_is_shown(tmp_path: Path, terminal: bool) -> None:
+    text = await show(tmp_path, terminal=terminal, away_s=280.0)
+    assert text.count("no program has asked for an episode for 280 s") >= 1
+    assert terminal or text.count("280 s") == 1, "a line is not repeated at once"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_failing_episodes_and_scorers_are_shown_while_they_fail(tmp_path: Path, terminal: bool) -> None:
+    failing = {"reward/unscored_fraction": 0.25}
+    text = await show(tmp_path, terminal=terminal, report=FAILING, **failing)
+    for part in ("16 groups were given up", "loop \\x1bbroke", "25.0% of episodes could not be scored"):
+        assert text.count(part) >= 1
+        assert terminal or text.count(part) == 1
+
+
+def test_the_summary_says_that_nobody_played_the_held_out_tasks(tmp_path: Path) -> None:
+    config = load_config("calculator", ["trainer.steps=2", "agent.gateway={}"])
+    history = History()
+    history.add(line(0, version=1))
+    assert unplayed_lines(config, history, tmp_path) == [], "the run did not get that far"
+    history.add(line(1, version=2))
+    assert "held-out" in unplayed_lines(config, history, tmp_path)[0]
+    (tmp_path / "evaluations.jsonl").write_text('{"lineage":0,"eval/step":2.0,"eval/reward":0.4}\n')
+    assert unplayed_lines(config, history, tmp_path) == []
+    assert unplayed_lines(load_config("calculator", ["trainer.steps=2"]), history, tmp_path / "none") == []
+
+
+async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:
+    assert "no answer" in await show(tmp_path, terminal=True, lost=True)
+
+
+async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path) -> None:
+    text = await show(tmp_path, terminal=True, lost=True, trainer="ended")
+    assert "closed, as training has ended" in text and "no answer" not in text
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a": 1, "b": "x"}', "a=1, b=x"),
+        ('{"arguments": {"x": 1}, "name": "y"}', "arguments={'x': 1}, name=y"),
+        ("{not json", "{not json"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_are_written_as_people_do(written: str, shown: str) -> None:
+    assert arguments_text(written) == shown
+
+
+def test_a_conversation_shows_each_call_once() -> None:
+    call = ToolCall(name="calculator", arguments='{"expression": "1+2"}', result="3")
+    turns = [
+        Turn(role="user", text="what is 1+2?"),
+        Turn(role="assistant", text="let me see\n<tool_call>\n{...}\n</tool_call>", tool_calls=[call]),
+        Turn(role="tool", text="3"),
+        Turn(role="assistant", text="first line\nsecond line"),
+    ]
+    assert render_conversation(RecordedConversation(turns=turns, reward=1.0)).plain.splitlines() == [
+        "user      what is 1+2?",
+        "assistant let me see",
+        "          calculator(expression=1+2) -> 3",
+        "assistant first line",
+        "          second line",
+    ]

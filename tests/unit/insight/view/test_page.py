@@ -1,0 +1,446 @@
+"""The page: its routes, who may use it, serving it, and the report."""
+
+import base64
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+import pytest
+
+from rl_async.errors import UserError
+from rl_async.insight.roster import ProcessRecord
+from rl_async.insight.view import page as module
+from rl_async.insight.view.page import OPEN, PageAccess, SecurityHeaders, ViewServer, write_report
+from rl_async.insight.view.queries import KEY
+from rl_async.insight.view.runs import ViewedRuns
+from rl_async.process.http_server import server_of
+from rl_async.process.run_files import beat
+from rl_async.recording import evaluation_file
+from tests.conftest import make_rows
+from tests.fuzz.http_served import Served
+from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
+
+TOKEN = "t" * 43
+
+
+class Page:
+    """A browser that has opened the page of the runs in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.views: list[ViewServer] = []
+
+        def make() -> Any:
+            access = PageAccess(TOKEN, 1)
+            self.views.append(ViewServer(ViewedRuns([folder]), access))
+            return server_of(SecurityHeaders(self.views[0].application()), access), None
+
+        self._served = Served(make)
+        self.cookie = f"rl-async-view-1={TOKEN}"
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Request a path with these headers alone; the status, headers in lower case, and the body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=60)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+
+    def get(self, path: str) -> Any:
+        """Request JSON as the page does."""
+        status, _, body = self.ask(f"/api/{path}", Cookie=self.cookie)
+        assert status == 200, body
+        return json.loads(body)
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        """Follow the events, up to ``count``."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=60)
+        connection.request("GET", "/api/events", headers={"Cookie": self.cookie})
+        answer = connection.getresponse()
+        found = []
+        while len(found) < count:
+            line = answer.readline()
+            if line.startswith(b"data: "):
+                found.append(json.loads(line.removeprefix(b"data: ")))
+        connection.close()
+        return found
+
+    def close(self) -> None:
+        self._served.stop()
+        for view in self.views:
+            view.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write_evaluation(make_run(tmp_path / "a"), 2, [[1.0], [0.0]], ["math", "math"])
+    make_run(tmp_path / "b", steps=1)
+    return tmp_path
+
+
+@pytest.fixture
+def page(runs: Path) -> Iterator[Page]:
+    made = Page(runs)
+    yield made
+    made.close()
+
+
+def indexed(page: Page, run: str) -> dict[str, Any]:
+    """The choices of a run once its files are in the index."""
+    while True:
+        given = page.get(f"runs/{run}/choices")
+        if given["progress"]["files"] and given["progress"]["indexed"] == given["progress"]["files"]:
+            return dict(given)
+
+
+def test_the_address_sets_a_cookie_and_the_token_stays_out_of_the_page(page: Page) -> None:
+    status, headers, _ = page.ask(f"{OPEN}{TOKEN}")
+    assert (status, headers["location"]) == (303, "/")
+    cookie = headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert page.ask("/", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/api/runs", {}),
+        ("/", {}),
+        ("/app.js", {}),
+        ("/api/runs", {"Cookie": "rl-async-view-1=wrong"}),
+        ("/api/runs", {"Cookie": "rl-async-view-2=" + TOKEN}),
+        ("/api/runs", {"Cookie": 'rl-async-view-1="\\'}),
+        (f"{OPEN}wrong", {}),
+        (OPEN, {}),
+        (f"/api/runs?token={TOKEN}", {}),
+        ("/api/runs", {"Cookie": f"rl-async-view-1={TOKEN}", "Host": "rebound.example"}),
+        ("/api/runs", {"Cookie": f"rl-async-view-1={TOKEN}", "Origin": "http://other.example"}),
+    ],
+)
+def test_nobody_else_is_let_in(page: Page, path: str, headers: dict[str, str]) -> None:
+    status, _, body = page.ask(path, **headers)
+    assert status == 403 and TOKEN.encode() not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(page: Page, method: str) -> None:
+    assert page.ask("/api/runs", method, Cookie=page.cookie)[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/app.js", "/app.css", "/icon.svg", "/api/runs", "/nothing"])
+def test_every_answer_restricts_what_the_page_may_do(page: Page, path: str) -> None:
+    status, headers, _ = page.ask(path, Cookie=page.cookie)
+    assert status == (404 if path == "/nothing" else 200)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/..%2Fserver.py", "/%2e%2e/server.py", "/api/runs/..%2F..%2Fetc/config"])
+def test_no_other_file_is_served(page: Page, path: str) -> None:
+    assert page.ask(path, Cookie=page.cookie)[0] == 404
+
+
+def test_runs_and_their_configs(page: Page, runs: Path) -> None:
+    listed = {run["name"]: run for run in page.get("runs")}
+    assert listed.keys() == {"a", "b"}
+    assert (listed["a"]["steps_done"], listed["a"]["steps"], listed["a"]["running"]) == (3, 3, False)
+    assert listed["a"]["evaluation"] == 0.5 and listed["b"]["evaluation"] is None
+    assert page.get("runs/b/config") == {"name": "b", "mode": "disaggregated", "trainer.steps": 1}
+    make_run(runs / "later")
+    assert len(page.get("runs")) == 3
+    assert page.ask("/api/runs/none/config", Cookie=page.cookie)[0] == 404
+
+
+def test_metrics_evaluations_and_comparisons(page: Page) -> None:
+    found = page.get("runs/a/metrics?keys=reward/mean,none")
+    assert found["steps"] == [0, 1, 2] and list(found["columns"]) == ["reward/mean"] and "step" in found["names"]
+    assert page.get(f"runs/a/metrics?keys=step&epoch={found['epoch']}&after=2")["columns"] == {"step": [2.0]}
+    indexed(page, "a")
+    evaluations = page.get("runs/a/evaluations")
+    assert [line["average"][0] for line in evaluations["table"]] == [0.5] and len(evaluations["records"]) == 1
+    assert page.get("runs/a/compare?before=2&after=2")["count"] == 2
+
+
+def test_the_timeline_is_given_whole_or_in_part(page: Page, runs: Path) -> None:
+    for step in range(3):
+        beat(runs / "a", 0, step, "training")
+    whole = page.get("runs/a/timeline")
+    (lane,) = whole["lanes"]
+    assert (lane["process"], lane["rows"][0][0][3]) == ("trainer-0", "training")
+    assert [step for step, _, _ in whole["steps"]] == [0, 1, 2]
+    assert page.get("runs/a/timeline?from=5&to=9")["lanes"] == page.get("runs/b/timeline")["lanes"] == []
+
+
+def test_a_trajectory_and_its_group(page: Page) -> None:
+    indexed(page, "a")
+    (row,) = page.get("runs/a/trajectories?text=owned")["rows"]
+    key = "-".join(str(row[name]) for name in ("partition", "step", "grp", "sample", "segment"))
+    told = page.get(f"runs/a/trajectories/{key}")
+    assert told["turns"][1]["text"] == HOSTILE and told["tokens"]["advantage"][4] == 1.5
+    assert told["error"] == "TimeoutError: too slow" and told["reward_parts"] == {"exact": 0.0}
+    assert told["reward_reasons"] == {"exact": "the page is missing"}
+    (found,) = page.get("runs/a/trajectories?text=missing")["rows"]
+    assert found["grp"] == row["grp"], "reasons are searched, too"
+    group = page.get(f"runs/a/groups/train-1-{row['grp']}")
+    assert [other["sample"] for other in group] == [0, 1, 2, 3] and group[0]["turns"][1]["text"] == HOSTILE
+    assert [one["sample"] for one in page.get(f"runs/a/groups/train-1-{row['grp']}?sample=2")] == [2]
+
+
+def test_a_task_is_found_in_its_data_source_alone(page: Page) -> None:
+    indexed(page, "a")
+    task = page.get("runs/a/trajectories?limit=1")["rows"][0]["task"]
+    of_source = [page.get(f"runs/a/trajectories?task={task}&source={source}")["count"] for source in ("math", "")]
+    assert of_source[0] > 0 and of_source[1] == 0, "no name is a data source, too"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("trajectories/train-1-4-0", 404),
+        ("trajectories/train-99-4-0-0", 404),
+        ("groups/train-1", 404),
+        ("groups/train-1-x", 400),
+        ("trajectories?step=x", 400),
+        ("metrics?after=x", 400),
+        ("evaluations?solved=x", 400),
+        ("compare?before=0", 400),
+        ("timeline?from=x", 400),
+        ("timeline?from=2&to=1", 400),
+        ("compare?before=99999999999999999999&after=0", 400),
+        ("trajectories?offset=inf", 400),
+        ("trajectories?offset=1e30", 400),
+        ("trajectories?limit=nan", 400),
+        ("trajectories?reward_from=nan", 400),
+        ("trajectories/train-²-0-0-0", 400),
+        ("groups/train-99999999999999999999-1", 400),
+    ],
+)
+def test_what_is_not_there_is_said(page: Page, path: str, status: int) -> None:
+    found, headers, body = page.ask(f"/api/runs/a/{quote(path, safe='/?=&')}", Cookie=page.cookie)
+    assert found == status and json.loads(body)["error"]["message"] and "default-src" in str(headers)
+
+
+@pytest.mark.parametrize("config", ["", "- a", "a: [", "\x00"])
+def test_a_run_that_cannot_be_read_is_listed_with_its_problem_beside_the_others(
+    page: Page, runs: Path, config: str
+) -> None:
+    (runs / "b" / "config.yaml").write_text(config)
+    listed = {run["name"]: run["problem"] for run in page.get("runs")}
+    assert listed["a"] == "" and "config.yaml" in listed["b"]
+    assert {event["run"]: bool(event["problem"]) for event in page.events(2)} == {"a": False, "b": True}
+
+
+def test_what_fails_is_said_as_json(page: Page, runs: Path) -> None:
+    (runs / "a" / "view.sqlite").mkdir()
+    status, headers, body = page.ask("/api/runs/a/choices", Cookie=page.cookie)
+    assert status == 500 and json.loads(body)["error"]["message"] and "default-src" in str(headers)
+
+
+def test_events_tell_of_new_steps(page: Page, runs: Path) -> None:
+    first = {event["run"]: event for event in page.events(2)}
+    assert (first["a"]["count"], first["b"]["count"]) == (3, 1)
+    write_step(runs / "b", 1, make_rows(1))
+    assert {event["run"]: event["count"] for event in page.events(2)} == {"a": 3, "b": 2}
+
+
+def test_a_diagnosis_of_what_never_ran_says_so(page: Page) -> None:
+    status, _, body = page.ask("/api/runs/a/diagnosis", Cookie=page.cookie)
+    assert status == 409 and "run" in json.loads(body)["error"]["message"]
+
+
+def test_places_without_runs_are_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError):
+            ViewedRuns([place])
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run")
+    runs = ViewedRuns([tmp_path / "x", tmp_path / "y" / "run"])
+    assert sorted(run.name for run in runs.all()) == ["run", "run~2"]
+    assert runs.named("run~2").folder == tmp_path / "y" / "run"
+
+
+def test_trainings_are_listed_before_evaluations_and_each_from_the_newest(page: Page, runs: Path) -> None:
+    for at, name in enumerate(["b", "a", "eval-a", "eval-b"]):
+        folder = runs / name if name in "ab" else make_run(runs / name, steps=0)
+        os.utime(folder / "config.yaml", (at + 1, at + 1))
+    record = ProcessRecord(name="engine-0", role="engine", pid=1, started=0, state="ended")
+    (runs / "eval-a" / "processes.json").write_bytes(msgspec.json.encode([record]))
+    (runs / "eval-b" / "config.yaml").write_text("eval: {endpoint: {url: http://x, model: m}}")
+    os.utime(runs / "eval-b" / "config.yaml", (4, 4))
+    assert [run["name"] for run in page.get("runs")] == ["a", "b", "eval-b", "eval-a"]
+
+
+def test_an_evaluation_has_no_steps_and_is_finished_once_all_of_it_is_recorded(page: Page, runs: Path) -> None:
+    folder = make_run(runs / "eval-a", steps=0)
+    record = ProcessRecord(name="engine-0", role="engine", pid=1, started=0, state="ended")
+    (folder / "processes.json").write_bytes(msgspec.json.encode([record]))
+    served = make_run(runs / "eval-b", steps=0)
+    (served / "config.yaml").write_text("eval: {endpoint: {url: http://x, model: m}}")
+
+    def states() -> set[tuple[int, bool]]:
+        listed = [run for run in page.get("runs") if run["name"] in ("eval-a", "eval-b")]
+        assert len(listed) == 2
+        return {(run["steps"], run["finished"]) for run in listed}
+
+    assert states() == {(0, False)}
+    for run in (folder, served):
+        write_evaluation(run, 0, [[1.0]], ["sums"])
+        evaluation_file(run, 0).rename(evaluation_file(run, 0, whole=False))
+    assert states() == {(0, False)}, "ended early"
+    for run in (folder, served):
+        write_evaluation(run, 0, [[1.0]], ["sums"])
+    assert states() == {(0, True)}
+
+
+SERVE = """
+import os, sys
+from pathlib import Path
+from rl_async.insight.view.page import serve
+os.access = lambda *_: False  # root may write everywhere
+serve([Path(sys.argv[1])], 0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_temporary_index_goes_with_its_process(tmp_path: Path, number: signal.Signals) -> None:
+    run, temporary = make_run(tmp_path / "run", steps=1), tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", SERVE, str(run)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = urlsplit(process.stdout.readline().strip())
+            cookie = f"rl-async-view-{address.port}={address.path.removeprefix('/open/')}"
+            connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
+            connection.request("GET", "/api/runs/run/choices", headers={"Cookie": cookie})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read() and list(temporary.iterdir())
+            connection.close()
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number and not list(temporary.iterdir())
+        finally:
+            process.kill()
+
+
+class Parsed(HTMLParser):
+    """The scripts, styles and policy of a page, as a browser reads them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.styles: list[str] = []
+        self.policy, self._inside = "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside, given = tag, dict(attrs)
+        if tag == "script":
+            self.scripts.append((given, ""))
+        if tag == "style":
+            self.styles.append("")
+        if given.get("http-equiv") == "content-security-policy":
+            self.policy = given["content"] or ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] = self.scripts[-1][0], self.scripts[-1][1] + data
+        if self._inside == "style":
+            self.styles[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = make_run(tmp_path / "run")
+    write_evaluation(made, 0, [[1.0], [0.0]], ["math", "math"])
+    write_evaluation(made, 3, [[0.0], [1.0]], ["math", "math"])
+    return made
+
+
+def written(run: Path, out: Path) -> tuple[Parsed, dict[str, Any]]:
+    write_report(run, out)
+    parsed = Parsed(out.read_text())
+    (data,) = (text for given, text in parsed.scripts if given.get("id") == "report")
+    return parsed, msgspec.json.decode(data)["run"]["run"]
+
+
+def sha256(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_only_the_pages_own_script_may_run(run: Path, tmp_path: Path) -> None:
+    parsed, data = written(run, tmp_path / "out.html")
+    (script,) = (text for given, text in parsed.scripts if not given)
+    assert len(parsed.scripts) == 2 and parsed.styles
+    assert re.findall(r"script-src (\S+);", parsed.policy) == [sha256(script)]
+    assert re.findall(r"style-src (\S+);", parsed.policy) == [sha256(parsed.styles[0])]
+    assert parsed.policy.startswith("default-src 'none';")
+    assert any(told["turns"][1]["text"] == HOSTILE for told in data["trajectories"].values())
+
+
+def test_it_has_whole_groups_of_each_step_and_the_compared_answers(run: Path, tmp_path: Path) -> None:
+    _, data = written(run, tmp_path / "out.html")
+    trained = [(row["step"], row["sample"]) for row in data["rows"] if row["partition"] == "train"]
+    assert sorted(trained) == [(step, sample) for step in range(3) for sample in range(4)]
+    assert {row["step"] for row in data["rows"] if row["partition"] == "eval"} == {0, 3}
+    assert data["compare 0 3"]["sources"][0]["worse"] == 1 and data["metrics"]["steps"] == [0, 1, 2]
+    assert data["trajectories"].keys() == {"-".join(str(row[n]) for n in KEY) for row in data["rows"]}
+
+
+def test_a_resumed_run_has_its_evaluations(run: Path, tmp_path: Path) -> None:
+    write_step(run, 0, make_rows(0, seed=7), lineage=1)
+    _, data = written(run, tmp_path / "out.html")
+    assert sorted((row["step"], row["grp"]) for row in data["rows"] if row["partition"] == "eval") == [
+        *((0, 1000), (0, 1001), (3, 1000), (3, 1001))
+    ]
+
+
+def test_it_is_bounded(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 2)
+    assert {row["step"] for row in written(run, tmp_path / "a.html")[1]["rows"] if row["partition"] == "train"} == {
+        0,
+        2,
+    }
+    whole = written(run, tmp_path / "b.html")[1]["trajectories"].values()
+    monkeypatch.setattr(module, "MOST_BYTES", sum(len(msgspec.json.encode(told)) for told in whole) - 1)
+    rows = written(run, tmp_path / "c.html")[1]["rows"]
+    shown = [(row["partition"], row["step"]) for row in rows]
+    assert shown == [("eval", 3)] * 2 + [("train", 2)] * 4 + [("eval", 0)] * 2, "whole groups, the compared ones kept"
+
+
+def test_metrics_are_thinned_and_what_is_left_out_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = written(run, tmp_path / "a.html")[1]
+    assert whole["recorded"] == {"trajectories": 52, "steps": 3}
+    monkeypatch.setattr(module, "MOST_NUMBERS", 2 * len(whole["metrics"]["columns"]))
+    thinned = written(run, tmp_path / "b.html")[1]["metrics"]
+    assert thinned["steps"] == [0, 2]
+    assert all(column == [*whole["metrics"]["columns"][name][::2]] for name, column in thinned["columns"].items())
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        write_report(tmp_path, tmp_path / "out.html")
+
+
+def test_a_file_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none"):
+        write_report(run, tmp_path / "none" / "out.html")
