@@ -30,11 +30,9 @@ from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import collate
 from rl_async.trainer.publishing import EnginePublisher, GatheredWeights
-from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.phases import Overlapped
-from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.buckets import deltas
+from rl_async.weight_sync.coordinator import Overlapped, WeightCoordinator
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from tests.support.buckets import make_buckets
 
 ARMS = {

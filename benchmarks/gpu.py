@@ -46,9 +46,7 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.models import device_name
 from rl_async.trainer.packing import collate
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
-from rl_async.weight_sync.reshard.execute import reshard
-from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.reshard import PointToPoint, plan, reshard
 
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's data sheets, SXM, dense bfloat16, FLOP/s
 SHAPES: dict[str, dict[str, int]] = {

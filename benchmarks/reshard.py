@@ -24,11 +24,8 @@ from torch import Tensor
 
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.ranks import free_ports, run_ranks
-from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2, joined, slices, volume, whole
-from rl_async.weight_sync.reshard.execute import reshard
-from rl_async.weight_sync.reshard.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard.plan import ReshardPlan, plan
-from rl_async.weight_sync.reshard.wire import PointToPoint, SharedMemoryWire, Wire
+from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, joined, megatron, slices, volume, whole
+from rl_async.weight_sync.reshard import PointToPoint, ReshardPlan, SharedMemoryWire, Wire, plan, reshard
 
 MB = 1 << 20
 BUCKET = 64 * MB

@@ -44,13 +44,10 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import Bucket, unpack
-from rl_async.weight_sync.buckets.checksum import checksum
-from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.fleet import Weights
+from rl_async.weight_sync.buckets import Bucket, checksum, deltas, unpack
+from rl_async.weight_sync.coordinator import WeightCoordinator, Weights
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender, broadcast
+from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, broadcast
 from tests.support.buckets import make_buckets
 
 MB = 1 << 20

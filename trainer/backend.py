@@ -18,7 +18,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel
-from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard import ShardedWeights
 
 OutputName = Literal["entropy", "sum_squares", "distribution", "values"]
 Published = Literal["merged", "base", "adapters"]
@@ -101,7 +101,7 @@ class Backend(Protocol):
         head are left out. Weights are sent in the model's dtype,
         without a copy if they are held as they are published. A backend that trains adapters gives the weights merged
         with them, the base without them, or the adapters alone, in float32 and named as in
-        ``weight_sync/buckets/adapters.py``.
+        ``weight_sync/buckets.py``.
         """
         ...
 

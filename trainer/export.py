@@ -34,7 +34,7 @@ from rl_async.trainer.checkpoints import (
 from rl_async.trainer.lora import NAMES
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE
 from rl_async.trainer.pretrained import StoredWeights
-from rl_async.weight_sync.buckets.adapters import add
+from rl_async.weight_sync.buckets import add
 
 SHARDS = "shards"
 WEIGHTS = "lm."  # prefix of the language model's parameters

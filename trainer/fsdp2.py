@@ -38,11 +38,10 @@ from rl_async.trainer.lora import adapters, attach, base_alone, draw, merged, wi
 from rl_async.trainer.model import MODEL_FOLDER, Head, build_headed, replay_routers
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import adjacent_and_strided
-from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.experts import single_layout, single_shards
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.execute import one_box_each
-from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
 
 class Fsdp2Backend:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import UserError
 from rl_async.trainer.pretrained import own_part
-from rl_async.weight_sync.buckets.adapters import add
+from rl_async.weight_sync.buckets import add
 
 BASE_LAYER = ".base_layer"
 NAMES = (".lora_A.default.weight", ".lora_B.default.weight")

@@ -34,14 +34,11 @@ from rl_async.rollout_server.api import GenerateRequest, Generator
 from rl_async.tracing import Value
 from rl_async.trainer.backend import Backend
 from rl_async.trainer.packing import Tensors
-from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.fleet import Weights
-from rl_async.weight_sync.phases import Phase
+from rl_async.weight_sync.buckets import Bucket, as_adapters
+from rl_async.weight_sync.coordinator import Phase, Weights
 from rl_async.weight_sync.protocol import SyncReport
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.shipment import RankShards
-from rl_async.weight_sync.reshard.gather import Gathering
+from rl_async.weight_sync.reshard import Gathering
+from rl_async.weight_sync.sender import Outlet, RankShards
 from rl_async.weight_sync.wave import CUT_OFF
 
 

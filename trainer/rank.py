@@ -56,13 +56,10 @@ from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import train
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
-from rl_async.weight_sync.coordinator import WeightCoordinator
-from rl_async.weight_sync.fleet import NoteStage
-from rl_async.weight_sync.phases import IdleCoordinator, build_phase, shares_devices
-from rl_async.weight_sync.ranks import meeting
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync import sender
+from rl_async.weight_sync.coordinator import IdleCoordinator, NoteStage, WeightCoordinator, build_phase, shares_devices
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
+from rl_async.weight_sync.sender import Outlet
 from rl_async.weight_sync.transports.interface import bucket_device
 from rl_async.weight_sync.wave import CUT_OFF
 
@@ -292,11 +289,11 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
     outlet = Outlet(run.rank, sync, host, timeout_s, place, _meeting(config, host))
     token = run_token(run.folder, "ranks")
     if run.rank != 0:
-        with meeting.followed(outlet, run.rank, host, token, store, timeout_s):
+        with sender.followed(outlet, run.rank, host, token, store, timeout_s):
             yield ShardedByRank(outlet, None)
         return
     answer_s = RANKS_SHARE * min(sync.timeout_s, sync.sync_timeout_s)
-    with meeting.led(outlet, token, store, dist.get_world_size(), answer_s, timeout_s) as shards:
+    with sender.led(outlet, token, store, dist.get_world_size(), answer_s, timeout_s) as shards:
         yield ShardedByRank(outlet, shards)
 
 

@@ -3,13 +3,18 @@
 A box is a hyper-rectangle of a whole tensor under its Hugging Face name, whatever the holder calls that part or fuses
 it with. A rank may hold several boxes of a tensor, and several ranks the same one (a replica). Source and target of a
 transfer number their ranks in one process group, so that a rank that is in both is recognised.
-"""
+
+``fsdp2`` cuts rows. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as Megatron-Core
+and as vLLM do (``QKVParallelLinear``, ``MergedColumnParallelLinear``, ``RowParallelLinear``,
+``VocabParallelEmbedding``, ``determine_expert_map``). Rows that pad a vocabulary are not weights, so no box holds them.
+To add a model family, add its tensors' names to ``KINDS``."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from rl_async.errors import WeightSyncError
 
@@ -181,3 +186,238 @@ def _check(name: str, tensor: TensorSpec, shards: Sequence[Shard]) -> None:
                     break
                 if common(box, later) is not None:
                     raise WeightSyncError(f"rank {rank} would hold elements of {name} twice: {box} and {later}")
+
+
+VLLM_VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE
+
+Kind = Literal["copy", "vocab", "query", "key", "rows", "columns"]
+
+KINDS: dict[str, Kind] = {
+    "embed_tokens.weight": "vocab",
+    "lm_head.weight": "vocab",
+    "norm.weight": "copy",
+    "input_layernorm.weight": "copy",
+    "post_attention_layernorm.weight": "copy",
+    "q_norm.weight": "copy",
+    "k_norm.weight": "copy",
+    "q_proj.weight": "query",
+    "q_proj.bias": "query",
+    "k_proj.weight": "key",
+    "k_proj.bias": "key",
+    "v_proj.weight": "key",
+    "v_proj.bias": "key",
+    "o_proj.weight": "columns",
+    "gate_proj.weight": "rows",
+    "up_proj.weight": "rows",
+    "down_proj.weight": "columns",
+    "gate.weight": "copy",  # the router
+}
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")  # Transformers 5: all experts of a layer in one tensor
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class Slot(NamedTuple):
+    """Position ``number`` among the ``of`` ranks that divide something among themselves."""
+
+    number: int
+    of: int
+
+    def part(self, size: int, what: str) -> range:
+        """Return its equal share of ``size``. Raises WeightSyncError if ``size`` does not divide."""
+        if size % self.of:
+            raise WeightSyncError(f"{what}: {size} does not divide among {self.of} ranks")
+        return self.uneven(size)
+
+    def uneven(self, size: int) -> range:
+        """Return its share of ``size``; the first positions take one more if ``size`` does not divide."""
+        base, more = divmod(size, self.of)
+        start = self.number * base + min(self.number, more)
+        return range(start, start + base + (self.number < more))
+
+
+class RankPosition(NamedTuple):
+    """A rank's position in dense tensors, among the experts, within each expert, and among pipeline stages."""
+
+    dense: Slot
+    experts: Slot
+    expert: Slot
+    stage: Slot = Slot(0, 1)
+
+
+def engine(
+    tensors: Mapping[str, TensorSpec], *, tp: int, kv_heads: int, ep: int = 1, vocab_multiple: int = VLLM_VOCAB_MULTIPLE
+) -> Layout:
+    """Return the layout of an engine of ``tp`` ranks, whose ``ep`` groups divide the experts (in vLLM 1 or ``tp``).
+
+    Kept for transfers to workers straight from the ranks that hold the weights, which every rank must be able to plan.
+    With more ranks than ``kv_heads``, neighbours hold the same key and value head. Tensors are cut under their Hugging
+    Face names; an engine that fuses them (``qkv_proj``, ``gate_up_proj``) holds these boxes as views of the fused one.
+    Raises WeightSyncError for an unknown name and for sizes that do not divide.
+    """
+    _divides(tp, ep, "ep", "tp")
+    inner = tp // ep
+    places = [RankPosition(Slot(rank, tp), Slot(rank // inner, ep), Slot(rank % inner, inner)) for rank in range(tp)]
+    model = _Model(tensors, kv_heads, vocab_multiple)
+
+    def attention(name: str, heads: int, at: Slot) -> list[Box]:
+        shape = tensors[name].shape
+        if KINDS[_suffix(name)] == "key" and at.of > kv_heads:
+            _divides(at.of, kv_heads, "kv_heads", "tp")
+            at = Slot(at.number // (at.of // kv_heads), kv_heads)
+        return [_whole_heads(shape, heads, at.part(heads, f"{name}, heads"))]
+
+    return _layout(model, places, attention)
+
+
+def megatron(
+    tensors: Mapping[str, TensorSpec],
+    *,
+    kv_heads: int,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    expert_tp: int = 1,
+    virtual_stages: int = 1,
+    vocab_multiple: int = 1,
+) -> Layout:
+    """Return Megatron-Core's layout on ``tp * dp * pp`` ranks: tensor-parallel neighbours first, stages last.
+
+    Within a stage, ``ep`` groups of ``expert_tp`` neighbours divide the experts. ``linear_qkv`` has the queries, the
+    key and the value of one key head after another, so a rank holds one box of each per key head (in the order of
+    ``fused_parts``). The last stage also holds a tied embedding. The vocabulary is padded to a multiple of
+    ``vocab_multiple * tp``. Raises WeightSyncError as ``engine`` does.
+    """
+    per_stage = tp * dp
+    _divides(per_stage, ep * expert_tp, "ep * expert_tp", "tp * dp")
+    places = [
+        RankPosition(
+            dense=Slot(rank % tp, tp),
+            experts=Slot(rank // expert_tp % ep, ep),
+            expert=Slot(rank % expert_tp, expert_tp),
+            stage=Slot(rank // per_stage, pp),
+        )
+        for rank in range(per_stage * pp)
+    ]
+    model = _Model(tensors, kv_heads, vocab_multiple * tp)
+    _divides(model.experts, ep, "ep", "the experts")
+    _divides(model.layers, pp * virtual_stages, "pp * virtual_stages", "the layers")
+
+    def attention(name: str, heads: int, at: Slot) -> list[Box]:
+        shape, per_group = tensors[name].shape, heads // kv_heads
+        groups = at.part(kv_heads, f"{name}, groups of queries")
+        return [_whole_heads(shape, heads, range(g * per_group, (g + 1) * per_group)) for g in groups]
+
+    return _layout(model, places, attention, virtual_stages)
+
+
+def fused_parts(layout: Layout, rank: int, names: Sequence[str]) -> list[tuple[str, Box]]:
+    """List the boxes, top to bottom, of a parameter that ``rank`` fuses from ``names``.
+
+    Examples are an engine's ``qkv_proj`` (queries, keys, values), Megatron's ``linear_qkv`` (the same once per key
+    head), ``gate_up_proj`` and ``linear_fc1``.
+    """
+    boxes = [[shard.box for shard in layout.shards[name] if shard.rank == rank] for name in names]
+    return [(name, box) for level in zip(*boxes, strict=True) for name, box in zip(names, level, strict=True)]
+
+
+class _Model(NamedTuple):
+    tensors: Mapping[str, TensorSpec]
+    kv_heads: int
+    vocab_multiple: int
+
+    @property
+    def layers(self) -> int:
+        return 1 + max((int(found[1]) for found in map(LAYER.search, self.tensors) if found), default=-1)
+
+    @property
+    def experts(self) -> int:
+        stacked = [tensor.shape[0] for name, tensor in self.tensors.items() if STACKED.search(name)]
+        return max([0, *stacked, *(1 + int(found[1]) for found in map(EXPERT.search, self.tensors) if found)])
+
+    def head_dim(self) -> int:
+        """Return the size of a head, from the key projection and its known number of heads."""
+        for name, tensor in self.tensors.items():
+            if name.endswith("k_proj.weight"):
+                _divides(tensor.shape[0], self.kv_heads, "kv_heads", name)
+                return tensor.shape[0] // self.kv_heads
+        raise WeightSyncError("no tensor is named k_proj.weight, so the layout of this model is not known")
+
+
+class _Attention(Protocol):
+    def __call__(self, name: str, heads: int, at: Slot) -> list[Box]: ...
+
+
+def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention, virtual_stages: int = 1) -> Layout:
+    experts, layers, head_dim = model.experts, model.layers, model.head_dim()
+    tied = not any(name.endswith("lm_head.weight") for name in model.tensors)
+    stages = places[0].stage.of
+
+    def is_here(name: str, stage: int) -> bool:
+        layer = LAYER.search(name)
+        if layer:  # virtual stages are dealt to the pipeline's ranks in turn
+            return int(layer[1]) * stages * virtual_stages // layers % stages == stage
+        is_input = name.endswith("embed_tokens.weight")
+        return (is_input and stage == 0) or ((not is_input or tied) and stage == stages - 1)
+
+    def boxes(name: str, at: RankPosition) -> Iterable[Box]:
+        shape, number = model.tensors[name].shape, EXPERT.search(name)
+        if not is_here(name, at.stage.number) or (number and int(number[1]) not in at.experts.uneven(experts)):
+            return []
+        if STACKED.search(name):
+            return _stacked(name, shape, at)
+        kind, slot = _kind(name), at.expert if number else at.dense
+        if kind in ("query", "key"):
+            return attention(name, shape[0] // head_dim, slot)
+        return [_dense(kind, name, shape, slot, model.vocab_multiple)]
+
+    def everywhere(name: str) -> tuple[Shard, ...]:
+        return shards_of((rank, box) for rank, at in enumerate(places) for box in boxes(name, at))
+
+    return Layout(model.tensors, {name: everywhere(name) for name in model.tensors})
+
+
+def _dense(kind: Kind, name: str, shape: Sequence[int], at: Slot, vocab_multiple: int) -> Box:
+    if kind == "copy":
+        return whole(shape)
+    if kind == "vocab":
+        part = at.part(-(-shape[0] // vocab_multiple) * vocab_multiple, f"{name}, padded")
+        return cut(shape, 0, range(min(part.start, shape[0]), min(part.stop, shape[0])))
+    dimension = 0 if kind == "rows" else 1
+    return cut(shape, dimension, at.part(shape[dimension], name))
+
+
+def _stacked(name: str, shape: Sequence[int], at: RankPosition) -> list[Box]:
+    """Return the boxes of stacked experts: gate and up of [experts, gate and up, hidden], or of [experts, hidden,
+    inner].
+    """
+    mine = cut(shape, 0, at.experts.uneven(shape[0]))
+    if name.endswith("down_proj"):
+        parts = [at.expert.part(shape[2], name)]
+    else:
+        gate = at.expert.part(shape[1] // 2, name)
+        parts = [gate, range(gate.start + shape[1] // 2, gate.stop + shape[1] // 2)]
+    cuts = [cut(shape, 2 if name.endswith("down_proj") else 1, part) for part in parts]
+    return [both for both in (common(mine, box) for box in cuts) if both is not None]
+
+
+def _whole_heads(shape: Sequence[int], heads: int, part: range) -> Box:
+    size = shape[0] // heads
+    return cut(shape, 0, range(part.start * size, part.stop * size))
+
+
+def _kind(name: str) -> Kind:
+    kind = KINDS.get(_suffix(name))
+    if kind is None:
+        raise WeightSyncError(f"{name}: there is no rule for how ranks divide this tensor; add its name to KINDS")
+    return kind
+
+
+def _suffix(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _divides(size: int, parts: int, what: str, of: str) -> None:
+    if size % parts:
+        raise WeightSyncError(f"{what}: {parts} does not divide {of}, {size}")

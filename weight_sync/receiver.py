@@ -1,6 +1,14 @@
-"""The engine's side of a weight update, whatever the transport."""
+"""The engine's side of a weight update, whatever the transport.
 
-from collections.abc import Callable, Iterable, Sequence
+``WeightReceiver`` receives buckets, verifies them and hands over their pieces. ``Assembler`` makes whole parameters of
+pieces, for loaders that take nothing else. ``RetainedBuckets`` is an engine's own copy of the buckets that it received
+last: the base of deltas and adapters, and staged buckets. It costs as much host memory as the weights that are sent,
+and only updates with ``hold`` keep one.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,10 +17,7 @@ from torch import Tensor
 from rl_async.concurrency import run_in_threads
 from rl_async.errors import WeightSyncError
 from rl_async.torch_shared import settle
-from rl_async.weight_sync.buckets.adapters import AdapterSum
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Piece, unpack, verify
-from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.buckets import AdapterSum, Piece, apply_delta, unpack, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Receiver
 
@@ -113,3 +118,137 @@ def merged(buckets: Iterable[Sequence[Piece]]) -> list[Piece]:
         )
     )
     return [piece for pieces in of_names for piece in pieces]
+
+
+class Assembler:
+    """Hands whole tensors to ``load`` and holds at most one incomplete parameter.
+
+    A tensor of which only boxes travel is NaN elsewhere (0 if it is not of floating point): a loader that used more of
+    it than its engine had asked for would be noticed at once.
+
+    ``load`` gets views that are valid only during the call. The first piece of a parameter discards an incomplete one.
+    """
+
+    def __init__(self, load: Callable[[list[tuple[str, Tensor]]], None]) -> None:
+        self._load = load
+        self._name, self._filled = "", 0
+        self._partial: Tensor | None = None
+
+    def __call__(self, pieces: Sequence[Piece]) -> None:
+        """Load the parameters that these pieces complete. Raises WeightSyncError for a piece out of order."""
+        done = []
+        for piece in pieces:
+            tensor = piece.data.view(piece.shape) if piece.whole else self._add(piece)
+            if tensor is not None:
+                done.append((piece.name, tensor))
+        if done:
+            self._load(done)
+
+    def _add(self, piece: Piece) -> Tensor | None:
+        """Put a piece in its place; return the tensor once it has all its pieces."""
+        if piece.start == 0:
+            self._name, self._filled = piece.name, 0
+            self._partial = _empty(piece)
+        if self._partial is None or (piece.name, piece.start) != (self._name, self._filled):
+            raise WeightSyncError(
+                f"piece of {piece.name!r} from element {piece.start} on is out of order: it follows "
+                f"{self._filled} elements of {self._name!r}"
+            )
+        end = piece.start + piece.data.numel()
+        if end > piece.total or (self._partial.shape, self._partial.dtype) != (piece.shape, piece.data.dtype):
+            raise WeightSyncError(f"the pieces of {piece.name!r} disagree about its shape or type")
+        piece.copy_into(self._partial)
+        self._filled = end
+        if end < piece.total:
+            return None
+        whole, self._partial, self._name, self._filled = self._partial, None, "", 0
+        return whole
+
+
+def _empty(piece: Piece) -> Tensor:
+    """Return a tensor of the whole parameter's shape, to be filled."""
+    if piece.total == math.prod(piece.shape):
+        return piece.data.new_empty(piece.shape)
+    return piece.data.new_full(piece.shape, math.nan if piece.data.is_floating_point() else 0)
+
+
+@dataclass
+class _Held:
+    data: Tensor
+    info: UpdateInfo
+
+
+class RetainedBuckets:
+    """Buckets by position. ``version`` is theirs when all of one version are complete, and otherwise empty."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+        self._coming = self._base = ""  # the version being received, and the complete one before it
+        self._next = 0  # position of the next bucket of ``_coming``
+        self.version = ""
+
+    def put(self, wire: Tensor, info: UpdateInfo) -> Tensor:
+        """Keep one bucket of ``info.version`` and return its verified bytes, uint8[nbytes], valid until the next put.
+
+        ``wire`` may be on any device. The bytes are patched and verified there, and a copy of them is kept on the host.
+
+        Raises WeightSyncError for a delta against other weights, a bucket out of order, or a wrong checksum. After
+        that, only a full update makes the copy usable again.
+        """
+        if info.index == 0:
+            self._coming, self._base, self._next, self.version = info.version, self.version, 0, ""
+        if (info.version, info.index) != (self._coming, self._next):
+            coming = self._coming or "none"
+            self._coming = ""
+            raise WeightSyncError(
+                f"bucket {info.index} of version {info.version} arrived, expected was bucket {self._next} of {coming}"
+            )
+        try:
+            data = self._patched(wire, info) if info.kind == "delta" else self._copied(wire, info)
+        except WeightSyncError:
+            self._coming = ""
+            raise
+        self._next += 1
+        if self._next == info.count:
+            del self._held[info.count :]
+            self.version, self._coming = self._coming, ""
+        return data
+
+    def load(self, version: str, load: Callable[[list[Piece]], None]) -> None:
+        """Hand all buckets to ``load``. Raises WeightSyncError unless ``version`` is complete."""
+        for pieces in self.each(version):
+            load(pieces)
+
+    def each(self, version: str) -> Iterator[list[Piece]]:
+        """Yield the pieces of each bucket. Raises WeightSyncError unless ``version`` is complete."""
+        self.require(version, f"cannot load version {version}")
+        for held in self._held:
+            yield unpack(held.data, held.info)
+
+    def require(self, version: str, what: str) -> None:
+        """Raise WeightSyncError, beginning with ``what`` failed, unless ``version`` is complete."""
+        if self.version != version:
+            raise WeightSyncError(f"{what}: this engine holds {self.version or 'no complete version'}")
+
+    def _patched(self, wire: Tensor, info: UpdateInfo) -> Tensor:
+        if info.base != self._base or info.index >= len(self._held):
+            raise WeightSyncError(
+                f"a delta against version {info.base}, but this engine holds {self._base or 'no complete version'}"
+            )
+        held = self._held[info.index]
+        data = held.data.to(wire.device)
+        apply_delta(wire, data, info)
+        verify(data, info)
+        held.data.copy_(data)
+        held.info = info
+        return data
+
+    def _copied(self, wire: Tensor, info: UpdateInfo) -> Tensor:
+        verify(wire, info)
+        if info.index < len(self._held) and self._held[info.index].data.shape == wire.shape:
+            self._held[info.index].data.copy_(wire)
+            self._held[info.index].info = info
+            return wire
+        del self._held[info.index :]
+        self._held.append(_Held(torch.empty_like(wire, device="cpu").copy_(wire), info))
+        return wire

@@ -24,9 +24,9 @@ import msgspec
 from rl_async.concurrency import Overdue, in_daemon_thread, outcomes, within
 from rl_async.errors import RanksLost, RlAsyncError, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import EngineControl, InitInfo, UpdateInfo
-from rl_async.weight_sync.ranks.rounds import Needs
+from rl_async.weight_sync.sender import Needs
 from rl_async.weight_sync.transports.interface import Sender
 
 T = TypeVar("T")

@@ -26,9 +26,8 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.models import build_models
-from rl_async.weight_sync.buckets.buckets import unpack
-from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.buckets import unpack
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
 
 INSTALL = "pip install 'rl-async[megatron]'"
 MEGATRON: dict[str, Any] = {"backend": "megatron"}

@@ -16,10 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, lengths
 from rl_async.weight_sync.protocol import TransportName
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import OutletServer, RemoteOutlet
-from rl_async.weight_sync.ranks.shipment import RankShards
-from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard import ShardedWeights
+from rl_async.weight_sync.sender import Outlet, OutletServer, RankShards, RemoteOutlet
 
 HOST, TOKEN = "127.0.0.1", "benchmark"
 TIMEOUT_S = 120.0

@@ -3,7 +3,7 @@
 A ProcessSpec is one process: its command, its device, and how often it may be restarted. Ports that the config sets are
 checked, for the others free ones are chosen. Engines are started as the traits of their kinds (``configs/engines.py``)
 describe. The mode determines which process uses which device. How weights travel follows from it too, in
-``configs/derived.py``, and when engines sleep, in ``weight_sync/phases.py``.
+``configs/derived.py``, and when engines sleep, in ``weight_sync/coordinator.py``.
 """
 
 import re

@@ -22,7 +22,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.torch_shared import give_back
-from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.buckets import Piece
 from rl_async.weight_sync.experts import single
 
 T = TypeVar("T")

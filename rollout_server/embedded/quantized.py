@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rl_async.torch_shared import DTYPES, quantize
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.buckets import Piece
 from rl_async.weight_sync.experts import single
+from rl_async.weight_sync.receiver import Assembler
 
 SCALES = "_scales"  # behind the name of the parameter that they belong to
 

@@ -8,9 +8,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo, of_worker
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 
 
 class WeightTransfer(WeightTransferEngine):

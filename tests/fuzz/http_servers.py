@@ -20,7 +20,7 @@ from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.server import EngineServer
 from rl_async.transfer_queue.telemetry import serve_metrics
-from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.buckets import Piece
 from tests.fuzz.http_client import ask
 from tests.fuzz.http_gateway import GatewayTarget
 from tests.fuzz.http_requests import Route

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from rl_async.weight_sync.transports.nccl import NcclSender
+from rl_async.weight_sync.transports.process_groups import NcclSender
 from tests.support.buckets import make_buckets
 
 pytestmark = [

@@ -12,15 +12,11 @@ import torch.distributed as dist
 
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.buckets import Bucket, unpack
-from rl_async.weight_sync.buckets.checksum import SUMS, checksum, checksum_like
-from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.buckets import SUMS, Bucket, checksum, checksum_like, deltas, numbered, unpack
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.reshard.gather import Gathering, ShardedWeights
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.receiver import RetainedBuckets
+from rl_async.weight_sync.reshard import Gathering, PointToPoint, ShardedWeights
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.support.trainer_ranks import TrainerRanks
 

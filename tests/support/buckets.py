@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rl_async.weight_sync.buckets.buckets import Bucket, allocate_buckets, dtype_name
+from rl_async.weight_sync.buckets import Bucket, allocate_buckets, dtype_name
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
 
 

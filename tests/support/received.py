@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from rl_async.weight_sync.buckets.adapters import HIGH, LOW, add
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import HIGH, LOW, Bucket, add
 from rl_async.weight_sync.protocol import InitInfo
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 
 

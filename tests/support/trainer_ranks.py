@@ -6,12 +6,10 @@ from types import TracebackType
 from torch import Tensor
 
 from rl_async.configs.schema.trainer import WeightSyncConfig
-from rl_async.weight_sync.buckets.buckets import dtype_name
+from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2, slices, whole
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import OutletServer, RemoteOutlet
-from rl_async.weight_sync.ranks.shipment import RankShards
-from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard import ShardedWeights
+from rl_async.weight_sync.sender import Outlet, OutletServer, RankShards, RemoteOutlet
 
 TOKEN = "token"
 HOST = "127.0.0.1"

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from rl_async.trainer.backend import Backend
 from rl_async.weight_sync.layout import Layout, Shard, whole
-from rl_async.weight_sync.reshard.execute import reshard
-from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.reshard import PointToPoint, plan, reshard
 
 BUCKET, DEADLINE_S = 1 << 20, 60.0
 

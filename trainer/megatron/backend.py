@@ -72,7 +72,7 @@ from rl_async.trainer.megatron.weights import (
 from rl_async.trainer.model import Head, check_records, is_replayed
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.layout import Layout
-from rl_async.weight_sync.reshard.gather import ShardedWeights
+from rl_async.weight_sync.reshard import ShardedWeights
 
 Choice = tuple[Tensor, Tensor]  # scores and experts, [N, k]
 

@@ -44,11 +44,9 @@ from rl_async.trainer.megatron.mapping import (
 from rl_async.trainer.megatron.model import Parallel
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD, VALUE_HEAD_FILE, Head, ValueHead
 from rl_async.trainer.pretrained import StoredWeights
-from rl_async.weight_sync.buckets.buckets import dtype_name
-from rl_async.weight_sync.layout import Box, Layout, TensorSpec, lengths
-from rl_async.weight_sync.reshard.execute import split_fused
-from rl_async.weight_sync.reshard.gather import ShardedWeights
-from rl_async.weight_sync.reshard.model_layouts import fused_parts, megatron
+from rl_async.weight_sync.buckets import dtype_name
+from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fused_parts, lengths, megatron
+from rl_async.weight_sync.reshard import ShardedWeights, split_fused
 
 DECODER = "model."  # prefix of what a critic has too, in a causal language model
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.files import force_to_disk, written_whole
-from rl_async.weight_sync.buckets.buckets import Bucket, wire_bytes
+from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 KEY = "bucket"

@@ -1,19 +1,121 @@
-"""What the coordinator and the engines need of a transport, and the table of transports."""
+"""What the coordinator and the engines need of a transport, and the table of transports.
 
-from collections.abc import Callable
+``nearest``, the default, chooses: shared memory if all of a group can open this process's, else gloo. Every engine
+tries to open a segment that the sender names, and says in the group's store whether it could. Addresses prove nothing:
+containers on one machine may have a /dev/shm of their own each, and so does another user's process.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 from torch import Tensor
 
 from rl_async.accelerators import shares_memory
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.errors import WeightSyncError
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.disk import DiskReceiver, DiskSender
-from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
-from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender
-from rl_async.weight_sync.transports.nccl import NcclReceiver, NcclSender
-from rl_async.weight_sync.transports.nearest import NearestReceiver, NearestSender
+from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, mapped
+from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, NcclReceiver, NcclSender, store_of
+
+CHOICE = "nearest"
+MEMORY, NETWORK = "memory", "network"
+
+
+class NearestSender:
+    """Sends to the ``workers`` of each engine, who meet as gloo's do. Two buckets of ``bucket_bytes`` must fit."""
+
+    def __init__(
+        self,
+        workers: Sequence[int],
+        group_name: str,
+        timeout_s: float,
+        bucket_bytes: int,
+        host: str = "127.0.0.1",
+        folder: Path | None = None,
+    ) -> None:
+        self._gloo, self._memory = GlooSender(workers, group_name, timeout_s, host, folder), SharedMemorySender()
+        self._chosen: GlooSender | SharedMemorySender = self._gloo
+        self._name, self._timeout_s = group_name, timeout_s
+        self._members = [_key(rank) for rank in range(1, 1 + sum(workers))]
+        try:
+            self._segment = self._memory.reserve(bucket_bytes)
+        except WeightSyncError:  # /dev/shm is too small, as it is in a container by default
+            self._segment = ""
+
+    def init_info(self, member: int) -> InitInfo:
+        """Describe how engine ``member`` joins: as gloo's, with the name of shared memory to try."""
+        return msgspec.structs.replace(self._gloo.init_info(member), backend="nearest", shm_name=self._segment)
+
+    def connect(self) -> None:
+        """Choose what all engines can do, once they have said so, and form the gloo group if it is that."""
+        store = self._gloo.store()
+        try:
+            store.wait(self._members, timedelta(seconds=self._timeout_s))
+            choice = MEMORY if all(store.get(member).decode() == MEMORY for member in self._members) else NETWORK
+            store.set(CHOICE, choice)
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self._name}: not all of {len(self._members)} workers came: {error}") from error
+        if choice == MEMORY:
+            self._chosen = self._memory
+        else:
+            self._memory.close()
+            self._gloo.connect()
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        """Stage a bucket as the chosen transport does."""
+        return self._chosen.stage(bucket)
+
+    def send(self, bucket: Bucket) -> None:
+        """Transfer a staged bucket."""
+        self._chosen.send(bucket)
+
+    def unstage(self) -> None:
+        """Release the oldest staged bucket."""
+        self._chosen.unstage()
+
+    def close(self) -> None:
+        """Give the memory back, and leave the group."""
+        self._memory.close()
+        self._gloo.close()
+
+
+class NearestReceiver:
+    """The engine's side; the constructor joins."""
+
+    def __init__(self, info: InitInfo) -> None:
+        store = store_of(info)
+        try:
+            store.set(_key(info.rank_offset), MEMORY if _opens(info.shm_name) else NETWORK)
+            choice = store.get(CHOICE).decode()
+        except RuntimeError as error:
+            raise WeightSyncError(f"{info.group_name}: the sender did not choose a transport: {error}") from error
+        near = choice == MEMORY
+        self._chosen: GlooReceiver | SharedMemoryReceiver = SharedMemoryReceiver(info) if near else GlooReceiver(info)
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        """Return the bytes of one bucket, uint8[nbytes], valid until the next call."""
+        return self._chosen.receive(info)
+
+    def close(self) -> None:
+        """Leave the transfer."""
+        self._chosen.close()
+
+
+def _opens(segment: str) -> bool:
+    """Whether this process can open the sender's memory, of which it keeps nothing mapped."""
+    try:
+        mapped(segment)
+    except WeightSyncError:
+        return False
+    return True
+
+
+def _key(rank: int) -> str:
+    return f"{CHOICE}/{rank}"
 
 
 class Sender(Protocol):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
 

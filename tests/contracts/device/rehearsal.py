@@ -26,21 +26,13 @@ from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, collate
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Bucket, Piece, unpack, verify
-from rl_async.weight_sync.buckets.checksum import SUMS
-from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.buckets import SUMS, Bucket, Piece, deltas, numbered, unpack, verify
+from rl_async.weight_sync.coordinator import TakeTurns
 from rl_async.weight_sync.layout import slices, whole
-from rl_async.weight_sync.phases import TakeTurns
 from rl_async.weight_sync.protocol import SyncReport, of_worker
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.rounds import Needs
-from rl_async.weight_sync.ranks.shipment import RankShards
-from rl_async.weight_sync.receiver import WeightReceiver
-from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightReceiver
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
+from rl_async.weight_sync.sender import Needs, Outlet, RankShards
 from tests.conftest import make_rows
 from tests.contracts.device import handover
 from tests.contracts.device.handover import HandedOver

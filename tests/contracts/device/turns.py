@@ -13,11 +13,9 @@ from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
 from rl_async.torch_shared import give_back
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.weight_sync.fleet import Fleet, Weights
-from rl_async.weight_sync.phases import TakeTurns
+from rl_async.weight_sync.coordinator import Fleet, TakeTurns, Weights
 from rl_async.weight_sync.protocol import SyncReport, UpdateInfo
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.shipment import RankShards
+from rl_async.weight_sync.sender import Outlet, RankShards
 from tests.contracts.device.handover import HandedOver
 from tests.support.python_device import held, moved, reserved
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet

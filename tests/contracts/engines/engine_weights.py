@@ -11,7 +11,7 @@ from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import InitInfo, TransportName
 from rl_async.weight_sync.transports.ipc import SharedMemorySender

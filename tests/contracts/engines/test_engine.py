@@ -18,10 +18,7 @@ from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.adapters import adapter_buckets, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.buckets.delta import deltas
-from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets import Bucket, adapter_buckets, as_adapters, deltas, numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect

@@ -15,7 +15,7 @@ from rl_async.rollout_server.api import GenerateRequest
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.experts import single
 from rl_async.weight_sync.layout import TensorSpec
-from rl_async.weight_sync.reshard.model_layouts import engine as engine_layout
+from rl_async.weight_sync.layout import engine as engine_layout
 from tests.conftest import VOCAB, save_tokenizer
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running

@@ -14,7 +14,7 @@ from rl_async.errors import EngineRejected
 from rl_async.messages import EngineRecord, Version
 from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.sglang.client import SglangEngine
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.contracts.sglang.wheel import load, wheel_folder

@@ -11,7 +11,7 @@ import pytest
 
 from rl_async.concurrency import in_daemon_thread
 from rl_async.process.private_folder import RENDEZVOUS
-from rl_async.weight_sync.transports.rendezvous import joined_store
+from rl_async.weight_sync.transports.process_groups import joined_store
 from tests.support.forked import Forked, start_ranks
 from tests.support.ports import free_port
 

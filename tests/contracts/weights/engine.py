@@ -15,9 +15,8 @@ import torch
 from aiohttp import web
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets.assembly import Assembler
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

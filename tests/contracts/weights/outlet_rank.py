@@ -18,8 +18,7 @@ from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.protocol import UpdateInfo
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import OutletServer
+from rl_async.weight_sync.sender import Outlet, OutletServer
 from tests.support.trainer_ranks import HOST, TOKEN, shards_of, specs_of
 
 RANKS = 2

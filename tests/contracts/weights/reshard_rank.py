@@ -19,11 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.execute import one_box_each, reshard, split_fused
-from rl_async.weight_sync.reshard.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.wire import PointToPoint, SharedMemoryWire, Wire
+from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, megatron
+from rl_async.weight_sync.reshard import PointToPoint, SharedMemoryWire, Wire, one_box_each, plan, reshard, split_fused
 from tests.unit.weight_sync.reshard.models import specs
 
 WORLD = 4

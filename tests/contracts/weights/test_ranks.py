@@ -11,9 +11,7 @@ from rl_async.messages import Version
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.protocol import SyncReport, TransportName
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import RemoteOutlet
-from rl_async.weight_sync.ranks.shipment import RankShards
+from rl_async.weight_sync.sender import Outlet, RankShards, RemoteOutlet
 from tests.contracts.weights import test_transport
 from tests.contracts.weights.outlet_rank import RANKS, ROWS, named, sync_of
 from tests.contracts.weights.test_transport import TRANSPORTS, Directory, Start, connect, states

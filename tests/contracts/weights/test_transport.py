@@ -17,8 +17,7 @@ from rl_async.errors import EngineLost
 from rl_async.messages import EngineList, EngineRecord, Version
 from rl_async.process.private_folder import SEGMENT_PREFIX, SEGMENTS, prefix_for
 from rl_async.rollout_server.vllm.client import VllmEngine
-from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket, as_adapters
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import TransportName
 from rl_async.weight_sync.transports.disk import DiskSender

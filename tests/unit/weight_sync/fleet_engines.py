@@ -11,11 +11,10 @@ import torch
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, QueueLost, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Version
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.fleet import Fleet, NoteStage
+from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.coordinator import Fleet, NoteStage
 from rl_async.weight_sync.protocol import Box, InitInfo, TransportName, UpdateInfo, of_worker
-from rl_async.weight_sync.receiver import WeightReceiver
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from tests.support.buckets import make_buckets
 
 V0, V1 = Version(0, 0), Version(0, 1)

@@ -14,8 +14,7 @@ from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import QueueLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineList, Version
 from rl_async.weight_sync import coordinator as coordinator_module
-from rl_async.weight_sync.coordinator import FINISH_S, WeightCoordinator
-from rl_async.weight_sync.phases import IdleCoordinator
+from rl_async.weight_sync.coordinator import FINISH_S, IdleCoordinator, WeightCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.unit.weight_sync.fleet_engines import Directory as EngineDirectory
 from tests.unit.weight_sync.fleet_engines import Engine, buckets

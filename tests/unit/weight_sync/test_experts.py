@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_async.weight_sync.experts import expert_parts, single, single_layout, single_shards, single_specs
 from rl_async.weight_sync.layout import TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.execute import one_box_each
+from rl_async.weight_sync.reshard import one_box_each
 
 SIZES = {
     "vocab_size": 20,

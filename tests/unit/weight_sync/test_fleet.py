@@ -11,9 +11,9 @@ import pytest
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost, TrainerReplaced, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync import fleet as fleet_module
+from rl_async.weight_sync import coordinator as fleet_module
 from rl_async.weight_sync import wave
-from rl_async.weight_sync.fleet import Fleet
+from rl_async.weight_sync.coordinator import Fleet
 from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, WaveOutcome, drain, suspend, transfer

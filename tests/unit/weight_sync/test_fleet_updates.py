@@ -8,8 +8,7 @@ import torch
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket, as_adapters
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from tests.support.buckets import make_buckets
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, make_fleet, sparse

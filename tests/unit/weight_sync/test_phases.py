@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.phases import (
+from rl_async.weight_sync.buckets import Bucket
+from rl_async.weight_sync.coordinator import (
     EngineUpdater,
     IdleCoordinator,
     Lending,

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.buckets import Piece
 from rl_async.weight_sync.protocol import DeviceMemory, InitInfo, TransportName, UpdateInfo
 from rl_async.weight_sync.receiver import WeightReceiver, merged
 from rl_async.weight_sync.transports.disk import DiskSender
-from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
 from rl_async.weight_sync.transports.interface import bucket_device
 from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, new_segment
-from rl_async.weight_sync.transports.nccl import NcclSender
+from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, NcclSender
 from tests.support.buckets import make_buckets
 
 NAMED = [("a", torch.arange(4.0)), ("b", torch.ones(2, 3, dtype=torch.bfloat16))]

@@ -9,7 +9,7 @@ import torch
 
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.wave import BucketShipment, FleetMember, transfer
 from tests.support.buckets import make_buckets

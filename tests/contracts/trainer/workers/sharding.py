@@ -17,10 +17,8 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.messages import Version
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.weight_sync.buckets.adapters import as_adapters
-from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.reshard.gather import Gathering
-from rl_async.weight_sync.reshard.wire import PointToPoint
+from rl_async.weight_sync.buckets import as_adapters, numbered
+from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from tests.contracts.backends.models import cell_rows, loss_of, micro_batches
 from tests.support.received import Received
 

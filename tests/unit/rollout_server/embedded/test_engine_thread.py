@@ -32,7 +32,7 @@ from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.rollout_server.embedded.local import LocalEngine
 from rl_async.rollout_server.embedded.process import load_model
 from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.weight_sync.buckets.buckets import Piece
+from rl_async.weight_sync.buckets import Piece
 from tests.support.pickled import pickled
 from tests.support.rounding import PlainPass
 

@@ -16,7 +16,7 @@ from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksu
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.torch_shared import DTYPES, quantize
-from rl_async.weight_sync.buckets.buckets import unpack
+from rl_async.weight_sync.buckets import unpack
 from rl_async.weight_sync.experts import single
 from tests.support.buckets import make_buckets
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.adapters import CACHED, adapter_buckets, add, as_adapters
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets import CACHED, Bucket, adapter_buckets, add, as_adapters, numbered
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.support.buckets import make_buckets
 from tests.support.effort import examples

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import allocate_buckets, manifest_bytes, unpack, verify
-from rl_async.weight_sync.buckets.numbering import numbered
+from rl_async.weight_sync.buckets import allocate_buckets, manifest_bytes, numbered, unpack, verify
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
+from rl_async.weight_sync.receiver import Assembler
 from tests.support.buckets import make_buckets
 from tests.support.effort import examples
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_async.weight_sync.buckets.checksum import BLOCK, SUMS, _hex, checksum, checksum_like, sums
+from rl_async.weight_sync.buckets import SUM_BLOCK, SUMS, _hex, checksum, checksum_like, sums
 from tests.support.effort import examples
 
 WORD = (1 << 64) - 1
@@ -28,13 +28,15 @@ def expected(data: bytes) -> str:
     first = second = len(data)
     words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
     for at, word in enumerate(words):
-        weight = factor(at % BLOCK) * factor(BLOCK + at // BLOCK)
+        weight = factor(at % SUM_BLOCK) * factor(SUM_BLOCK + at // SUM_BLOCK)
         upper = (word >> 32) - (1 << 32 if word >> 63 else 0)  # words have a sign
         first, second = first + weight * word & WORD, second + weight * upper & WORD
     return f"{SUMS}{first:016x}{second:016x}"
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1, 16 * BLOCK + 803])
+@pytest.mark.parametrize(
+    "count", [0, 1, 7, 8, 9, 8 * SUM_BLOCK - 1, 8 * SUM_BLOCK, 8 * SUM_BLOCK + 1, 16 * SUM_BLOCK + 803]
+)
 def test_the_sums_are_what_is_documented(count: int) -> None:
     data = random_bytes(count)
     assert checksum_like(SUMS, data) == expected(data.numpy().tobytes())
@@ -65,17 +67,18 @@ def test_the_same_bit_flipped_in_several_words_is_found(bit: int, words: int, se
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [((0, 8), (8, 16)), ((0, 4), (4, 8)), ((0, 8), (8 * BLOCK, 8 * BLOCK + 8)), ((0, 1), (2, 3))]
+    ("one", "other"),
+    [((0, 8), (8, 16)), ((0, 4), (4, 8)), ((0, 8), (8 * SUM_BLOCK, 8 * SUM_BLOCK + 8)), ((0, 1), (2, 3))],
 )
 def test_parts_that_changed_places_are_found(one: tuple[int, int], other: tuple[int, int]) -> None:
-    data = random_bytes(16 * BLOCK)
+    data = random_bytes(16 * SUM_BLOCK)
     swapped = data.clone()
     swapped[slice(*one)], swapped[slice(*other)] = data[slice(*other)], data[slice(*one)]
     assert not torch.equal(sums(swapped), sums(data))
 
 
 def test_zeros_are_not_any_number_of_zeros() -> None:
-    found = {checksum_like(SUMS, torch.zeros(count, dtype=torch.uint8)) for count in (1, 2, 8, 16, 8 * BLOCK)}
+    found = {checksum_like(SUMS, torch.zeros(count, dtype=torch.uint8)) for count in (1, 2, 8, 16, 8 * SUM_BLOCK)}
     assert len(found) == 5
 
 

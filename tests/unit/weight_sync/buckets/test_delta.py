@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.buckets import Bucket
-from rl_async.weight_sync.buckets.delta import BLOCK, apply_delta, deltas
-from rl_async.weight_sync.buckets.numbering import numbered
-from rl_async.weight_sync.buckets.retained import RetainedBuckets
+from rl_async.weight_sync.buckets import DELTA_BLOCK, Bucket, apply_delta, deltas, numbered
 from rl_async.weight_sync.protocol import UpdateInfo
+from rl_async.weight_sync.receiver import RetainedBuckets
 from tests.support.buckets import make_buckets
 from tests.support.effort import examples
 
@@ -66,9 +64,9 @@ def test_the_result_is_the_new_version_bit_by_bit_and_no_bucket_grows(
 
 
 def test_what_did_not_change_is_not_sent() -> None:
-    weight = torch.zeros(3 * BLOCK, dtype=torch.bfloat16)
+    weight = torch.zeros(3 * DELTA_BLOCK, dtype=torch.bfloat16)
     touched = weight.clone()
-    touched[[5, BLOCK, 3 * BLOCK - 1]] = 1.0
+    touched[[5, DELTA_BLOCK, 3 * DELTA_BLOCK - 1]] = 1.0
     (old,), (new,) = version([("w", weight)], 0, 1 << 30), version([("w", touched)], 1, 1 << 30)
     (sent,) = deltas([new], [old], "0.0")
     assert (sent.info.kind, sent.info.base, sent.nbytes) == ("delta", "0.0", 3 * 4 + 3 * (2 + 2))

@@ -11,10 +11,8 @@ from rl_async.concurrency import in_daemon_thread
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import fsdp2
-from rl_async.weight_sync.ranks.meeting import followed, led
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import OutletServer
-from rl_async.weight_sync.transports.rendezvous import joined_store, listening_store
+from rl_async.weight_sync.sender import Outlet, OutletServer, followed, led
+from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
 from tests.support.trainer_ranks import HOST, TOKEN, shards_of, specs_of
 from tests.unit.weight_sync.ranks.test_shipment import named
 

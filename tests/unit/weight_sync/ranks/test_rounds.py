@@ -11,14 +11,12 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import WeightSyncError
 from rl_async.messages import Version
-from rl_async.weight_sync.buckets.assembly import Assembler
-from rl_async.weight_sync.buckets.buckets import unpack, wire_bytes
-from rl_async.weight_sync.layout import Layout, Shard, TensorSpec, cut, fsdp2, shards_of, slices, volume, whole
+from rl_async.weight_sync.buckets import unpack, wire_bytes
+from rl_async.weight_sync.layout import Layout, Shard, TensorSpec, cut, engine, fsdp2, shards_of, slices, volume, whole
 from rl_async.weight_sync.protocol import Hold, UpdateInfo, of_worker
-from rl_async.weight_sync.ranks.rounds import Needs, plan_rounds
-from rl_async.weight_sync.receiver import WeightReceiver
-from rl_async.weight_sync.reshard.model_layouts import engine
-from rl_async.weight_sync.reshard.plan import plan
+from rl_async.weight_sync.receiver import Assembler, WeightReceiver
+from rl_async.weight_sync.reshard import plan
+from rl_async.weight_sync.sender import Needs, plan_rounds
 from tests.support.trainer_ranks import TrainerRanks, specs_of
 from tests.unit.weight_sync.reshard.models import specs
 

@@ -16,9 +16,7 @@ from rl_async.errors import EngineLost, RanksLost, WeightSyncError
 from rl_async.messages import Version
 from rl_async.weight_sync.layout import Box, fsdp2
 from rl_async.weight_sync.protocol import InitInfo, TransportName, UpdateInfo
-from rl_async.weight_sync.ranks.outlet import Outlet
-from rl_async.weight_sync.ranks.remote import OutletServer, RemoteOutlet
-from rl_async.weight_sync.ranks.rounds import Needs
+from rl_async.weight_sync.sender import Needs, Outlet, OutletServer, RemoteOutlet
 from tests.support.trainer_ranks import HOST, TrainerRanks, shards_of, specs_of
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
 

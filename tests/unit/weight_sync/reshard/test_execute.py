@@ -7,9 +7,7 @@ from torch.distributed import HashStore
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.execute import reshard
-from rl_async.weight_sync.reshard.plan import plan
-from rl_async.weight_sync.reshard.wire import SharedMemoryWire
+from rl_async.weight_sync.reshard import SharedMemoryWire, plan, reshard
 
 NAMED = {"t": TensorSpec((4, 2), "bfloat16")}
 WHOLE: Box = ((0, 4), (0, 2))

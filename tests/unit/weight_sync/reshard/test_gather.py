@@ -5,11 +5,9 @@ import torch
 from torch.distributed import HashStore
 
 from rl_async.errors import RanksLost
-from rl_async.weight_sync.buckets.buckets import Bucket
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.layout import Layout, TensorSpec, fsdp2
-from rl_async.weight_sync.reshard.execute import one_box_each
-from rl_async.weight_sync.reshard.gather import Gathering, ShardedWeights
-from rl_async.weight_sync.reshard.wire import SharedMemoryWire
+from rl_async.weight_sync.reshard import Gathering, ShardedWeights, SharedMemoryWire, one_box_each
 from tests.support.buckets import make_buckets
 
 SPECS = {"a": TensorSpec((5, 3)), "b": TensorSpec((4,)), "c": TensorSpec((7, 2, 3))}

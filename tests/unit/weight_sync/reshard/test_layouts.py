@@ -7,9 +7,19 @@ from torch.distributed.tensor import Shard as Dealt
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec, fsdp2, slices, whole
-from rl_async.weight_sync.reshard.execute import split_fused
-from rl_async.weight_sync.reshard.model_layouts import engine, fused_parts, megatron
+from rl_async.weight_sync.layout import (
+    Box,
+    Layout,
+    Shard,
+    TensorSpec,
+    engine,
+    fsdp2,
+    fused_parts,
+    megatron,
+    slices,
+    whole,
+)
+from rl_async.weight_sync.reshard import split_fused
 from tests.unit.weight_sync.reshard.models import specs
 
 LAYER = "model.layers.0."

@@ -13,15 +13,16 @@ from rl_async.weight_sync.layout import (
     Layout,
     Shard,
     TensorSpec,
+    engine,
     fsdp2,
     joined,
+    megatron,
     shards_of,
     slices,
     whole,
     without,
 )
-from rl_async.weight_sync.reshard.model_layouts import engine, megatron
-from rl_async.weight_sync.reshard.plan import ReshardPlan, messages_of, plan
+from rl_async.weight_sync.reshard import ReshardPlan, messages_of, plan
 from tests.support.effort import examples
 from tests.unit.weight_sync.reshard.models import specs
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets.buckets import Bucket, verify
+from rl_async.weight_sync.buckets import Bucket, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.gloo import GlooReceiver, GlooSender
+from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender
 from tests.support.buckets import make_buckets
 from tests.support.listeners import listeners
 

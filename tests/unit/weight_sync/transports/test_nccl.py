@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rl_async.accelerators import ACCELERATORS, Accelerator
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.transports.nccl import device_groups
+from rl_async.weight_sync.transports.process_groups import device_groups
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=[one.make for one in ACCELERATORS])

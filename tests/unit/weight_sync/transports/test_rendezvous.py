@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rl_async.accelerators import accelerator_here
-from rl_async.weight_sync.transports.rendezvous import bind_groups, interface_of, own_address
+from rl_async.weight_sync.transports.process_groups import bind_groups, interface_of, own_address
 
 NAMES = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
 

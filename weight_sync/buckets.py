@@ -1,23 +1,35 @@
-"""Packs named tensors into flat byte buffers of bounded size, and unpacks them.
+"""Buckets: flat byte buffers of bounded size that hold named tensors, with their checksums, and smaller forms of them.
 
 A bucket concatenates the bytes of its pieces in order; each offset is rounded up to the piece's item size. A piece is
 a whole parameter or, if that is larger than a bucket, a contiguous box of it: some rows, or a part of one row. Both
 sides compute the offsets from the manifest alone.
+
+A delta encodes the difference between two versions of a bucket. They are compared bitwise in units of the smallest item
+size. The payload has the number of changed units in each block of 2^16 (uint32), then the position of each changed unit
+in its block (uint16), then their new values. It is lossless, for NaNs and negative zeros too.
+
+An adapter (LoRA, arXiv:2106.09685) of the layer ``L``, whose weight [out, in] is ``L.weight``, is ``L.lora_A.weight``
+[rank, in] and ``L.lora_B.weight`` [out, rank], in float32 as they are trained; engines add it to a base that they hold.
+
+There are two kinds of checksums, each the quickest where the bytes are, both computable anywhere: xxh3_128 on the host,
+and on an accelerator two sums of integer products modulo 2^64, which every device computes to the same bits. They guard
+against faults, not against forgery: any single changed word is found, and of other changes all but about one in 2^32.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from rl_async.errors import WeightSyncError
-from rl_async.weight_sync.buckets.checksum import checksum, checksum_like
+from rl_async.messages import Version
 from rl_async.weight_sync.layout import Box, TensorSpec, lengths, volume, whole
-from rl_async.weight_sync.protocol import UpdateInfo
+from rl_async.weight_sync.protocol import Hold, UpdateInfo
 
 # Those that parameters have and ``copy_`` converts; torch has others, of less than a byte for example.
 DTYPES = frozenset(
@@ -322,3 +334,246 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or name not in DTYPES:
         raise WeightSyncError(f"unknown dtype {name!r} in a manifest")
     return dtype
+
+
+def numbered(buckets: Sequence[Bucket], version: Version, hold: Hold) -> Sequence[Bucket]:
+    """Return ``buckets`` labelled for engines that keep them; the bytes are shared with the originals.
+
+    Engines always keep adapters and the base they belong to, and load them once both are complete.
+    """
+    added = adapter_buckets(buckets)
+    if added:
+        base = [bucket for bucket in buckets if bucket.info.kind != "adapter"]
+        name = base_name(base)
+        return [*_labelled(base, name, "stage"), *_labelled(added, str(version), "stage", base=name)]
+    return buckets if hold == "no" else _labelled(buckets, str(version), hold)
+
+
+def _labelled(buckets: Sequence[Bucket], version: str, hold: Hold, base: str = "") -> list[Bucket]:
+    return [
+        replace(
+            bucket,
+            info=msgspec.structs.replace(
+                bucket.info, hold=hold, version=version, index=index, count=len(buckets), base=base
+            ),
+        )
+        for index, bucket in enumerate(buckets)
+    ]
+
+
+DELTA_BLOCK = 1 << 16
+UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def deltas(buckets: Sequence[Bucket], base: Sequence[Bucket], base_version: str) -> Iterator[Bucket]:
+    """Yield each bucket as a delta against the one at its position in ``base``, or whole if a delta is not smaller.
+
+    The checksum remains that of the whole bucket, so the receiver verifies the decoded bytes, not the payload.
+    """
+    for index, bucket in enumerate(buckets):
+        old = base[index] if index < len(base) else None
+        payload = _encode(bucket, old) if old is not None and _alike(bucket.info, old.info) else None
+        if payload is None:
+            yield bucket
+            continue
+        info = msgspec.structs.replace(bucket.info, kind="delta", base=base_version, payload_bytes=payload.numel())
+        yield replace(bucket, data=payload, info=info)
+
+
+def apply_delta(payload: Tensor, data: Tensor, info: UpdateInfo) -> None:
+    """Turn ``data``, the base as uint8[nbytes], in place into the new bucket; ``payload`` is uint8[payload_bytes] on
+    the same device.
+
+    Raises WeightSyncError for a payload that does not fit the bucket. The caller verifies the result.
+    """
+    units = data.view(UNITS[item_size(info)])
+    head = 4 * _blocks(units)
+    counts = payload[:head].view(torch.int32).long() & 0xFFFFFFFF if payload.numel() >= head else payload.new_zeros(0)
+    changed = int(counts.sum())
+    split = head + 2 * changed
+    if 4 * counts.numel() != head or payload.numel() != split + changed * units.itemsize:
+        raise WeightSyncError(f"a delta of {payload.numel()} bytes does not fit the bucket from {info.names[0]!r} on")
+    starts = torch.arange(len(counts), device=data.device) * DELTA_BLOCK
+    places = payload[head:split].view(torch.int16).long() & 0xFFFF
+    places += torch.repeat_interleave(starts, counts, output_size=changed)
+    if changed and int(places.max()) >= len(units):
+        raise WeightSyncError(f"a delta changes positions beyond the end of the bucket from {info.names[0]!r} on")
+    units[places] = payload[split:].clone().view(units.dtype)  # a copy, since a view would have to be aligned
+
+
+def _encode(bucket: Bucket, base: Bucket) -> Tensor | None:
+    """Return the payload, or None if it would be as large as the bucket."""
+    unit = UNITS[item_size(bucket.info)]
+    new, old = bucket.data.view(unit), base.data.to(bucket.data.device).view(unit)
+    places = (new != old).nonzero().view(-1)
+    head = 4 * _blocks(new)
+    split = head + 2 * len(places)
+    nbytes = split + len(places) * new.itemsize
+    if nbytes >= bucket.nbytes:
+        return None
+    payload = bucket.data.new_empty(nbytes)
+    counts = torch.bincount(places // DELTA_BLOCK, minlength=head // 4)
+    payload[:head] = counts.to(torch.int32).view(torch.uint8)
+    payload[head:split] = places.to(torch.int16).view(torch.uint8)  # keeps the lower 16 bits
+    payload[split:] = new[places].view(torch.uint8)
+    return payload
+
+
+def _blocks(units: Tensor) -> int:
+    return -(-len(units) // DELTA_BLOCK)
+
+
+def _alike(one: UpdateInfo, other: UpdateInfo) -> bool:
+    return (one.names, one.dtype_names, one.shapes, one.starts, one.numels) == (
+        other.names,
+        other.dtype_names,
+        other.shapes,
+        other.starts,
+        other.numels,
+    )
+
+
+LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
+CACHED = 1 << 18  # elements of a sum that fit in a processor's cache
+
+
+def add(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
+    """Return W + scale * B A, [out, in] in W's dtype, from A [rank, in] and B [out, rank], both float32.
+
+    The sum over the rank is computed in float32, in order, with each product and each sum rounded separately (IEEE
+    754). An element therefore has the same bits on any device and in any selection of rows and columns, which a matrix
+    product does not guarantee.
+    """
+    rows = max(1, CACHED // max(1, weight.shape[1]) if weight.device.type == "cpu" else weight.shape[0])
+    result = torch.empty_like(weight)
+    for at in range(0, weight.shape[0], rows):
+        part = slice(at, at + rows)
+        total = high[part, :1] * low[0]
+        product = torch.empty_like(total)
+        for k in range(1, len(low)):
+            total += torch.mul(high[part, k : k + 1], low[k], out=product)
+        result[part] = total.mul_(scale).add_(weight[part])
+    return result
+
+
+def as_adapters(buckets: Iterable[Bucket], scale: float) -> list[Bucket]:
+    """Mark buckets as holding matrices A and B, scaled by ``scale`` (alpha / rank)."""
+    return [replace(b, info=msgspec.structs.replace(b.info, kind="adapter", scale=scale)) for b in buckets]
+
+
+def adapter_buckets(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Return the buckets that hold adapters, in order."""
+    return [bucket for bucket in buckets if bucket.info.kind == "adapter"]
+
+
+def base_name(base: Iterable[Bucket]) -> str:
+    """Return a name for these weights alone, never that of a version: a hash of their manifests and checksums."""
+    manifests = msgspec.json.encode([bucket.info for bucket in base])
+    return f"base-{xxhash.xxh3_128_hexdigest(manifests)}"
+
+
+class AdapterSum:
+    """Adds adapters to the pieces of a base, on ``device``. Raises WeightSyncError for an A without its B, or a B
+    alone.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], scale: float, device: torch.device) -> None:
+        self._scale, self._device = scale, device
+        here = {name: tensor.to(device) for name, tensor in named.items()}
+        layers = {name.removesuffix(LOW).removesuffix(HIGH) for name in here}
+        if unpaired := here.keys() ^ {layer + ending for layer in layers for ending in (LOW, HIGH)}:
+            raise WeightSyncError(
+                f"adapters must come in pairs of A and B; unpaired: {', '.join(sorted(unpaired)[:4])}"
+            )
+        self._pairs = {f"{layer}.weight": (here[layer + LOW], here[layer + HIGH]) for layer in layers}
+        self._unused = set(self._pairs)
+
+    def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces, with adapters added where there are any. Raises WeightSyncError for shapes that do not
+        fit.
+        """
+        return [self._sum(piece) if piece.name in self._pairs else piece for piece in pieces]
+
+    def require_all_used(self) -> None:
+        """Raise WeightSyncError if the base had no weight for one of the adapters."""
+        if self._unused:
+            raise WeightSyncError(f"the base has no weights for adapters of {', '.join(sorted(self._unused)[:3])}")
+
+    def _sum(self, piece: Piece) -> Piece:
+        """Add an adapter to a piece, which is either whole rows or a part of one row."""
+        low, high = self._pairs[piece.name]
+        if piece.shape != (high.shape[0], low.shape[1]) or high.shape[1] != low.shape[0]:
+            raise WeightSyncError(
+                f"{piece.name} has shape {list(piece.shape)}, its adapter A {list(low.shape)} and B {list(high.shape)}"
+            )
+        row, column = divmod(piece.start, piece.shape[1])
+        columns = min(piece.data.numel(), piece.shape[1])
+        weight = piece.data.view(-1, columns).to(self._device)
+        low, high = low[:, column : column + columns], high[row : row + len(weight)]
+        self._unused.discard(piece.name)
+        return Piece(piece.name, piece.shape, piece.start, add(weight, low, high, self._scale).view(-1))
+
+
+SUMS = "sums:"  # begins a checksum of the second kind
+SUM_BLOCK = 1 << 15  # words of eight bytes that share a factor
+AT_ONCE = 1 << 7  # blocks whose products exist at the same time: 32 MiB
+
+
+def checksum(data: Tensor) -> str:
+    """Return the checksum of a tensor's bytes, uint8[nbytes], of the kind that is quickest on its device."""
+    return _xxh3(data) if data.device.type == "cpu" else _hex(sums(data))
+
+
+def checksum_like(expected: str, data: Tensor) -> str:
+    """Return the checksum of ``data``, uint8[nbytes], of the same kind as ``expected``."""
+    return _hex(sums(data)) if expected.startswith(SUMS) else _xxh3(data.cpu())
+
+
+def sums(data: Tensor) -> Tensor:
+    """Return both sums over the bytes of ``data``, uint8[nbytes], as int64[2] on its device, without waiting for it.
+
+    The bytes are words x of 64 bits, in the machine's order, the last one filled up with zeros. A word in block b at
+    place i counts as f(i) g(b) x in the first sum and as f(i) g(b) (x >> 32) in the second, without which changes in
+    the upper bits of several words could cancel out. f and g are odd. The number of bytes is added to both.
+    """
+    whole = data.numel() // (8 * SUM_BLOCK)
+    end = 8 * SUM_BLOCK * whole
+    if data.storage_offset() % 8:
+        data = data.clone()
+    factors = _factors(SUM_BLOCK, 0, data.device)
+    parts = [_block_sums(some, factors) for some in data[:end].view(torch.int64).view(whole, SUM_BLOCK).split(AT_ONCE)]
+    rest = data.new_zeros(-(-(data.numel() - end) // 8) * 8)
+    rest[: data.numel() - end] = data[end:]
+    parts.append(_block_sums(rest.view(torch.int64)[None], factors[: rest.numel() // 8]))
+    of_blocks = torch.cat(parts, dim=1)
+    return (of_blocks * _factors(whole + 1, SUM_BLOCK, data.device)).sum(1) + data.numel()
+
+
+def _block_sums(words: Tensor, factors: Tensor) -> Tensor:
+    """Return both sums of each block, int64[2, blocks], of its words int64[blocks, n] times int64[n]."""
+    return torch.stack([(words * factors).sum(1), ((words >> 32) * factors).sum(1)])
+
+
+def _factors(count: int, first: int, device: torch.device) -> Tensor:
+    """Return odd numbers that look random, int64[count]: outputs of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    state = torch.arange(first + 1, first + 1 + count, device=device) * _signed(0x9E3779B97F4A7C15)
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return (state ^ _shifted(state, 31)) | 1
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """Return the words shifted to the right by this many bits, filled up with zeros."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _hex(both: Tensor) -> str:
+    return SUMS + "".join(f"{value % (1 << 64):016x}" for value in both.tolist())
+
+
+def _xxh3(data: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)
