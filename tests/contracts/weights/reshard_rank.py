@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, megatron
 from rl_async.weight_sync.reshard import PointToPoint, SharedMemoryWire, Wire, one_box_each, plan, reshard, split_fused
-from tests.unit.weight_sync.reshard.models import specs
+from tests.unit.weight_sync.models import specs
 
 WORLD = 4
 BUCKET = 1024  # bytes, so that there are many

@@ -20,7 +20,7 @@ from rl_async.weight_sync.layout import (
     whole,
 )
 from rl_async.weight_sync.reshard import split_fused
-from tests.unit.weight_sync.reshard.models import specs
+from tests.unit.weight_sync.models import specs
 
 LAYER = "model.layers.0."
 QKV = [f"{LAYER}self_attn.{which}_proj.weight" for which in "qkv"]

@@ -1,13 +1,17 @@
-"""Plans, over layouts of every kind: each wanted byte comes once, from a rank that has it, and in bounded buckets."""
+"""Reshards between any two layouts: plans, their execution, and gathering on rank 0."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore
 
-from rl_async.errors import WeightSyncError
+from rl_async.errors import RanksLost, WeightSyncError
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.layout import (
     Box,
     Layout,
@@ -22,9 +26,19 @@ from rl_async.weight_sync.layout import (
     whole,
     without,
 )
-from rl_async.weight_sync.reshard import ReshardPlan, messages_of, plan
+from rl_async.weight_sync.reshard import (
+    Gathering,
+    ReshardPlan,
+    ShardedWeights,
+    SharedMemoryWire,
+    messages_of,
+    one_box_each,
+    plan,
+    reshard,
+)
+from tests.support.buckets import make_buckets
 from tests.support.effort import examples
-from tests.unit.weight_sync.reshard.models import specs
+from tests.unit.weight_sync.models import specs
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8"])
 
@@ -213,3 +227,81 @@ def test_other_tensors_are_refused() -> None:
         plan(fsdp2(wide, 2), fsdp2(narrow, 1), 64)
     with pytest.raises(ValueError, match=r"63\b.*64"):
         plan(fsdp2(wide, 2), fsdp2(wide, 1), 63)
+
+
+NAMED = {"t": TensorSpec((4, 2), "bfloat16")}
+WHOLE: Box = ((0, 4), (0, 2))
+
+
+def held(tensor: Tensor, box: Box = WHOLE) -> dict[tuple[str, Box], Tensor]:
+    return {("t", box): tensor}
+
+
+def test_what_a_rank_has_already_is_copied_and_converted() -> None:
+    layout = fsdp2(NAMED, 1)
+    source, target = torch.randn(4, 2), torch.zeros(4, 2, dtype=torch.bfloat16)
+    done = reshard(plan(layout, layout, 64), 0, held(source), held(target), SharedMemoryWire(HashStore(), 0), 5)
+    assert torch.equal(target, source.bfloat16())
+    assert done == (0, 0, 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ({}, held(torch.zeros(4, 2)), r"source of rank 0.* t\b"),
+        (held(torch.zeros(4, 2)), held(torch.zeros(2, 4)), r"target of rank 0.*\(2, 4\)"),
+        (held(torch.zeros(4, 2), ((0, 4), (0, 1))), held(torch.zeros(4, 2)), "source of rank 0"),
+    ],
+)
+def test_a_holding_that_is_not_the_layouts_is_refused(
+    source: dict[tuple[str, Box], Tensor], target: dict[tuple[str, Box], Tensor], message: str
+) -> None:
+    layout = fsdp2(NAMED, 1)
+    with pytest.raises(WeightSyncError, match=message):
+        reshard(plan(layout, layout, 64), 0, source, target, SharedMemoryWire(HashStore(), 0), 5)
+
+
+def test_a_rank_that_never_comes_is_named_at_the_deadline() -> None:
+    made = plan(fsdp2(NAMED, 1).placed([3]), fsdp2(NAMED, 1), 64)
+    with pytest.raises(WeightSyncError, match="rank 0 lost rank 3"):
+        reshard(made, 0, {}, held(torch.zeros(4, 2, dtype=torch.bfloat16)), SharedMemoryWire(HashStore(), 0), 0.2)
+
+
+SPECS = {"a": TensorSpec((5, 3)), "b": TensorSpec((4,)), "c": TensorSpec((7, 2, 3))}
+
+
+def same(some: list[Bucket], others: list[Bucket]) -> bool:
+    return [bucket.info for bucket in some] == [bucket.info for bucket in others]
+
+
+def gathering(rank: int = 0) -> Gathering:
+    return Gathering(SharedMemoryWire(HashStore(), rank), rank, 64, 0.2)
+
+
+def parts(layout: Layout, scale: float) -> ShardedWeights:
+    tensors = {
+        name: torch.arange(torch.Size(spec.shape).numel()).view(spec.shape) * scale for name, spec in SPECS.items()
+    }
+    return ShardedWeights(layout, one_box_each(layout, 0, tensors))
+
+
+def test_one_rank_fills_its_buckets_with_what_it_holds_now() -> None:
+    layout, gather = fsdp2(SPECS, 1), gathering()
+    for scale in (1.0, 2.0):  # checksums tell the two apart; the plan is the same
+        held = parts(layout, scale)
+        whole = [(name, held.held[name, box].bfloat16()) for name, box in layout.held(0)]
+        assert same(gather.buckets(held), make_buckets(whole, 64))
+
+
+def test_another_layout_gets_another_plan() -> None:
+    gather, other = gathering(), fsdp2({"a": TensorSpec((2, 3))}, 1)
+    gather.buckets(parts(fsdp2(SPECS, 1), 1.0))
+    ((key, tensor),) = held = [(("a", box), torch.randn(2, 3)) for _, box in other.held(0)]
+    assert same(gather.buckets(ShardedWeights(other, dict(held))), make_buckets([(key[0], tensor.bfloat16())], 64))
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    layout = fsdp2({"a": TensorSpec((2, 8))}, 2)
+    held = ShardedWeights(layout, {("a", box): torch.zeros(1, 8) for _, box in layout.held(0)})
+    with pytest.raises(RanksLost, match="rank 0 lost rank 1"):
+        gathering().buckets(held)

@@ -1,5 +1,6 @@
-"""Buckets over gloo between two threads, the next one under way while one is in hand."""
+"""Stores and interfaces of process groups, broadcasts by gloo, and where NCCL is refused."""
 
+import logging
 import os
 import socket
 import threading
@@ -7,17 +8,66 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
+from rl_async.accelerators import ACCELERATORS, Accelerator, accelerator_here
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.buckets import Bucket, verify
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender
+from rl_async.weight_sync.transports.process_groups import (
+    GlooReceiver,
+    GlooSender,
+    bind_groups,
+    device_groups,
+    interface_of,
+    own_address,
+)
 from tests.support.buckets import make_buckets
 from tests.support.listeners import listeners
+
+NAMES = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # restored at the end, whatever the test sets
+        del os.environ[name]
+    yield
+
+
+def loopback() -> str:
+    return next(name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found))
+
+
+def test_groups_listen_on_the_interface_by_which_a_rank_reaches_its_master() -> None:
+    bind_groups(own_address("127.0.0.1", 1))
+    assert [os.environ[name] for name in NAMES] == [loopback(), f"={loopback()}"]
+
+
+def test_a_rank_alone_leaves_groups_of_devices_free_for_the_weights() -> None:
+    bind_groups("127.0.0.1", devices=False)
+    assert [name in os.environ for name in NAMES] == [True, False]
+
+
+def test_a_users_own_choice_stays() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "mine"
+    bind_groups("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_an_address_of_no_interface_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert interface_of("203.0.113.1") is None
+    with caplog.at_level(logging.WARNING):
+        bind_groups("203.0.113.1")
+    assert "203.0.113.1" in caplog.text and not set(NAMES) & set(os.environ)
+
 
 TIMEOUT_S = 30.0
 SIZES = (5, 3 << 20, 7, 4 << 20, 2 << 20)  # in elements of 4 bytes; the larger ones fit into no socket's buffer
@@ -186,3 +236,17 @@ def test_a_store_that_takes_the_connection_and_is_silent_is_given_up() -> None:
         if thread.name == "store":  # it ends with the connection
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=[one.make for one in ACCELERATORS])
+def test_groups_are_of_the_collectives_of_this_accelerator(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, name = type("Groups", (), {}), f"ProcessGroup{accelerator.collectives.upper()}"
+    here = SimpleNamespace(type=accelerator.torch_device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: here)
+    monkeypatch.setattr(dist, name, groups, raising=False)
+    assert device_groups() is groups
+    monkeypatch.delattr(dist, name)
+    with pytest.raises(WeightSyncError, match=r"weight_sync\.transport=nccl"):
+        device_groups()
