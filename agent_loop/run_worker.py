@@ -29,7 +29,7 @@ from rl_async.process.role import heeded
 from rl_async.reward_loop.model_client import forget_api_keys
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import Generator
-from rl_async.rollout_server.connect import engine_pool
+from rl_async.rollout_server.pool import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient
 

@@ -51,8 +51,8 @@ from rl_async.launcher.runs.prepare import prepare
 from rl_async.messages import EngineList, EngineRecord, LeasedGroup, Sampling, Task, Version
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Generator
-from rl_async.rollout_server.connect import engine_pool
-from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.embedded.engine_thread import LocalEngine
+from rl_async.rollout_server.pool import engine_pool
 from rl_async.transfer_queue.dataset import make_sources
 
 PROMPT, NEW = 25, 32  # tokens of the uniform requests

@@ -20,7 +20,7 @@ from pathlib import Path
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import PYTHON
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 
 PROGRAM = "print(1)"
 CONFIG = SandboxConfig(timeout_s=600.0, workspace_bytes=1 << 20)

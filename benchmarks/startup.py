@@ -31,7 +31,7 @@ ROLES = {
     "launcher": "rl_async.launcher.runs.launch",
     "queue": "rl_async.transfer_queue.__main__",
     "worker": "rl_async.agent_loop.run_worker",
-    "engine": "rl_async.rollout_server.embedded.process",
+    "engine": "rl_async.rollout_server.embedded.server",
     "trainer": "rl_async.trainer.rank",
 }
 IMPORT = """

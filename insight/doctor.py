@@ -42,8 +42,8 @@ from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s
 from rl_async.process.role import ASK, Frame, main_thread, py_spy
 from rl_async.process.run_files import read_beats, read_endpoints
 from rl_async.recording import is_whole
-from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
+from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 

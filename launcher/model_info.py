@@ -85,7 +85,7 @@ def _trainers(hf: Any) -> Facts:
 
 
 def _engines(hf: Any, config: RunConfig) -> Facts:
-    from rl_async.rollout_server.embedded.families import why_not_served
+    from rl_async.rollout_server.embedded.core import why_not_served
 
     problem = why_not_served(hf)
     yield "engine embedded", "yes" if problem is None else f"no: it does not serve {problem}"

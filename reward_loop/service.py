@@ -34,7 +34,7 @@ from rl_async.reward_loop.scorers.code import CodeScorer
 from rl_async.reward_loop.scorers.judge import Judge, Verdicts
 from rl_async.reward_loop.scorers.reward_model import RewardModel
 from rl_async.reward_loop.scorers.scorer_registry import ScorerSpec, describe, get_scorer
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 from rl_async.userload import is_user_reference
 
 START_S = 60.0  # to start Python and import a scorer's modules

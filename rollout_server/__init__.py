@@ -1,13 +1,13 @@
 """Rollout engines: what the system needs of one, a client for each HTTP dialect, and the pool in front of them.
 
 Token ids with sampling parameters come in; sampled tokens, each with its log-probability and weight version, go out
-(``api.py``). Agent workers call the pool (``connect.engine_pool``), which routes requests and replays what an engine
-lost; the trainer's weight sync and the command line call one engine's client (``connect.connect``).
+(``api.py``). Agent workers call the pool (``pool.engine_pool``), which routes requests and replays what an engine
+lost; the trainer's weight sync and the command line call one engine's client (``pool.connect``).
 
     embedded/   our own engine, a Transformers model with continuous batching, behind vLLM's HTTP dialect
     vllm/       the client of that dialect, and what runs inside a vLLM server
     sglang/     the client of SGLang's native API, and the process around an SGLang server
 
-To add a kind of engine, write a package here with its client and its ``__main__.py``, add the client to ``connect.py``,
-and declare the kind in ``configs/engines``, which the config checks and the launcher follow.
+To add a kind of engine, write a package here with its client and its ``__main__.py``, add the client to ``pool.connect``,
+and declare the kind in ``configs/engines.py``, which the config checks and the launcher follow.
 """

@@ -23,7 +23,7 @@ def main() -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     with importing():
-        from rl_async.rollout_server.embedded.process import serve
+        from rl_async.rollout_server.embedded.server import serve
 
     serve(arguments.run, arguments.index, arguments.host, arguments.port, arguments.cache_bytes)
 

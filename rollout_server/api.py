@@ -3,6 +3,9 @@
 Every consumer of an engine has a narrow Protocol of its own: agent loops generate (``Generator`` below), the pool
 streams and probes (``pool.py``), the weight-sync coordinator updates (``weight_sync/protocol.py``). The clients in
 ``vllm/`` and ``sglang/`` implement all of them.
+
+``IncomingAnswer`` makes the checks by which an answer of any dialect is fit to be trained on. ``join`` joins the parts
+of a stream, and ``continuation`` is the request that continues a partial answer on another engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
+from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -105,3 +109,122 @@ class StreamingGenerator(Protocol):
     async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
         """Sample a continuation, as a Generator does."""
         ...
+
+
+ReadVersion = Callable[[str], Version]  # raises ValueError for a name that is not ours
+
+EMPTY = GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
+
+
+class Span(Protocol):
+    """The weights named ``version`` sampled the tokens from ``start`` to ``end`` (exclusive)."""
+
+    version: str
+    start: int
+    end: int
+
+
+class IncomingAnswer:
+    """Collects the answer to ``request`` as it arrives, in one part or in several.
+
+    Tokens whose weight version is not yet known are held back. The embedded engine, and vLLM with our plugin, report
+    versions with every part; plain vLLM and SGLang only with the last one.
+    """
+
+    def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
+        self._url, self._oldest, self._read_version = url, request.min_version, read_version
+        self._prompt, self._routed_from = len(request.token_ids), request.routed_from
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._returned = 0  # tokens that earlier parts held
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled tokens. Raises EngineRejected unless each has one log-probability."""
+        if len(logprobs) != len(tokens):
+            raise EngineRejected(f"{self._url} answered without one log-probability per sampled token")
+        self._tokens += tokens
+        self._logprobs += logprobs
+
+    def part(
+        self, spans: Sequence[Span], finish_reason: FinishReason, experts: np.ndarray | None = None
+    ) -> GenerateResult:
+        """Return the tokens held back, given ``spans`` over all tokens so far; reason ``abort`` if more will follow.
+
+        ``experts`` [tokens, layers, k] are those of prompt and answer from the request's ``routed_from`` on.
+
+        Raises EngineRejected unless each token has exactly one version, and for experts of other tokens. Raises
+        EngineLost for versions that this run did not send, and for versions older than the request's ``min_version``:
+        vLLM and SGLang do not enforce it.
+        """
+        runs = [
+            VersionRun(parse_version(self._url, span.version, self._read_version), span.start, span.end)
+            for span in spans
+        ]
+        if [run.start for run in runs] + [len(self._tokens)] != [0] + [run.end for run in runs]:
+            raise EngineRejected(f"{self._url} answered without the weight version of every token")
+        if runs and (oldest := min(run.version for run in runs)) < self._oldest:
+            raise EngineLost(f"{self._url} sampled with {oldest}, older than {self._oldest}")
+        start, self._returned = self._returned, len(self._tokens)
+        return GenerateResult(
+            token_ids=self._tokens[start:],
+            logprobs=self._logprobs[start:],
+            versions=[VersionRun(r.version, max(r.start, start) - start, r.end - start) for r in runs if r.end > start],
+            finish_reason=finish_reason,
+            routes=None if experts is None else self._routes(experts),
+        )
+
+    def _routes(self, experts: np.ndarray) -> Routes:
+        most = max(0, self._prompt + len(self._tokens) - 1 - self._routed_from)
+        if experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16) or len(experts) > most:
+            raise EngineRejected(
+                f"{self._url} answered with experts {experts.dtype}{list(experts.shape)}, not uint8 or uint16 [at most "
+                f"{most} tokens, layers, experts per token]"
+            )
+        return Routes(self._routed_from, experts)
+
+
+def parse_version(url: str, name: str, read_version: ReadVersion = Version.parse) -> Version:
+    """Return the version behind an engine's name for its weights. Raises EngineLost if this run did not send it."""
+    try:
+        return read_version(name)
+    except ValueError as error:
+        raise EngineLost(f"{url} serves weights {name!r} that this run did not send") from error
+
+
+def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
+    """Append ``second`` to the ``first`` part of the same answer; the result has the finish reason of ``second``."""
+    offset = len(first.token_ids)
+    runs = list(first.versions)
+    for run in second.versions:
+        if runs and runs[-1].version == run.version:
+            runs[-1] = VersionRun(run.version, runs[-1].start, run.end + offset)
+        else:
+            runs.append(VersionRun(run.version, run.start + offset, run.end + offset))
+    return GenerateResult(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        versions=runs,
+        finish_reason=second.finish_reason,
+        routes=second.routes or first.routes,  # the last part's are of all tokens
+    )
+
+
+def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
+    """Build the request for the tokens that ``done`` lacks: the prompt is extended by what was sampled.
+
+    The request id changes with the prompt, so that an engine never takes it for the request that it already knows.
+    Raises EngineLost if the answer must fit a JSON schema: engines match what follows a prompt from its beginning.
+    """
+    if not done.token_ids:
+        return request
+    if request.json_schema:
+        raise EngineLost(
+            f"request {request.request_id}: an engine was lost after {len(done.token_ids)} tokens of an answer in a "
+            "JSON format, which no other engine can continue; ask again"
+        )
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{request.request_id}+{len(done.token_ids)}",
+        token_ids=request.token_ids + done.token_ids,
+        max_tokens=request.max_tokens - len(done.token_ids),
+    )

@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import refuse_top
-from rl_async.sandbox.bubblewrap import FIRST_PROCESS, OWN_BYTES, SHARED_MEMORY_BYTES
-from rl_async.sandbox.seccomp import system_call_filter
-from rl_async.sandbox.workspace import ProcessWorkspace
+from rl_async.sandbox.bubblewrap import (
+    FIRST_PROCESS,
+    OWN_BYTES,
+    SHARED_MEMORY_BYTES,
+    ProcessWorkspace,
+    system_call_filter,
+)
 
 CHECK_S = 120.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

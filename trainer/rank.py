@@ -28,7 +28,7 @@ from rl_async.process.http_auth import run_token
 from rl_async.process.http_server import exposed
 from rl_async.process.private_folder import RENDEZVOUS, require_private
 from rl_async.process.run_files import beat, enter, read_budget
-from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.pool import connect
 from rl_async.trainer import batches
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import KlController

@@ -16,7 +16,7 @@ from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.model_client import poster_of, read_api_key, read_completion
 from rl_async.rollout_server.api import GenerateRequest, Generator
 from rl_async.sandbox.api import Sandbox
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 
 
 class Said(NamedTuple):

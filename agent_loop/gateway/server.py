@@ -59,7 +59,7 @@ from rl_async.process.role import bind, run_role
 from rl_async.process.run_files import Target, listed, read_endpoints
 from rl_async.reward_loop.model_client import forget_api_keys
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.connect import engine_pool
+from rl_async.rollout_server.pool import engine_pool
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 

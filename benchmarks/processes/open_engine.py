@@ -17,8 +17,7 @@ from rl_async.process.http_auth import Access, App, Receive, RequireToken, Scope
 from rl_async.process.role import bind
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.process import load_model
-from rl_async.rollout_server.embedded.server import EngineServer
+from rl_async.rollout_server.embedded.server import EngineServer, load_model
 
 
 def at_port(port: int, app: App, elsewhere: App) -> App:

@@ -20,8 +20,7 @@ from rl_async.configs.load import load_config
 from rl_async.messages import Sampling
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors
 

@@ -26,8 +26,7 @@ from benchmarks.real.steps import DEADLINE_S, PRESET, THREADS, has_trl, sums, wr
 from rl_async.configs.load import load_config
 from rl_async.extraction import last_number
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 
 GOAL = 0.85
 STEPS = 9

@@ -22,8 +22,7 @@ from benchmarks.queue.arms import ready
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import GenerateRequest
-from rl_async.rollout_server.connect import engine_pool
-from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.pool import EnginePool, engine_pool
 from rl_async.transfer_queue.client import QueueClient
 
 PROMPT = list(range(200))

@@ -22,8 +22,8 @@ from rl_async.launcher.plan.planning import HOST
 from rl_async.messages import EngineList, EngineRecord
 from rl_async.process.http_auth import TOKEN_FILE, UNAUTHORISED, read_token, token_file
 from rl_async.process.run_files import read_endpoints
-from rl_async.rollout_server.connect import connect
 from rl_async.rollout_server.http import EngineHttp
+from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 

@@ -18,7 +18,7 @@ from rl_async.configs.engines import EngineKind
 from rl_async.errors import EngineError, UserError
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.pool import connect
 
 TEMPERATURE = 0.7
 PROMPT_TOKENS = (1, 4, 16, 31)

@@ -15,7 +15,7 @@ from rl_async.configs.derived import uses_sandbox
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError
 from rl_async.process.role import own_module
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 from rl_async.userload import is_user_reference, load_user_object
 
 

@@ -25,7 +25,7 @@ from rl_async.messages import EngineRecord, Reserved, Trajectory, Version
 from rl_async.process.http_auth import run_token
 from rl_async.process.private_folder import hold_private_folder
 from rl_async.recording import evaluation_file, write_trajectories
-from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient
 

@@ -36,7 +36,7 @@ from rl_async.launcher.plan.artifacts import SFT_FILE, origin_of
 from rl_async.launcher.plan.memory import tiny_shape
 from rl_async.messages import LeasedGroup, Task, Version, by_role, episode_rewards
 from rl_async.reward_loop.service import RewardService
-from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.embedded.engine_thread import LocalEngine
 from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.transfer_queue.dataset import make_sources
 

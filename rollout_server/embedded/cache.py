@@ -1,20 +1,64 @@
-"""The KV cache of running sequences: one slot each, slots 0 to n-1 in use, each filled to its own length.
+"""What the engine remembers of tokens: keys and values, of running sequences and of prefixes, and experts.
 
-The last slots are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
+``SlotCache`` has a slot for each running sequence, slots 0 to n-1 in use, each filled to its own length. The last slots
+are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
+
+``PrefixCache`` has the prefixes that later prompts may begin with: the last turn's conversation, a group's prompt. A
+block holds those of BLOCK tokens, of all layers, and is known by its tokens and the block before it, exactly and not by
+a hash that two prefixes could share. All blocks are of the weights in use: ``clear`` is called when these change.
+
+``RouteRecorder`` records which experts a model's routers choose, so that the trainer can replay them.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from rl_async.errors import UserError
-from rl_async.rollout_server.embedded.routes import RouteRecorder
+from rl_async.model_files import experts_of
+
+
+class RouteRecorder:
+    """Listens to the routers of a decoder's layers. ``shape`` is (layers, experts per token); a layer without experts
+    has zeros."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self.shape = config.num_hidden_layers, config.num_experts_per_tok
+        self.dtype = torch.uint8 if experts_of(config) <= 256 else torch.int16
+        self._chosen: dict[int, Tensor] = {}
+        for number, layer in enumerate(model.model.layers):
+            if router := getattr(layer.mlp, "gate", None):
+                router.register_forward_hook(partial(self._note, number))
+
+    def _note(self, layer: int, _module: nn.Module, _arguments: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Keep the experts [N, k] that a router chose: the last of what Transformers' routers return."""
+        self._chosen[layer] = output[2]
+
+    def take(self, rows: int, width: int) -> Tensor:
+        """Return what was chosen in the last pass, over ``rows`` sequences of ``width`` tokens: [rows, width, layers,
+        k]."""
+        device = next(iter(self._chosen.values())).device
+        chosen = torch.zeros((rows * width, *self.shape), dtype=self.dtype, device=device)
+        for layer, experts in self._chosen.items():
+            chosen[:, layer] = experts.to(self.dtype)
+        self._chosen.clear()
+        return chosen.unflatten(0, (rows, width))
+
+
+def make_recorder(model: Any) -> RouteRecorder | None:
+    """Return a recorder of the model's routers; None for a model without experts."""
+    return RouteRecorder(model) if experts_of(model.config) else None
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -239,3 +283,98 @@ def cache_tokens(
 def _doubled(number: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
+
+
+BLOCK = 16  # tokens
+Key = tuple[int, tuple[int, ...]]  # number of the block before it, its tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """``data`` is [layers, 2, kv_heads, BLOCK, head_dim]: keys and values; ``routes`` [BLOCK, layers, k]: experts."""
+
+    number: int
+    data: Tensor
+    routes: Tensor | None = None  # None: not recorded
+
+
+class PrefixCache:
+    """Blocks in the order of their last use; a block counts as used after those behind it, which are evicted first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Key, Block] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._block_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the blocks hold."""
+        return len(self._blocks) * self._block_bytes
+
+    def find(self, tokens: Sequence[int]) -> list[Block]:
+        """Return the blocks of the longest known prefix that leaves at least one token to compute."""
+        return self._walk(tokens[:-1])
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        read: Callable[[int, int], Tensor],
+        room: int,
+        routes: Callable[[int, int], Tensor | None] = lambda start, end: None,
+    ) -> None:
+        """Keep the whole blocks of ``tokens``, evicting others so that all together hold at most ``room`` tokens.
+
+        ``read(start, end)`` returns keys and values, [layers, 2, kv_heads, end - start, head_dim], and ``routes`` the
+        experts that these tokens went through, [end - start, layers, k], if they are recorded.
+        """
+        end = min(len(tokens), room) // BLOCK * BLOCK
+        known = self._walk(tokens[:end])
+        start = len(known) * BLOCK
+        if start == end:
+            return
+        data, experts = read(start, end), routes(start, end)
+        number = known[-1].number if known else 0
+        for at in range(start, end, BLOCK):
+            part = slice(at - start, at - start + BLOCK)
+            chosen = None if experts is None else experts[part].clone()
+            block = Block(next(self._numbers), data[..., part, :].clone(), chosen)
+            self._blocks[number, tuple(tokens[at : at + BLOCK])] = block
+            number = block.number
+            self._block_bytes = block.data.nbytes + (0 if chosen is None else chosen.nbytes)
+        self._walk(tokens[:end])
+        self.shrink(room)
+
+    def shrink(self, room: int) -> None:
+        """Evict the least recently used blocks until the others hold at most ``room`` tokens."""
+        while len(self._blocks) * BLOCK > room:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._blocks.clear()
+
+    def _walk(self, tokens: Sequence[int]) -> list[Block]:
+        """Return the known blocks that ``tokens`` begin with, and count them as used."""
+        keys: list[Key] = []
+        found: list[Block] = []
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            key = (found[-1].number if found else 0, tuple(tokens[end - BLOCK : end]))
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            keys.append(key)
+            found.append(block)
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+        return found
+
+
+def joined(blocks: Sequence[Block]) -> Tensor:
+    """Return the blocks' keys and values as one tensor [layers, 2, kv_heads, tokens, head_dim]."""
+    return torch.cat([block.data for block in blocks], dim=-2)
+
+
+def joined_routes(blocks: Sequence[Block]) -> Tensor | None:
+    """Return the experts of the blocks' tokens as one tensor [tokens, layers, k]; None if none are recorded."""
+    parts = [block.routes for block in blocks if block.routes is not None]
+    return torch.cat(parts) if parts else None

@@ -3,30 +3,241 @@
 An iteration admits waiting sequences and prefills them in a padded pass, and those that begin with a known prefix in
 another; equal prompts are computed once. Then it decodes all running sequences. Log-probabilities are those of a plain
 forward pass, whatever shares the batch.
+
+A ``Sequence`` is one sample of one request, from submission to its finish reason. Before the scheduler stand the
+models that it serves, and their attention: SDPA as Transformers calls it, but layers with a window attend in blocks
+where they have no mask.
 """
 
 import inspect
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from rl_async import tracing
 from rl_async.errors import UserError
-from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
-from rl_async.rollout_server.embedded.cache import SlotCache, cache_tokens
-from rl_async.rollout_server.embedded.families import ROPES, SERVED, visible, visible_in_prompts, why_not_served
-from rl_async.rollout_server.embedded.grammars import restrict
-from rl_async.rollout_server.embedded.prefixes import BLOCK, Block, PrefixCache, joined, joined_routes
-from rl_async.rollout_server.embedded.routes import make_recorder
-from rl_async.rollout_server.embedded.sampler import Sampler
-from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.torch_shared import output_logits, widened
+from rl_async.messages import Sampling
+from rl_async.rollout_server.api import FinishReason
+from rl_async.rollout_server.embedded.cache import (
+    BLOCK,
+    Block,
+    PrefixCache,
+    SlotCache,
+    cache_tokens,
+    joined,
+    joined_routes,
+    make_recorder,
+)
+from rl_async.rollout_server.embedded.sampler import Matcher, Sampler, restrict
+from rl_async.torch_shared import output_logits, widened, windowed
+from rl_async.tracing import Value
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and the tokens sampled for it so far; ``index`` numbers the samples of one request.
+
+    ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
+    engine's thread, once, when the sequence is finished; ``progress``, if set, after every ``stream_interval`` tokens.
+    """
+
+    request_id: str
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int | None
+    deliver: Callable[["Sequence"], None]
+    progress: Callable[["Sequence"], None] | None = None
+    stream_interval: int = 1
+    index: int = 0
+    matcher: Matcher | None = None  # of the grammar that the samples must follow
+    stuck: str = ""  # why its grammar allows no token: nothing more can be sampled
+    logprobs: list[float] = field(default_factory=list)
+    runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
+    finish_reason: FinishReason | None = None
+    prompt_length: int = 0
+    cached_tokens: int = 0  # of the prompt, that were not computed for it
+    routed_from: int = 0  # the first token whose experts the answer names
+    routes: Tensor | None = None  # [tokens, layers, k], experts of the first tokens, as they were first computed
+    number: int = 0  # in the order of arrival
+    traceparent: str = ""  # the span of the request; empty: it has none
+    arrived_at: int = field(default_factory=time.time_ns)
+    admitted_at: int = 0  # for the first time
+    sampled_at: int = 0  # the first token
+    ended_at: int = 0  # unless it was aborted
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    def admit(self) -> None:
+        """Note that the prompt is computed now; again after a preemption, which changes nothing."""
+        self.admitted_at = self.admitted_at or time.time_ns()
+
+    @property
+    def sampled(self) -> list[int]:
+        """The sampled tokens, without the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    def append(
+        self, token: int, logprob: float, version: str, max_length: int, ends: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Append one sampled token. Returns whether the sequence is now finished; ``ends`` is called before other
+        threads can see that it is."""
+        if self.stuck:
+            self.finish_reason = "abort"
+            return True
+        if not self.runs or self.runs[-1][0] != version:
+            self.runs.append((version, len(self.logprobs)))
+            self.sampled_at = self.sampled_at or time.time_ns()
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        if token in self.stop_token_ids:
+            self._end("stop", ends)
+        elif len(self.logprobs) >= self.max_tokens or len(self.tokens) >= max_length:
+            self._end("length", ends)
+        return self.finish_reason is not None
+
+    def _end(self, reason: FinishReason, ends: Callable[[], None]) -> None:
+        ends()
+        self.ended_at = time.time_ns()
+        self.finish_reason = reason
+
+    def spans(self, count: int) -> list[tuple[str, int, int]]:
+        """Return (version, start, end) over the first ``count`` sampled tokens."""
+        runs = [(version, start) for version, start in self.runs if start < count]
+        ends = [start for _, start in runs[1:]] + [count] * bool(runs)
+        return [(version, start, end) for (version, start), end in zip(runs, ends, strict=True)]
+
+    @property
+    def part_is_full(self) -> bool:
+        """Whether the tokens sampled so far fill the parts of a stream."""
+        return len(self.logprobs) % self.stream_interval == 0
+
+
+def add_spans(sequence: Sequence) -> None:
+    """Add the spans of a sequence that has just finished, if its request names a span.
+
+    What a pause, an update of the weights or a preemption takes is in the span in which it happened.
+    """
+    above = sequence.traceparent
+    if not above:
+        return
+    ended = sequence.ended_at or time.time_ns()
+    admitted, sampled = sequence.admitted_at or ended, sequence.sampled_at or ended
+    tracing.add_below(above, "wait for engine", sequence.arrived_at, admitted, {})
+    if sequence.admitted_at:
+        tokens: dict[str, Value] = {
+            "gen_ai.usage.input_tokens": sequence.prompt_length,
+            "rl_async.cached_tokens": sequence.cached_tokens,
+        }
+        tracing.add_below(above, "prefill", admitted, sampled, tokens)
+    if sequence.sampled_at:
+        reason = sequence.finish_reason or ""
+        about: dict[str, Value] = {
+            "gen_ai.usage.output_tokens": len(sequence.logprobs),
+            "gen_ai.response.finish_reasons": [reason],
+            "rl_async.versions": [version for version, _ in sequence.runs],
+        }
+        tracing.add_below(above, "decode", sampled, ended, about)
+
+
+ATTENTION = "rl_async_embedded"
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, as ``AttentionInterface`` calls it.
+
+    Without a mask, the queries of a layer with a window are of the last tokens that keys and values are of.
+    """
+    if attention_mask is not None or sliding_window is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return out, None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scaling, enable_gqa=True)
+
+    return windowed(query, key, value, sliding_window, attend).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+# Whose log-probabilities are the log-softmax of lm_head(model(...)); a test compares each with a plain forward pass.
+SERVED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+LAYERS = {FULL := "full_attention", SLIDING := "sliding_attention"}
+ROPES = ("default", "linear", "llama3", "yarn")  # others depend on the longest sequence of the batch
+
+
+def why_not_served(config: Any) -> str | None:
+    """Name what in a Hugging Face config would make batched results differ from a plain forward pass; None: nothing."""
+    if config.model_type not in SERVED:
+        return f"model type {config.model_type!r}"
+    if kinds := set(getattr(config, "layer_types", None) or ()) - LAYERS:
+        return f"layers of kind {', '.join(sorted(kinds))}"
+    for name in ("final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name, None):
+            return name
+    ropes = config.rope_parameters or {}
+    for rope in (ropes, *ropes.values()):  # Gemma 3 has one for each kind of layer
+        if isinstance(rope, dict) and (kind := rope.get("rope_type", "default")) not in ROPES:
+            return f"rotary embedding {kind!r}"
+    return None
+
+
+def visible(config: Any, positions: Tensor, width: int) -> Tensor | dict[str, Tensor | None]:
+    """Return which of the first ``width`` positions the tokens at ``positions`` [N, T] see, as the model takes it.
+
+    A mask is bool [N, 1, T, width]; a model with several kinds of layers takes one for each kind. Layers with a window
+    need none for the last T positions of a single sequence, if they attend in blocks (``attention.py``).
+    """
+    at, sees = positions[:, None, :, None], torch.arange(width, device=positions.device)
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if window is None or (kinds and SLIDING not in kinds):
+        return sees <= at
+    if not kinds:
+        return (sees <= at) & (sees > at - window)
+    masks: dict[str, Tensor | None] = {FULL: sees <= at} if FULL in kinds else {}
+    in_blocks = config._attn_implementation == ATTENTION and len(positions) == 1 and positions.shape[1] > 1
+    masks[SLIDING] = None if in_blocks else (sees <= at) & (sees > at - window)
+    return masks
+
+
+def visible_in_prompts(config: Any) -> dict[str, None] | None:
+    """The same for whole prompts, where a layer sees all before a token, or what its window reaches.
+
+    None has the model make its masks by itself, of the square of the length.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config._attn_implementation != ATTENTION or SLIDING not in kinds:
+        return None
+    return dict.fromkeys(kinds)
+
 
 PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
 # Multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes.

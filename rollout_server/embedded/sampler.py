@@ -1,12 +1,29 @@
-"""Draws one token per row, with its log-probability under the distribution that it was drawn from."""
+"""Draws one token per row, with its log-probability under the distribution that it was drawn from.
 
+Masks of the tokens that keep an answer within a JSON schema are made by llguidance (the extra ``json``). A mask is
+applied to the logits before anything else, as vLLM does, so a log-probability is that of the policy's distribution over
+the allowed tokens, renormalised.
+"""
+
+import threading
+from collections.abc import Sequence
 from collections.abc import Sequence as Rows
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerFast
 
 from rl_async.messages import Sampling
+from rl_async.rollout_server import json_schemas
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 BLOCK = 256  # tokens
 
@@ -90,3 +107,121 @@ def _found(cumulated: Tensor, below: Tensor) -> Tensor:
     below = torch.minimum(below, torch.nextafter(total, torch.zeros_like(total)))
     places = torch.searchsorted(cumulated, below, right=True)  # right: never a place of probability 0
     return places.clamp_(max=cumulated.shape[1] - 1)
+
+
+NOTHING_FITS = "none of the model's tokens can come next in the answer; choose a schema that it can spell"
+REMEMBERED = 64  # compiled schemas
+_BYTE_DECODERS = ("ByteLevel", "ByteFallback")  # whose tokens llguidance converts to bytes itself
+
+
+class Matcher:
+    """Follows one answer, and says which tokens may come next."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self) -> np.ndarray:
+        """Return which tokens may come next, bool [V]; none if the grammar cannot go on with this vocabulary."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return np.zeros_like(allowed) if self._matcher.is_error() else allowed
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is allowed."""
+        return self._matcher.get_error()[: json_schemas.SHOWN] or NOTHING_FITS
+
+    def accept(self, token: int) -> None:
+        """Go on after ``token``, which was allowed."""
+        self._matcher.consume_token(token)
+
+    def copy(self) -> "Matcher":
+        """Return a matcher in the same state, for another answer."""
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
+
+def restrict(logits: Tensor, matchers: Sequence[Matcher | None]) -> dict[int, str]:
+    """Set logits [N, V] of tokens that a row's matcher does not allow to minus infinity, in place.
+
+    Returns the rows for which nothing is allowed, and why; their logits stay.
+    """
+    bound = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
+    allowed = {row: matcher.allowed() for row, matcher in bound.items()}
+    stuck = {row: bound[row].problem for row, tokens in allowed.items() if not tokens.any()}
+    if rows := [row for row in allowed if row not in stuck]:
+        disallowed = torch.from_numpy(np.stack([~allowed[row] for row in rows])).to(logits.device)
+        logits[rows] = logits[rows].masked_fill(disallowed, -torch.inf)
+    return stuck
+
+
+class Grammars:
+    """Compiles schemas for the tokenizer in ``folder`` and a model with logits for ``vocab_size`` tokens.
+
+    May be called from several threads.
+    """
+
+    def __init__(self, folder: str | Path, vocab_size: int) -> None:
+        self._folder, self._vocab_size = folder, vocab_size
+        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}  # by the tokens that may end an answer
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(REMEMBERED)(self._compile)
+
+    def matcher(self, schema: str, stop_token_ids: frozenset[int]) -> Matcher:
+        """Compile a schema, JSON text. The answer ends, once it is complete, with one of ``stop_token_ids``.
+
+        The first call takes about a second. Raises ValueError for a schema that is none, is too large or has an
+        unsupported keyword, and without a stop token or llguidance.
+        """
+        return self._compiled(schema, stop_token_ids).copy()
+
+    def _compile(self, schema: str, stop_token_ids: frozenset[int]) -> Matcher:
+        if not stop_token_ids:
+            raise ValueError("structured_outputs needs stop_token_ids, with which a complete answer ends")
+        if find_spec(json_schemas.PACKAGE) is None:
+            raise ValueError(f"structured_outputs needs {json_schemas.PACKAGE}: {json_schemas.INSTALL}")
+        if found := json_schemas.beyond_bounds(schema):
+            raise ValueError(f"structured_outputs.json: {found}")
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer(stop_token_ids), json_schemas.grammar(schema), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs.json: {matcher.get_error()[: json_schemas.SHOWN]}")
+        return Matcher(matcher, self._vocab_size)
+
+    def _tokenizer(self, stop_token_ids: frozenset[int]) -> "LLTokenizer":
+        with self._lock:
+            if stop_token_ids not in self._tokenizers:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(self._folder)
+                self._tokenizers[stop_token_ids] = _wrapped(tokenizer, self._vocab_size, sorted(stop_token_ids))
+            return self._tokenizers[stop_token_ids]
+
+
+def _wrapped(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_token_ids: list[int]) -> "LLTokenizer":
+    """Tell llguidance the bytes of each token."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance.hf import from_tokenizer
+
+    printed = tokenizer.backend_tokenizer.to_str()
+    if any(f'"type":"{name}"' in printed for name in _BYTE_DECODERS):
+        return from_tokenizer(tokenizer, vocab_size, stop_token_ids)
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, stop_token_ids[0])), vocab_size, stop_token_ids)
+
+
+class _Vocabulary:
+    """The vocabulary of a tokenizer whose text is that of its tokens, one after the other."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_id: int) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self.eos_token_id = eos_token_id
+        ids = range(self._backend.get_vocab_size(with_added_tokens=True))
+        self.tokens = [self._backend.decode([token], skip_special_tokens=False).encode() for token in ids]
+        added = tokenizer.added_tokens_decoder
+        self.special_token_ids = [token for token, kind in added.items() if kind.special]
+
+    def __call__(self, text: Any) -> list[int]:
+        """Encode a text; llguidance asks with bytes first, to learn that it must not."""
+        if isinstance(text, bytes):
+            raise TypeError("this tokenizer encodes text")
+        return list(self._backend.encode(text, add_special_tokens=False).ids)

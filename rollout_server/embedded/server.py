@@ -1,33 +1,243 @@
-"""The embedded engine's HTTP application, in vLLM's dialect, so that one client works with both."""
+"""The embedded engine as an HTTP server in vLLM's dialect, so that one client works with both, and as a process.
+
+Bodies of the dialect, as the engine accepts and answers them: unknown sampling keys are refused. A request's samples
+are sent as server-sent events, part by part while they are sampled; not by Starlette's StreamingResponse, which opens a
+task group for each answer: for a short answer that would take longer than all else that the server does. Metrics have
+vLLM's names, so that clients and dashboards read both alike. ``serve`` puts model, thread and server together.
+"""
 
 import asyncio
+import base64
+import io
 import itertools
-from collections.abc import Callable
-from typing import Any
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
+from msgspec import Meta
+from prometheus_client.core import CounterMetricFamily, Metric
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from transformers import AutoModelForCausalLM
 
 from rl_async import tracing
 from rl_async.concurrency import to_the_end
-from rl_async.errors import EngineLost, WeightSyncError
+from rl_async.configs.derived import compute_type
+from rl_async.configs.load import load_resolved
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EngineLost, UserError, WeightSyncError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Version
-from rl_async.process.http_server import application, metrics_text, read_body, text_response
+from rl_async.messages import Sampling, Version
+from rl_async.process.http_auth import Access
+from rl_async.process.http_server import application, by_label, gauge, metrics_text, read_body, server_of, text_response
+from rl_async.process.role import bind
 from rl_async.rollout_server.api import PauseMode
-from rl_async.rollout_server.embedded import dialect, spans
+from rl_async.rollout_server.embedded.core import add_spans
+from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
-from rl_async.rollout_server.embedded.grammars import Grammars, Matcher
-from rl_async.rollout_server.embedded.load import EngineCollector
-from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
+from rl_async.rollout_server.embedded.quantized import quantize_layers
+from rl_async.rollout_server.embedded.sampler import Grammars, Matcher
 from rl_async.rollout_server.fence import LineageFence
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER, REQUEST_PREFIX
+from rl_async.torch_shared import is_out_of_memory, pick_device
 from rl_async.weight_sync.protocol import FinishUpdateBody, InitTransferBody, UpdateWeightsBody
 from rl_async.weight_sync.receiver import WeightReceiver
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must be: ``json`` is a JSON schema, as text."""
+
+    json: str
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    """``sampling_params`` of a generate request; values out of range are refused before they reach the engine."""
+
+    max_tokens: int = 16
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0  # 0 or -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: Literal[0] | None = 0  # of the sampled token only
+    n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
+    stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
+    structured_outputs: StructuredOutputs | None = None
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0  # the first token whose experts the answer names
+
+
+class GenerateBody(msgspec.Struct):
+    """Request of ``POST /inference/v1/generate``, for ``n`` samples of one prompt."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    request_id: str = ""
+    stream: bool = False
+
+    def sampling(self) -> Sampling:
+        """Return the sampling parameters that fix the distribution of each token."""
+        p = self.sampling_params
+        return Sampling(p.temperature, p.top_p, max(p.top_k, 0), p.min_p)
+
+
+class AbortBody(msgspec.Struct):
+    """Request of ``POST /abort_requests``; without ids, all requests are aborted."""
+
+    request_ids: list[str] | None = None
+
+
+class CheckerBody(msgspec.Struct):
+    """Request of ``POST /weight_checker``, of whose actions only this one is served."""
+
+    action: Literal["checksum"]
+
+
+def why_stuck(sequences: Iterable[Sequence]) -> str:
+    """Say why one of the sequences cannot go on within its schema; empty if all can."""
+    return next((f"structured_outputs: {sequence.stuck}" for sequence in sequences if sequence.stuck), "")
+
+
+def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
+    """Build an entry of ``choices`` for a sequence that still runs: its samples from ``start`` to ``end`` (exclusive).
+
+    The engine's thread may be appending samples meanwhile, so nothing beyond ``end`` is read.
+    """
+    tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
+    return {
+        "index": sequence.index,
+        "finish_reason": None,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]},
+        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in sequence.spans(end)],
+    }
+
+
+def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
+    """Build an entry of ``choices`` for a finished sequence: its samples from ``start`` on, and its finish reason."""
+    return delta(sequence, start, len(sequence.logprobs)) | {
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.tokens[-1] if sequence.finish_reason == "stop" else None,
+        "routed_experts": _routes(sequence),
+    }
+
+
+def _routes(sequence: Sequence) -> str | None:
+    """Return the experts of the tokens from ``routed_from`` on as vLLM does, an .npy file in base64, if any."""
+    if sequence.routes is None:
+        return None
+    experts = sequence.routes[sequence.routed_from :].cpu().numpy()
+    file = io.BytesIO()
+    np.save(file, experts if experts.dtype == np.uint8 else experts.astype(np.uint16), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
+    """Build the answer to a generate request that is not streamed."""
+    prompt, sampled = sequences[0].prompt_length, sum(len(sequence.logprobs) for sequence in sequences)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": sequences[0].cached_tokens},
+    }
+    choices = [choice(sequence) for sequence in sequences]
+    return {"request_id": sequences[0].request_id, "model": model, "usage": usage, "choices": choices}
+
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+END = b"data: [DONE]\n\n"
+
+SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
+
+
+class SequenceStream:
+    """An ASGI response. ``abort`` is called with each sequence that is unfinished when the client disconnects.
+
+    The head goes out with the first part: by itself it would wake the client, which cannot do anything with it.
+    """
+
+    def __init__(self, sequences: list[Sequence], events: SequenceEvents, abort: Callable[[Sequence], object]) -> None:
+        self._events, self._abort = events, abort
+        self._sent = dict.fromkeys(sequences, 0)  # tokens sent, of each sequence whose last part was not
+        self._begun = False  # the head was sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send parts until all sequences are finished or the client disconnects."""
+        disconnect = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
+        disconnect.add_done_callback(lambda _: self._events.put_nowait(None))
+        try:
+            while self._sent:
+                changed = {await self._events.get(): None}  # an ordered set
+                while not self._events.empty():
+                    changed[self._events.get_nowait()] = None
+                if None in changed:
+                    return
+                if stuck := why_stuck(sequence for sequence in changed if sequence):
+                    await self._send(send, {"error": {"message": stuck, "code": 400}}, more=False)
+                    return
+                if parts := [part for sequence in changed if sequence and (part := self._part(sequence))]:
+                    await self._send(send, {"choices": parts}, more=bool(self._sent))
+        finally:
+            disconnect.cancel()
+            for sequence in self._sent:
+                if sequence.finish_reason is None:
+                    self._abort(sequence)
+
+    def _part(self, sequence: Sequence) -> dict[str, object] | None:
+        """Build the entry for the tokens that were not sent yet; None if there are none."""
+        start = self._sent.get(sequence)
+        if start is None:
+            return None
+        finished = sequence.finish_reason is not None
+        count = len(sequence.logprobs)  # the engine's thread appends the log-probability after its token
+        if finished:
+            del self._sent[sequence]
+            return choice(sequence, start)
+        self._sent[sequence] = count
+        return delta(sequence, start, count) if count > start else None
+
+    async def _send(self, send: Send, event: dict[str, object], *, more: bool) -> None:
+        """Send an event, before the first one the head, and after the last one the mark of the end."""
+        body = b"data: " + msgspec.json.encode(event) + (b"\n\n" if more else b"\n\n" + END)
+        if not self._begun:
+            self._begun = True
+            length = [] if more else [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *length]})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class EngineCollector:
+    """Requests, cache, tokens and whether it sleeps, read while the engine works."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield them as they are now."""
+        core = self._engine.core
+        held = sum(len(sequence.tokens) for sequence in list(core.running)) / core.cache_tokens
+        yield gauge("vllm:num_requests_running", "Sequences that are decoded.", len(core.running))
+        yield gauge("vllm:num_requests_waiting", "Sequences that wait.", len(core.waiting) + len(core.held))
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", held)
+        yield gauge("rl_async:kv_cache_bytes", "Bytes of the KV cache.", core.cache_bytes)
+        yield CounterMetricFamily("vllm:generation_tokens", "Tokens sampled.", core.sampled_tokens)
+        yield CounterMetricFamily("vllm:prompt_tokens", "Tokens of prompts.", core.prompt_tokens)
+        yield CounterMetricFamily("vllm:num_preemptions", "Sequences whose cache was dropped.", core.preemptions)
+        yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", core.prompt_tokens)
+        yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", core.cached_tokens)
+        awake = {"awake": float(not self._engine.asleep)}
+        yield by_label("sleep_state", "vllm:engine_sleep_state", "1 in the state that the engine is in.", awake)
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -94,7 +304,7 @@ class EngineServer:
 
     async def generate(self, request: Request) -> Response | SequenceStream:
         """Sample; 409 if the weights are older than the request accepts, 400 if it can never be served."""
-        body = msgspec.json.decode(await read_body(request), type=dialect.GenerateBody)
+        body = msgspec.json.decode(await read_body(request), type=GenerateBody)
         core = self.engine.core
         if (refusal := core.refusal(body.token_ids, body.sampling_params.max_tokens)) is not None:
             return _error(400, refusal)
@@ -115,11 +325,11 @@ class EngineServer:
             return SequenceStream(sequences, events, self.engine.abort)
         if not await self._until_finished(request, sequences, events):
             return _error(400, "the client disconnected")
-        if stuck := dialect.stuck(sequences):
+        if stuck := why_stuck(sequences):
             return _error(400, stuck)
-        return _json(dialect.answer(sequences, self.model_name))
+        return _json(answer(sequences, self.model_name))
 
-    async def _matcher(self, params: dialect.SamplingParams) -> Matcher | None:
+    async def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Compile the schema that the samples must fit, if there is one. Raises ValueError if it cannot be served."""
         if params.structured_outputs is None:
             return None
@@ -127,14 +337,14 @@ class EngineServer:
         return await asyncio.to_thread(self._grammars.matcher, params.structured_outputs.json, stops)
 
     def _sequences(
-        self, body: dialect.GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None, traceparent: str
+        self, body: GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None, traceparent: str
     ) -> list[Sequence]:
         """Make one sequence per requested sample; sample i has the seed of the request plus i, as in vLLM."""
         params = body.sampling_params
         name = REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
 
         def deliver(sequence: Sequence) -> None:
-            spans.finished(sequence)
+            add_spans(sequence)
             post(sequence)
 
         return [
@@ -175,7 +385,7 @@ class EngineServer:
 
     async def abort(self, request: Request) -> Response:
         raw = await read_body(request)
-        ids = msgspec.json.decode(raw, type=dialect.AbortBody).request_ids if raw else None
+        ids = msgspec.json.decode(raw, type=AbortBody).request_ids if raw else None
         futures = [self.engine.abort(i) for i in ids] if ids is not None else [self.engine.abort(None)]
         counts = await to_the_end(*map(asyncio.wrap_future, futures))
         return _json({"aborted": sum(counts)})
@@ -256,7 +466,7 @@ class EngineServer:
         return _json({"world_size": 1})
 
     async def weight_checker(self, request: Request) -> Response:
-        msgspec.json.decode(await read_body(request), type=dialect.CheckerBody)
+        msgspec.json.decode(await read_body(request), type=CheckerBody)
         current = await asyncio.wrap_future(self.engine.call(lambda: checksums(self.engine.core.model)))
         return _json({"checksums": current})
 
@@ -280,3 +490,66 @@ class EngineServer:
     async def metrics(self, request: Request) -> Response:
         """Report the engine's load to Prometheus and to our clients, under vLLM's names."""
         return text_response(self._metrics_text())
+
+
+log = logging.getLogger("rl_async.engine")
+
+
+def load_model(config: RunConfig) -> torch.nn.Module:
+    """Load the model of ``model.path`` onto its device, quantised as configured. Raises UserError if there is none."""
+    if not Path(config.model.path).is_dir():  # Transformers would look for it on the Hub
+        raise UserError(f"model.path: there is no folder {config.model.path}")
+    device, dtype = pick_device(config.model.device), getattr(torch, compute_type(config.model))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {reason}") from error
+    model = model.to(device).eval()
+    if config.rollout.quantization != "none":
+        quantize_layers(model, config.rollout.quantization)
+    return model
+
+
+def _crash(error: Exception) -> None:
+    """End the process, which the launcher replaces, and say what to do if memory was missing."""
+    if is_out_of_memory(error):
+        log.error("out of memory: lower rollout.cache_bytes or rollout.max_batch_size (docs/how-to/memory.md)")
+    os._exit(1)
+
+
+def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) -> None:
+    """Serve as engine ``index`` of a run until SIGTERM. Raises UserError for a config, model or address that fails.
+
+    ``cache_bytes``: of its KV cache; None: as the config says.
+    """
+    # Exit also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    config = load_resolved(run / "config.yaml")
+    access = Access.of_run(run, "engines", (host, *config.launcher.http_hosts))
+    if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
+        torch.set_num_threads(config.launcher.threads)
+    torch.manual_seed(config.seed + 10_000 + index)
+    listener = bind(host, port, "rollout.port")
+    model, rollout = load_model(config), config.rollout
+    core = EngineCore(
+        model,
+        max_batch=rollout.max_batch_size,
+        max_length=rollout.max_model_len,
+        cache_bytes=cache_bytes or (rollout.cpu_cache_bytes if model.device.type == "cpu" else rollout.cache_bytes),
+        min_iteration_s=config.debug.min_iteration_s,
+        record_routes=config.trainer.router_replay != "never",
+    )
+    engine = EngineThread(core, on_crash=_crash)
+    server = EngineServer(engine, config.model.path)
+    try:
+        with tracing.traced(config.tracking.otlp_endpoint, run, f"engine-{index}"):
+            server_of(server.app, access).run(sockets=[listener])
+    finally:
+        engine.stop()

@@ -27,7 +27,7 @@ def register() -> None:
 
     if WEIGHT_TRANSFER not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.transfer", "WeightTransfer"
+            WEIGHT_TRANSFER, "rl_async.rollout_server.vllm.slices", "WeightTransfer"
         )
     _report_versions_in_every_part()
     _read_every_answer()

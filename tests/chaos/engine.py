@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rl_async.rollout_server.__main__ import main
-from rl_async.rollout_server.embedded import process
+from rl_async.rollout_server.embedded import server
 from rl_async.rollout_server.embedded.server import EngineServer
 from tests.chaos.faults import Faulty
 
@@ -17,5 +17,5 @@ class FaultyServer(EngineServer):
 
 
 if __name__ == "__main__":
-    with patch.object(process, "EngineServer", FaultyServer):
+    with patch.object(server, "EngineServer", FaultyServer):
         sys.exit(main())

@@ -15,9 +15,8 @@ LINKS = {path.name for path in (ROOT / "rl_async").iterdir() if path.is_symlink(
 EXTRAS = {  # modules that only an extra's package lets one import, by that package
     "rl_async.agent_loop.environments.player.verifiers": "verifiers",
     "rl_async.launcher.ray_nodes": "ray",
-    "rl_async.rollout_server.vllm.slices": "vllm",
     "rl_async.rollout_server.vllm.int8": "vllm",
-    "rl_async.rollout_server.vllm.transfer": "vllm",
+    "rl_async.rollout_server.vllm.slices": "vllm",
     **{f"rl_async.trainer.megatron.{part}": "megatron" for part in ("backend", "model", "weights")},
 }
 

@@ -11,8 +11,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.batches import Batch, plan_batch

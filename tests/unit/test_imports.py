@@ -35,7 +35,6 @@ HOME_OF = {
         "rollout_server/vllm/int8.py",  # these run inside vLLM's own process
         "rollout_server/vllm/plugin.py",
         "rollout_server/vllm/slices.py",
-        "rollout_server/vllm/transfer.py",
         "reward_loop/server",
         "transfer_queue/torch_dataset.py",  # an IterableDataset, for those who read a queue without our trainer
     },
@@ -128,7 +127,7 @@ PROVIDED = {"msgspec", "numpy", "psutil", "safetensors", "torch"}  # of our depe
 def test_inside_an_engine_only_what_it_brings_is_imported() -> None:
     """rl-async is installed there without its dependencies, and with those of ``installation.BESIDE_ENGINES``."""
     left = [ROOT / "rollout_server" / name for name in ("sglang/__main__.py", "vllm/__main__.py")]
-    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "plugin", "slices", "transfer")]
+    left += [ROOT / "rollout_server/vllm" / f"{name}.py" for name in ("int8", "plugin", "slices")]
     inside, foreign = set(left), set[str]()
     while left:
         path = left.pop()

@@ -28,7 +28,7 @@ def train(folder: Path) -> Any:
 
 
 def serve(folder: Path) -> Any:
-    from rl_async.rollout_server.embedded.process import load_model
+    from rl_async.rollout_server.embedded.server import load_model
 
     return load_model(float32_config(None, [f"model.path={folder}", "data.path=none", "model.device=cpu"]))
 

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from rl_async.configs.schema.trainer import TrainerConfig, WeightSyncConfig
 from rl_async.messages import Sampling, Version
-from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors, collate

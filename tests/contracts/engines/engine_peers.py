@@ -22,8 +22,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import HOST, PortWish, hold_ports, plan
 from rl_async.process.http_auth import bearer, make_tokens, run_token
-from rl_async.rollout_server.answers import EMPTY, join
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import EMPTY, GenerateRequest, GenerateResult, join
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
 from tests.support.forked import Forked

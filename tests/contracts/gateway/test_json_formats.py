@@ -14,8 +14,7 @@ from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.messages import Version
-from rl_async.rollout_server.answers import EMPTY, join
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
+from rl_async.rollout_server.api import EMPTY, GenerateRequest, GenerateResult, Heard, join
 from tests.contracts.engines.engine_peers import Peer, running
 from tests.contracts.gateway.peers import RunningGateway, make_model
 from tests.unit.agent_loop.conftest import demos

@@ -12,7 +12,7 @@ from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import tool_call
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.launcher.runs.tiny_model import mean_reward
-from rl_async.rollout_server.embedded.local import LocalEngine
+from rl_async.rollout_server.embedded.engine_thread import LocalEngine
 from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Sandbox, Workspace
 from rl_async.sandbox.bubblewrap import INSTALL
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 
 MEMORY_BYTES = 256 << 20
 SETTINGS = SandboxConfig(

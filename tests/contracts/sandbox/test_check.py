@@ -9,7 +9,7 @@ import pytest
 
 from rl_async.errors import ConfigError
 from rl_async.sandbox.bubblewrap import CHECKS, INSTALL
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import SETTINGS
 
 BWRAP = shutil.which("bwrap")

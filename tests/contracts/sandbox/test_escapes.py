@@ -14,9 +14,8 @@ import pytest
 
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.sandbox.api import Result, Sandbox, SandboxRefused, Workspace
-from rl_async.sandbox.bubblewrap import Bubblewrap
-from rl_async.sandbox.cgroup import find_place
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.bubblewrap import Bubblewrap, find_place
+from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import MEMORY_BYTES, SETTINGS, settings_of
 
 WAIT_S = 60.0
@@ -380,7 +379,7 @@ OWNER = """
 import asyncio, sys
 import msgspec
 from rl_async.configs.schema.reward import SandboxConfig
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 
 async def main():
     config = msgspec.json.decode(sys.argv[1], type=SandboxConfig)

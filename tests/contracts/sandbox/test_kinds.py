@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.service import RewardService
-from rl_async.sandbox.registry import make_sandbox
+from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import SETTINGS, settings_of
 from tests.unit.reward_loop.rows import score as score_by
 from tests.unit.reward_loop.rows import task

@@ -12,7 +12,7 @@ import xxhash
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineRejected
 from rl_async.messages import EngineRecord, Version
-from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.pool import connect
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import WeightCoordinator

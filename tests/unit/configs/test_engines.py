@@ -7,7 +7,7 @@ import pytest
 
 from rl_async.configs.derived import Transport
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
-from rl_async.rollout_server.connect import CLIENTS
+from rl_async.rollout_server.pool import CLIENTS
 
 
 def test_every_kind_has_traits_and_a_client() -> None:

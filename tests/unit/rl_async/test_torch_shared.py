@@ -7,8 +7,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.torch_shared import BLOCK, output_logits, widened, windowed
 from rl_async.trainer.families import LogitForm
 from rl_async.trainer.model import LogitHead, token_stats

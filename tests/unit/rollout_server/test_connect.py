@@ -1,7 +1,7 @@
 import pytest
 
 from rl_async.errors import ProtocolError
-from rl_async.rollout_server.connect import connect
+from rl_async.rollout_server.pool import connect
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.rollout_server.vllm.client import VllmEngine
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rl_async.messages import EngineRecord, Sampling, Version
-from rl_async.rollout_server import routing
+from rl_async.rollout_server import pool
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
-from rl_async.rollout_server.routing import CANDIDATES, OpenMembers, PoolMember, Router
+from rl_async.rollout_server.pool import CANDIDATES, OpenMembers, PoolMember, Router
 
 V1 = Version(0, 1)
 
@@ -110,7 +110,7 @@ def test_the_limit_shrinks_when_the_cache_is_full_and_grows_when_it_is_reached()
     assert a.limit == 100
     for preemptions in range(10, 40):
         a.observe(load(usage=0.95, preemptions=preemptions))
-    assert a.limit == routing.MIN_LIMIT
+    assert a.limit == pool.MIN_LIMIT
 
 
 def test_the_limit_also_follows_the_requests_that_wait_after_a_preemption() -> None:
@@ -121,7 +121,7 @@ def test_the_limit_also_follows_the_requests_that_wait_after_a_preemption() -> N
 
 
 def test_old_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "SESSIONS_REMEMBERED", 2)
+    monkeypatch.setattr(pool, "SESSIONS_REMEMBERED", 2)
     a, b, router = member("a"), member("b"), Router[None]()
     with b.in_flight(request()):
         for session in ("s", "t", "s", "u"):

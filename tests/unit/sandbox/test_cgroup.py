@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_async.sandbox.cgroup import V1, V2, Place, _candidates
+from rl_async.sandbox.bubblewrap import V1, V2, Place, _candidates
 
 UNIFIED = "41 31 0:38 {root} {at} rw,relatime shared:4 - cgroup2 cgroup2 rw"
 DIVIDED = (

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from rl_async.errors import ConfigError
-from rl_async.sandbox.seccomp import system_call_filter
+from rl_async.sandbox.bubblewrap import system_call_filter
 
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 NO_MEMORY = 0x00050000 | errno.ENOMEM

@@ -11,8 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from tests.support.rounding import PlainPass
 
 

@@ -26,12 +26,9 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, UserError, WeightSyncError
 from rl_async.messages import Sampling
 from rl_async.rollout_server.api import GenerateRequest
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.dialect import GenerateBody, SamplingParams, choice, delta
-from rl_async.rollout_server.embedded.engine_thread import EngineThread
-from rl_async.rollout_server.embedded.local import LocalEngine
-from rl_async.rollout_server.embedded.process import load_model
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.engine_thread import EngineThread, LocalEngine
+from rl_async.rollout_server.embedded.server import GenerateBody, SamplingParams, choice, delta, load_model
 from rl_async.weight_sync.buckets import Piece
 from tests.support.pickled import pickled
 from tests.support.rounding import PlainPass

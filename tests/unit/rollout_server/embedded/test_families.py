@@ -7,9 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_async.rollout_server.embedded.attention import NAME as ATTENTION
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.families import SERVED
+from rl_async.rollout_server.embedded.core import ATTENTION, SERVED, EngineCore
 from rl_async.torch_shared import BLOCK
 from rl_async.trainer.families import FAMILIES, logit_form
 from tests.unit.rollout_server.embedded.test_core import assert_as_plain, sequences

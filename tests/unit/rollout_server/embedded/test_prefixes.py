@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from rl_async.rollout_server.embedded.prefixes import BLOCK, PrefixCache, joined
+from rl_async.rollout_server.embedded.cache import BLOCK, PrefixCache, joined
 
 ROOM = 1000 * BLOCK
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.quantized import quantize_layers
-from rl_async.rollout_server.embedded.sequence import Sequence
 from rl_async.torch_shared import DTYPES, quantize
 from rl_async.weight_sync.buckets import unpack
 from rl_async.weight_sync.experts import single

@@ -11,9 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from rl_async.errors import UserError
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.prefixes import BLOCK
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.cache import BLOCK
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from tests.unit.rollout_server.embedded.test_core import assert_as_plain, model
 
 __all__ = ["model"]

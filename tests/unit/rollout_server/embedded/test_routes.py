@@ -7,9 +7,8 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.core import EngineCore
-from rl_async.rollout_server.embedded.dialect import choice
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.server import choice
 from tests.support.sparse import chosen, sparse_model
 from tests.unit.rollout_server.embedded.test_core import sequences
 

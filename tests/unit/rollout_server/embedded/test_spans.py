@@ -7,8 +7,8 @@ import pytest
 
 from rl_async import tracing
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded import spans
-from rl_async.rollout_server.embedded.sequence import Sequence
+from rl_async.rollout_server.embedded import core
+from rl_async.rollout_server.embedded.core import Sequence
 from rl_async.tracing import Value
 
 Added = tuple[str, int, int, Mapping[str, Value]]
@@ -49,7 +49,7 @@ def play(played: Sequence) -> None:
 def test_wait_prefill_and_decoding_follow_one_another(added: list[Added]) -> None:
     began, played = time.time_ns(), sequence()
     play(played)
-    spans.finished(played)
+    core.add_spans(played)
     assert [name for name, *_ in added] == ["wait for engine", "prefill", "decode"]
     times = [began, *(time for _, start, end, _ in added for time in (start, end)), time.time_ns()]
     assert times == sorted(times)
@@ -61,12 +61,12 @@ def test_wait_prefill_and_decoding_follow_one_another(added: list[Added]) -> Non
 def test_what_is_aborted_while_it_waits_has_only_waited(added: list[Added]) -> None:
     waiting = sequence()
     waiting.finish_reason = "abort"
-    spans.finished(waiting)
+    core.add_spans(waiting)
     assert [name for name, *_ in added] == ["wait for engine"]
 
 
 def test_a_request_that_names_no_span_has_none(added: list[Added]) -> None:
     played = sequence("")
     play(played)
-    spans.finished(played)
+    core.add_spans(played)
     assert not added

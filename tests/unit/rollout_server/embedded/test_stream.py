@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from rl_async.messages import Sampling
-from rl_async.rollout_server.embedded.sequence import Sequence
-from rl_async.rollout_server.embedded.stream import SequenceEvents, SequenceStream
+from rl_async.rollout_server.embedded.core import Sequence
+from rl_async.rollout_server.embedded.server import SequenceEvents, SequenceStream
 
 DEADLINE_S = 60.0
 Message = MutableMapping[str, Any]

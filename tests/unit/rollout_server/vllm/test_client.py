@@ -15,8 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, TrainerReplaced
 from rl_async.messages import Sampling, Version, VersionRun
-from rl_async.rollout_server.answers import join
-from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import EngineLoad, EngineTokens, GenerateRequest, GenerateResult, join
 from rl_async.rollout_server.vllm.client import PREEMPTIONS, ROUTED_BY, STREAM_INTERVAL, TOKENS, VllmEngine
 
 REQUEST = GenerateRequest(

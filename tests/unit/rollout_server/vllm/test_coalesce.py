@@ -9,7 +9,7 @@ import pytest
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected
 from rl_async.messages import Sampling, Version
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from rl_async.rollout_server.vllm.coalesce import Coalescer, PendingRequest
+from rl_async.rollout_server.vllm.client import Coalescer, PendingRequest
 
 REQUEST = GenerateRequest(request_id="", token_ids=[1, 2], sampling=Sampling(), max_tokens=4, stop_token_ids=[9])
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.sandbox.api import Sandbox
-from rl_async.sandbox.bubblewrap import Bubblewrap
-from rl_async.sandbox.cgroup import find_place
+from rl_async.sandbox.bubblewrap import Bubblewrap, find_place
 from rl_async.sandbox.container import Containers
 from rl_async.sandbox.fusion import SandboxFusion
 from rl_async.userload import is_user_reference, load_user_object
