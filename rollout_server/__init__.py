@@ -8,6 +8,6 @@ lost; the trainer's weight sync and the command line call one engine's client (`
     vllm/       the client of that dialect, and what runs inside a vLLM server
     sglang/     the client of SGLang's native API, and the process around an SGLang server
 
-To add a kind of engine, write a package here with its client and its ``__main__.py``, add the client to ``pool.connect``,
-and declare the kind in ``configs/engines.py``, which the config checks and the launcher follow.
+To add a kind of engine, write a package here with its client and its ``__main__.py``, add the client to
+``pool.connect``, and declare the kind in ``configs/engines.py``, which the config checks and the launcher follow.
 """

@@ -41,8 +41,7 @@ from rl_async.process.http_auth import Access
 from rl_async.process.http_server import application, by_label, gauge, metrics_text, read_body, server_of, text_response
 from rl_async.process.role import bind
 from rl_async.rollout_server.api import PauseMode
-from rl_async.rollout_server.embedded.core import add_spans
-from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequence
+from rl_async.rollout_server.embedded.core import ATTENTION, EngineCore, Sequence, add_spans
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, checksums
 from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.rollout_server.embedded.sampler import Grammars, Matcher

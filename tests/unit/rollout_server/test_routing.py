@@ -1,11 +1,14 @@
-"""The choice of the cheapest engine, and how many requests an engine gets at once."""
+"""Which engine gets a request, and the client of an engine by its kind."""
 
 import pytest
 
+from rl_async.errors import ProtocolError
 from rl_async.messages import EngineRecord, Sampling, Version
 from rl_async.rollout_server import pool
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
-from rl_async.rollout_server.pool import CANDIDATES, OpenMembers, PoolMember, Router
+from rl_async.rollout_server.pool import CANDIDATES, OpenMembers, PoolMember, Router, connect
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 
 V1 = Version(0, 1)
 
@@ -168,3 +171,14 @@ def test_engines_are_open_while_they_have_room() -> None:
     among.refresh(full)
     among.remove(engines[2])
     assert set(among.members) == {engines[0], engines[1]}
+
+
+@pytest.mark.parametrize(("kind", "client"), [("embedded", VllmEngine), ("vllm", VllmEngine), ("sglang", SglangEngine)])
+def test_each_kind_has_its_client(kind: str, client: type) -> None:
+    assert type(connect(kind, "http://127.0.0.1:1/")) is client
+    assert connect(kind, "http://127.0.0.1:1/").url == "http://127.0.0.1:1"
+
+
+def test_an_unknown_kind_names_those_that_are_known() -> None:
+    with pytest.raises(ProtocolError, match=r"tgi.*embedded.*vllm.*sglang"):
+        connect("tgi", "http://127.0.0.1:1")

@@ -1,18 +1,27 @@
-"""Continuous batching: whatever joins, leaves or is preempted, log-probabilities are those of a plain forward pass."""
+"""Continuous batching equals plain forward passes, with reused prefixes too; recorded experts; spans."""
 
 import gc
 import random
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+from rl_async import tracing
+from rl_async.errors import UserError
 from rl_async.messages import Sampling
+from rl_async.rollout_server.embedded import core
+from rl_async.rollout_server.embedded.cache import BLOCK
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.rollout_server.embedded.server import choice
+from rl_async.tracing import Value
 from tests.support.rounding import PlainPass
+from tests.support.sparse import chosen, sparse_model
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +164,307 @@ def test_refusals_name_the_reason(model: Qwen3ForCausalLM) -> None:
     assert "[0, 90)" in (core.refusal([90], 4) or "")
     assert "empty" in (core.refusal([], 4) or "")
     assert core.refusal([1] * 15, 4) is None
+
+
+TOKEN_BYTES = 2 * 2 * 32 * 4  # layers, keys and values, head_dim, float32
+
+
+def ask(tokens: list[int], max_tokens: int = 8, temperature: float = 0.0, seed: int | None = None) -> Sequence:
+    return Sequence(
+        "r", list(tokens), Sampling(temperature=temperature), max_tokens, frozenset(), seed, deliver=lambda _: None
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(90) for _ in range(length)]
+
+
+def run(core: EngineCore, *todo: Sequence) -> list[Sequence]:
+    for sequence in todo:
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+    return list(todo)
+
+
+@contextmanager
+def computed(model: Any) -> Iterator[list[int]]:
+    """The tokens, with padding, of each pass of several positions."""
+    passes: list[int] = []
+
+    def note(_: object, positional: object, named: dict[str, torch.Tensor]) -> None:
+        if named["input_ids"].shape[1] > 1:
+            passes.append(named["input_ids"].numel())
+
+    with model.model.register_forward_pre_hook(note, with_kwargs=True):
+        yield passes
+
+
+def test_a_second_turn_computes_only_what_is_new(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=4, max_length=256)
+    first, *_ = run(core, ask(prompt(50), max_tokens=30))
+    assert first.cached_tokens == 0
+    with computed(model) as passes:
+        second, *_ = run(core, ask(first.tokens + prompt(7, seed=1)))
+    known = (50 + 30 - 1) // BLOCK * BLOCK
+    assert second.cached_tokens == known and passes == [80 + 7 - known]
+    assert (core.prompt_tokens, core.cached_tokens) == (50 + 87, known)
+    assert_as_plain(model, [second])
+
+
+def test_samples_that_come_later_reuse_the_prompt_while_others_of_it_run(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=8, max_length=128)
+    todo = [ask(prompt(40), max_tokens=20, temperature=1.0) for _ in range(6)]
+    core.add(todo[0])
+    core.step()
+    with computed(model) as passes:
+        run(core, *todo[1:])
+    assert passes == [40 - 2 * BLOCK], "one pass of one row for all five"
+    assert [s.cached_tokens for s in todo] == [0, 32, 40, 40, 40, 40]
+    assert_as_plain(model, todo)
+    assert len({tuple(s.sampled) for s in todo}) == 6
+
+
+def conversations(model: Qwen3ForCausalLM, **options: Any) -> tuple[list[list[int]], list[Sequence], EngineCore]:
+    """Three turns of several groups that share a beginning: the conversations, and each request."""
+    core = EngineCore(model, max_batch=6, max_length=200, **options)
+    shared = prompt(20)
+    histories = [shared + prompt(5 + 9 * (i // 3), seed=i // 3) for i in range(9)]
+    everything: list[Sequence] = []
+    for turn in range(3):
+        todo = run(core, *(ask(h, 12, 1.0 if i % 3 == 2 else 0.0, seed=i) for i, h in enumerate(histories)))
+        histories = [s.tokens + prompt(3 + i, seed=100 + turn) for i, s in enumerate(todo)]
+        everything += todo
+    return histories, everything, core
+
+
+def test_answers_are_equal_with_and_without_reuse(model: Qwen3ForCausalLM) -> None:
+    reused, requests, core = conversations(model)
+    computed_anew, others, without = conversations(model, reuse_prefixes=False)
+    assert reused == computed_anew
+    assert core.cached_tokens > without.cached_tokens
+    assert_as_plain(model, (*requests, *others))
+
+
+def test_nothing_of_older_weights_is_reused(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=4, max_length=256)
+    before, running = ask(prompt(50)), ask(prompt(40, seed=1), max_tokens=100)
+    run(core, before)
+    core.add(running)
+    core.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    try:
+        core.weights_changed()
+        core.abort(None)  # what it holds is of the older weights
+        again = run(core, ask([*before.tokens, 3]), ask([*running.tokens, 4]))
+        assert [s.cached_tokens for s in again] == [0, 0]
+        assert_as_plain(model, again)
+        assert run(core, ask(again[0].tokens))[0].cached_tokens > 0, "prefixes of the new weights are"
+    finally:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.div_(1.1)
+
+
+def test_sequences_that_go_on_with_new_weights_are_computed_again(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=4, max_length=256)
+    sequence = ask(prompt(50), max_tokens=40)
+    core.add(sequence)
+    for _ in range(5):
+        core.step()
+    core.weights_changed()
+    core.preempt()
+    with computed(model) as passes:
+        core.step()
+    assert passes == [56], "its whole prompt and what was sampled"
+    run(core)
+    assert run(core, ask(sequence.tokens))[0].cached_tokens == 80
+
+
+@pytest.mark.parametrize("tokens", [160, pytest.param(250, marks=pytest.mark.slow), 700])
+def test_a_small_cache_makes_sequences_wait_and_loses_none(model: Qwen3ForCausalLM, tokens: int) -> None:
+    core = EngineCore(model, max_batch=16, max_length=160, cache_bytes=tokens * TOKEN_BYTES)
+    draw = random.Random(tokens)
+    todo = [ask(prompt(draw.randrange(1, 40), seed=i % 7), draw.randrange(1, 110), 0.7, seed=i) for i in range(40)]
+    done = 0
+    for iteration in range(20_000):
+        for sequence in todo[2 * iteration : 2 * iteration + 2]:
+            core.add(sequence)
+        done += len(core.step())
+        assert core.cache_bytes <= tokens * TOKEN_BYTES
+        if done == len(todo):
+            break
+    assert all(s.finish_reason == "length" and len(s.logprobs) == len(s.sampled) for s in todo)
+    assert_as_plain(model, todo)
+    assert core.preemptions or tokens != 700, "nothing was preempted"
+
+
+def test_memory_follows_what_is_used(model: Qwen3ForCausalLM) -> None:
+    core = EngineCore(model, max_batch=64, max_length=4096)
+    run(core, *(ask(prompt(20, seed=i), 4) for i in range(4)))
+    assert core.cache_bytes < 64 * 4096 * TOKEN_BYTES / 50
+    core.free_cache()
+    assert core.cache_bytes == 0
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused(model: Qwen3ForCausalLM) -> None:
+    with pytest.raises(UserError, match=rf"rollout\.cache_bytes.*max_model_len=64.*{64 * TOKEN_BYTES}"):
+        EngineCore(model, max_batch=4, max_length=64, cache_bytes=64 * TOKEN_BYTES - 1)
+
+
+@pytest.fixture(scope="module")
+def sparse() -> Qwen3MoeForCausalLM:
+    return sparse_model(vocab=90)
+
+
+def run_all(core: EngineCore, *todo: Sequence) -> None:
+    for sequence in todo:
+        core.add(sequence)
+    while core.unfinished:
+        core.step()
+
+
+def right(sparse: Qwen3MoeForCausalLM, sequence: Sequence) -> bool:
+    assert sequence.routes is not None
+    return sequence.routes.long().sort(-1).values.equal(chosen(sparse, sequence.tokens[:-1]))
+
+
+def ask_for_routes(tokens: list[int], max_tokens: int = 20, **more: object) -> Sequence:
+    fixed = {"sampling": Sampling(), "stop_token_ids": frozenset[int](), "seed": 1, "deliver": lambda _: None}
+    return Sequence(request_id="r", tokens=list(tokens), max_tokens=max_tokens, **(fixed | more))  # type: ignore[arg-type]
+
+
+def test_batches_equal_prompts_and_known_prefixes_have_the_experts_of_a_plain_pass(sparse: Qwen3MoeForCausalLM) -> None:
+    core = EngineCore(sparse, max_batch=5, max_length=160, record_routes=True)
+    todo = sequences(12, seed=1)
+    same = [ask_for_routes(todo[0].tokens * 3, seed=number) for number in range(4)]
+    run_all(core, *todo, *same)
+    again = [ask_for_routes([*s.tokens, 7, 8, 9]) for s in (*todo, *same)]
+    run_all(core, *again)
+    assert core.cached_tokens > 200
+    assert all(right(sparse, s) for s in (*todo, *same, *again))
+
+
+def test_sequences_that_a_small_cache_preempts_keep_their_experts(sparse: Qwen3MoeForCausalLM) -> None:
+    token_bytes = 2 * 2 * 32 * 4 + 2 * 2  # keys and values of two layers, and their experts
+    core = EngineCore(sparse, max_batch=16, max_length=160, cache_bytes=250 * token_bytes, record_routes=True)
+    todo = [ask_for_routes([*range(3, 20), n], max_tokens=60, seed=n) for n in range(8)]
+    run_all(core, *todo)
+    assert core.preemptions > 0
+    assert all(right(sparse, s) for s in todo)
+
+
+def test_tokens_that_are_computed_again_under_new_weights_keep_their_first_experts(sparse: Qwen3MoeForCausalLM) -> None:
+    core = EngineCore(sparse, max_batch=4, max_length=160, record_routes=True)
+    sequence = ask_for_routes(list(range(3, 40)), max_tokens=30)
+    core.add(sequence)
+    for _ in range(10):
+        core.step()
+    fed = len(sequence.tokens) - 1
+    before = chosen(sparse, sequence.tokens[:-1])
+    layers: Any = sparse.model.layers
+    gates = [layer.mlp.gate.weight for layer in layers]
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(gate.flip(0))  # every router chooses by another order of the experts
+    core.weights_changed()
+    core.preempt()
+    while core.unfinished:
+        core.step()
+    after = chosen(sparse, sequence.tokens[:-1])
+    with torch.no_grad():
+        for gate in gates:
+            gate.copy_(gate.flip(0))
+    assert sequence.routes is not None and not after[:fed].equal(before)
+    routes = sequence.routes.long().sort(-1).values
+    assert routes[:fed].equal(before) and routes[fed:].equal(after[fed:])
+
+
+def test_an_aborted_sequence_has_the_experts_of_what_was_fed(sparse: Qwen3MoeForCausalLM) -> None:
+    core = EngineCore(sparse, max_batch=1, max_length=160, record_routes=True)
+    running, waiting = ask_for_routes(list(range(3, 20)), max_tokens=90), ask_for_routes([4, 5])
+    for sequence in (running, waiting):
+        core.add(sequence)
+    for _ in range(5):
+        core.step()
+    core.abort(None)
+    assert right(sparse, running) and len(running.tokens) == 17 + 6  # one of the first step's pass over the prompt
+    assert waiting.routes is None and choice(waiting)["routed_experts"] is None
+
+
+def test_what_is_not_to_be_recorded_is_not(sparse: Qwen3MoeForCausalLM) -> None:
+    sequence = ask_for_routes([3, 4, 5])
+    run_all(EngineCore(sparse, max_batch=1, max_length=160), sequence)
+    assert sequence.routes is None
+
+
+def test_many_experts_take_two_bytes_and_layers_without_experts_are_zeros() -> None:
+    sparse = sparse_model(num_experts=300, num_hidden_layers=3, mlp_only_layers=[1])
+    sequence = ask_for_routes(list(range(3, 33)))
+    run_all(EngineCore(sparse, max_batch=1, max_length=160, record_routes=True), sequence)
+    assert sequence.routes is not None and sequence.routes.dtype == torch.int16
+    assert not sequence.routes[:, 1].any() and int(sequence.routes.max()) > 255
+
+
+Added = tuple[str, int, int, Mapping[str, Value]]
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[Added]:
+    found: list[Added] = []
+
+    def add_below(above: str, name: str, began: int, ended: int, about: Mapping[str, Value]) -> None:
+        assert above == "header"
+        found.append((name, began, ended, about))
+
+    monkeypatch.setattr(tracing, "add_below", add_below)
+    return found
+
+
+def sequence(traceparent: str = "header") -> Sequence:
+    return Sequence(
+        request_id="r",
+        tokens=[1, 2, 3],
+        sampling=Sampling(),
+        max_tokens=2,
+        stop_token_ids=frozenset(),
+        seed=None,
+        deliver=lambda _: None,
+        traceparent=traceparent,
+    )
+
+
+def play(played: Sequence) -> None:
+    played.admit()
+    assert not played.append(4, -1.0, "0.0", 100)
+    played.admit()  # again, after a preemption
+    assert played.append(5, -1.0, "0.1", 100)
+
+
+def test_wait_prefill_and_decoding_follow_one_another(added: list[Added]) -> None:
+    began, played = time.time_ns(), sequence()
+    play(played)
+    core.add_spans(played)
+    assert [name for name, *_ in added] == ["wait for engine", "prefill", "decode"]
+    times = [began, *(time for _, start, end, _ in added for time in (start, end)), time.time_ns()]
+    assert times == sorted(times)
+    assert added[1][3]["gen_ai.usage.input_tokens"] == 3
+    about = added[2][3]
+    assert (about["gen_ai.usage.output_tokens"], about["rl_async.versions"]) == (2, ["0.0", "0.1"])
+
+
+def test_what_is_aborted_while_it_waits_has_only_waited(added: list[Added]) -> None:
+    waiting = sequence()
+    waiting.finish_reason = "abort"
+    core.add_spans(waiting)
+    assert [name for name, *_ in added] == ["wait for engine"]
+
+
+def test_a_request_that_names_no_span_has_none(added: list[Added]) -> None:
+    played = sequence("")
+    play(played)
+    core.add_spans(played)
+    assert not added
