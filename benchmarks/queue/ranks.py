@@ -16,8 +16,7 @@ from benchmarks.queue.arms import lengths
 from benchmarks.queue.costs import put
 from rl_async import messages as m
 from rl_async.trainer.batch_layout import karmarkar_karp
-from rl_async.transfer_queue.client import SyncQueueClient
-from rl_async.transfer_queue.conversations import expect
+from rl_async.transfer_queue.client import SyncQueueClient, expect
 
 GROUPS = 64  # of the batch
 ROUNDS = 16  # readings of a batch

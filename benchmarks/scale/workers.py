@@ -24,7 +24,7 @@ from rl_async import messages as m
 from rl_async.agent_loop.worker import LEASE_WAIT_S, RENEWALS_PER_LEASE
 from rl_async.rollout_server.pool import WATCH_S
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.conversations import refusal
+from rl_async.transfer_queue.client import refusal
 
 _REFUSED = b"Refused"  # the tag of a refusal, with which it begins
 TOKENS = 80  # of a row of about 1 KB

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.conversations import refusal
+from rl_async.transfer_queue.client import refusal
 from rl_async.transfer_queue.wire import ReplyMessage
 from tests.simulation.network import Client
 from tests.simulation.rules import Checkpoint

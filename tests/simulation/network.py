@@ -7,7 +7,7 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.conversations import refusal, wait_of
+from rl_async.transfer_queue.client import refusal
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -22,7 +22,7 @@ class Pending:
 
     def __init__(self, request: m.Request, frames: Sequence[Any], process: Any) -> None:
         self.request, self.frames, self.process = request, frames, process
-        self.patience = wait_of(request) + PATIENCE_S
+        self.patience = (request.wait_s if isinstance(request, m.LongPoll) else 0.0) + PATIENCE_S
         self.sent = 0  # times
 
 

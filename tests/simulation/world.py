@@ -12,7 +12,7 @@ from typing import Any
 from rl_async.messages import Fail, Lease, Put, Renew, Request, Version
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.conversations import refusal
+from rl_async.transfer_queue.client import refusal
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover

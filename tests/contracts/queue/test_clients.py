@@ -8,8 +8,8 @@ import zmq.asyncio
 
 from rl_async.errors import QueueLost
 from rl_async.messages import SCHEMA, Hello, Lease, Leased, Renew, Renewed, Welcome
-from rl_async.transfer_queue import conversations, wire
-from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.transfer_queue import wire
+from rl_async.transfer_queue.client import QueueClient, Session, SyncQueueClient
 from rl_async.transfer_queue.server_loop import bind
 from tests.contracts.queue.peers import SETTINGS, RunningQueue, worker
 
@@ -99,7 +99,7 @@ async def test_a_new_connection_sends_all_that_is_unanswered_again(address):
 
 
 def test_worker_names_are_unique_to_a_client():
-    one, two = (conversations.Session("tcp://x:1", "agent", "worker-0") for _ in range(2))
+    one, two = (Session("tcp://x:1", "agent", "worker-0") for _ in range(2))
     assert one.worker != two.worker and one.worker.startswith("worker-0-")
 
 

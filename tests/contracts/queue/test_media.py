@@ -124,7 +124,7 @@ def test_a_row_without_its_media_is_refused_until_they_come(address: str):
             wrong = msgspec.structs.replace(put, media=[(0, sha256)])
             with pytest.raises(ProtocolError, match=sha256):
                 client.exchange(wrong, [*payload, IMAGE[1:]])
-            client.sending.sent([(0, sha256)])  # as after a lease that another worker lost
+            client.inner.sending.sent([(0, sha256)])  # as after a lease that another worker lost
             assert client.put(row, media=media) == m.Done()
             row.media = [m.Media(sha256="no hash", mime="", position=0)]
             with pytest.raises(ProtocolError, match="no SHA-256"):

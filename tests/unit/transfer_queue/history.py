@@ -17,7 +17,7 @@ from rl_async.messages import (
     VersionRun,
 )
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.conversations import chosen
+from rl_async.transfer_queue.client import chosen
 from rl_async.transfer_queue.delivery import NO_SIGNAL
 from rl_async.transfer_queue.journal.journal import freed_by
 from rl_async.transfer_queue.store import Store

@@ -21,7 +21,7 @@ from rl_async.transfer_queue.auth.keys import (
     server_keys,
 )
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList
-from rl_async.transfer_queue.conversations import Session
+from rl_async.transfer_queue.client import Session
 
 
 def config(**queue: object) -> RunConfig:
