@@ -31,8 +31,7 @@ from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
 from rl_async.transfer_queue.delivery import TaskSource, TaskStream
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
-from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.telemetry import QueueCollector, QueueTraces, traced_samples
 from rl_async.transfer_queue.transitions import Feed
@@ -76,7 +75,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
             log.info("listening on %s, closed to clients without a key", address)
             server = QueueServer(store, journal, feed, limits=limits, allowed=keys.allowed)
             collect_rarely()
-            serve(socket, server, recorder.flush, stopped.is_set, auth=auth)
+            serve_requests(socket, server, recorder.flush, stopped.is_set, auth=auth)
     log.info("ended")
 
 

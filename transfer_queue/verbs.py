@@ -1,9 +1,8 @@
 """The verbs of the queue: how each request is handled, and which transitions can change the answer of a parked one.
 
-Handlers get the queue that they work on (``Serving``) and one request (``Incoming``). What a handler decides, and what
-the transitions of that decision do to the state, stand together in the part of the store that it calls. To add a
-verb: its request and reply in ``rl_async/messages.py``, a row in VERBS with the roles that may use it, and a line in
-``client.py``.
+Handlers get the queue that they work on (``Serving``) and one request (``Incoming``). They call methods of the store,
+which hold the decisions beside the effects of their transitions on the state. To add a verb: its request and reply in
+``rl_async/messages.py``, a row in ``_VERBS`` with the roles that may use it, and a line in ``client.py``.
 """
 
 import hashlib
@@ -27,33 +26,32 @@ from rl_async.transfer_queue.auth.roles import EVERYBODY, Role, only
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.journal.journal import FREEING, Journal
 from rl_async.transfer_queue.registry import Engines
-from rl_async.transfer_queue.server_loop import Response
 from rl_async.transfer_queue.store import Store
 
-# By which an answer puts the next announcement off. It takes 60 us of processor time, the reader's next question
+# Each answer postpones the next announcement by this. It takes 60 us of processor time, the reader's next question
 # included, and several times as long where cores are shared. Until all readers have asked again, other requests wait
 # behind theirs, so that most of the time must be left between two announcements.
 ANSWER_S = 1e-3
 
 
 class Announcing:
-    """The revision of the registry that is announced, which the newest one may be ahead of for a moment."""
+    """The announced revision of the registry. The newest one may be ahead of it for a moment."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
         self._revision, self._next = engines.revision, 0.0
 
     def has_news(self, after: int, now: float) -> bool:
-        """Whether a reader that asks now and knows revision ``after`` is to be answered; one that knows none is."""
+        """Whether to answer a reader that knows revision ``after``, or none, which is negative."""
         announced = self._engines.revision if now >= self._next else self._revision
         return after < 0 or after < announced
 
     def is_due(self, now: float) -> bool:
-        """Whether there are changes that waiting readers have not been told, and it is time."""
+        """Whether it is time to tell waiting readers of changes."""
         return self._revision != self._engines.revision and now >= self._next
 
     def announce(self) -> None:
-        """All waiting readers are answered now."""
+        """Note that all waiting readers are answered now."""
         self._revision = self._engines.revision
 
     def answered(self, now: float) -> None:
@@ -63,28 +61,32 @@ class Announcing:
 
 log = logging.getLogger("rl_async.queue")
 
-REMEMBERED = 4096  # newest requests, and workers
+# The newest requests, and workers, that are remembered.
+REMEMBERED = 4096
 
 
 class Leasing:
-    """Leases groups to requests and remembers which connections got them, for the newest REMEMBERED requests."""
+    """Leases groups to requests and remembers which connections got them."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
-        self._sent_to: OrderedDict[bytes, set[bytes]] = OrderedDict()  # connections by request
-        self._empty: OrderedDict[bytes, None] = OrderedDict()  # requests that were answered with nothing
-        self._served: OrderedDict[str, int] = OrderedDict()  # turn in which each worker last got groups
+        # Connections by request.
+        self._sent_to: OrderedDict[bytes, set[bytes]] = OrderedDict()
+        # Requests that were answered without groups.
+        self._empty: OrderedDict[bytes, None] = OrderedDict()
+        # The turn in which each worker last got groups.
+        self._served: OrderedDict[str, int] = OrderedDict()
         self._turn = 0
 
     def turn(self, worker: str) -> int:
-        """The turn in which the worker last got groups; 0 if it did not."""
+        """The turn in which the worker last got groups, from 1; 0 before its first."""
         return self._served.get(worker, 0)
 
     def lease(self, request_id: bytes, identity: bytes, request: Lease, now: float, *, last: bool) -> Leased | None:
-        """Groups for the request; None if there are none yet, unless it is the ``last`` try.
+        """Lease groups to the request. Returns None to keep it waiting, but not at the ``last`` try.
 
-        A request that was answered with nothing gets nothing again: its worker may have gone on to the next one and
-        would never hear of groups that a late copy of it was given.
+        A request that was answered without groups gets none again: its worker may have gone on to the next one and
+        would never hear of groups that went to a late copy.
         """
         if request_id in self._empty:
             return Leased(groups=[])
@@ -125,8 +127,15 @@ def _trim(memory: "OrderedDict[Any, Any]") -> None:
 Q = TypeVar("Q", bound=m.Request[Any])
 
 
+class Response(NamedTuple):
+    """A reply with the payload frames that follow it."""
+
+    reply: m.Reply
+    payload: Sequence[Frame] = ()
+
+
 class Serving(NamedTuple):
-    """What the handlers of verbs work on."""
+    """The queue as the handlers of verbs see it."""
 
     store: Store
     journal: Journal
@@ -145,7 +154,8 @@ class Incoming(NamedTuple, Generic[Q]):
     payload: Sequence[Frame] = ()
 
 
-Headers = Sequence[m.TrajectoryHeader]  # of the rows of one sample
+# Those of the rows of one sample.
+Headers = Sequence[m.TrajectoryHeader]
 
 
 def put(queue: Serving, incoming: Incoming[m.Put], last: bool) -> Response:
@@ -153,23 +163,18 @@ def put(queue: Serving, incoming: Incoming[m.Put], last: bool) -> Response:
     request, payload, store = incoming.request, incoming.payload, queue.store
     if not all(request.samples):
         raise ProtocolError("a Put of a sample without rows")
-    places = {sha256: m.media_sample(sha256) for sha256 in _media_of(request)}
-    if not store.settings.replicas:
-        put_here = _put_with_media if places or request.media else _put_rows
-        return Response(m.Taken(refused=put_here(queue, request, payload, places)))
-    if payload:
-        return Response(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
-    return Response(m.Taken(refused=_take(queue, request, store.shards.misplaced)))
-
-
-def _media_of(request: m.Put) -> set[str]:
-    """The hashes of all media that the rows refer to."""
-    found: set[str] = set()
-    for headers in request.samples:
-        for header in headers:
-            if header.media:
-                found.update(header.media)
-    return found
+    hashes = {sha256 for headers in request.samples for header in headers for sha256 in header.media}
+    places = {sha256: m.media_sample(sha256) for sha256 in hashes}
+    if store.settings.replicas:
+        if payload:
+            return Response(m.Refused(code=wire.SHARDED, reason="the payloads of this queue go to its shards"))
+        return Response(m.Taken(refused=_take(queue, request, store.shards.misplaced)))
+    rows, media = _payload_of(request, payload)
+    if places or media:
+        return Response(m.Taken(refused=_put_with_media(queue, request, rows, media, places)))
+    answers = _take(queue, request)
+    _keep_rows(queue, request, answers, rows)
+    return Response(m.Taken(refused=answers))
 
 
 def _take(
@@ -178,9 +183,9 @@ def _take(
     refusal: Callable[[Headers], m.Refused | None] | None = None,
     sized: Callable[[Headers], list[m.TrajectoryHeader]] = list,
 ) -> list[m.Refused | None]:
-    """Take the samples for which there is no ``refusal``, all at once; of each, None or why it is not wanted.
+    """Take the samples without a ``refusal``, all at once; for each, return None or why it is not wanted.
 
-    Those that are new are stored with the headers that ``sized`` returns.
+    New samples are stored with the headers that ``sized`` returns.
     """
     store, worker, now = queue.store, request.worker, queue.clock()
     answers: list[m.Refused | None] = []
@@ -196,7 +201,7 @@ def _take(
 
 
 def _unbounded(store: Store, worker: str, headers: Headers, now: float) -> m.Refused | None:
-    """Refuse a sample with a reward beyond the bound; its attempt has failed, so it is generated again."""
+    """Refuse a sample with a reward beyond the bound, and fail its attempt, so that it is generated again."""
     limit, bounded = store.settings.reward_limit, store.settings.reward_parts
     for header in headers:
         if abs(header.reward) <= limit and not header.reward_parts:
@@ -210,19 +215,11 @@ def _unbounded(store: Store, worker: str, headers: Headers, now: float) -> m.Ref
     return None
 
 
-def _put_rows(
-    queue: Serving, request: m.Put, payload: Sequence[Frame], places: dict[str, int]
-) -> list[m.Refused | None]:
-    """Take samples with their payload, none of which refers to media: there are no ``places``."""
-    rows, _ = _payload_of(request, payload)
-    answers = _take(queue, request)
-    _keep_rows(queue, request, answers, rows)
-    return answers
-
-
 def _keep_rows(queue: Serving, request: m.Put, answers: Sequence[m.Refused | None], rows: Sequence[Frame]) -> None:
-    """Hand the rows of the samples that were taken to the journal, but for groups that are gone already: the last
-    sample may have shown that a group is not worth keeping."""
+    """Hand the rows of the samples that were taken to the journal.
+
+    Groups that are gone already are left out: their last sample may have shown that they are not worth keeping.
+    """
     put, groups, start = queue.journal.put, queue.store.book.groups, 0
     for headers, refused in zip(request.samples, answers, strict=True):
         end = start + len(headers)
@@ -232,12 +229,16 @@ def _keep_rows(queue: Serving, request: m.Put, answers: Sequence[m.Refused | Non
 
 
 def _put_with_media(
-    queue: Serving, request: m.Put, payload: Sequence[Frame], places: dict[str, int]
+    queue: Serving,
+    request: m.Put,
+    rows: Sequence[Frame],
+    media: dict[m.MediaKey, Frame],
+    places: dict[str, int],
 ) -> list[m.Refused | None]:
-    """Take samples with their payload and the media that their groups lack; ``places`` are their sample numbers."""
+    """Take samples with their rows and the media that their groups lack; ``places`` are the media's sample numbers."""
     journal, groups = queue.journal, queue.store.book.groups
-    rows, media = _payload_of(request, payload)
-    coming: set[m.MediaKey] = set()  # media that the queue does not have yet, of the samples that it takes
+    # New media of the samples that are taken.
+    coming: set[m.MediaKey] = set()
 
     def lacking(headers: Headers) -> set[m.MediaKey]:
         keys = {(headers[0].group_id, sha256) for header in headers for sha256 in header.media}
@@ -264,9 +265,9 @@ def _put_with_media(
 
 
 def _payload_of(request: m.Put, payload: Sequence[Frame]) -> tuple[Sequence[Frame], dict[m.MediaKey, Frame]]:
-    """The rows of a Put, whose headers get their lengths, and its media.
+    """The rows of a Put and its media by group and hash; the headers get the rows' lengths.
 
-    Raises ProtocolError if they are not what the request says.
+    Raises ProtocolError if the payload does not match the request.
     """
     count = sum(map(len, request.samples))
     media = len(payload) - len(request.media)
@@ -280,19 +281,15 @@ def _payload_of(request: m.Put, payload: Sequence[Frame]) -> tuple[Sequence[Fram
     for headers in request.samples:
         for header in headers:
             header.nbytes, header.shards = next(lengths), []
-    return rows, _checked_media(request.media, payload[media:])
-
-
-def _checked_media(keys: Sequence[m.MediaKey], frames: Sequence[Frame]) -> dict[m.MediaKey, Frame]:
-    """Media by group and hash. Raises ProtocolError for bytes that have another hash."""
-    for (_, sha256), frame in zip(keys, frames, strict=True):
+    found = dict(zip(request.media, payload[media:], strict=True))
+    for (_, sha256), frame in found.items():
         if hashlib.sha256(frame).hexdigest() != sha256:
             raise ProtocolError(f"the bytes of a medium do not have the hash {sha256[:80]}")
-    return dict(zip(keys, frames, strict=True))
+    return rows, found
 
 
 def fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:
-    """Handle a Fetch: the rows, or where they are."""
+    """Handle a Fetch: reply with the rows, or with their shards."""
     wanted = incoming.request.rows
     if len(set(wanted)) != len(wanted):
         return Response(m.Refused(code="rows", reason="a row is requested twice"))
@@ -306,36 +303,30 @@ def fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:
     return Response(m.FetchedRows(lengths=list(map(len, found))), wire.join(found))
 
 
-MAX_WAIT_S = 60.0  # of a long poll; longer waits are cut to this
-
-
-def _in_order(queue: Serving, parked: Sequence[Incoming[Any]]) -> Iterable[Incoming[Any]]:
-    return parked
-
-
-def _any_wait(store: Store, request: Any, now: float) -> float:
-    return MAX_WAIT_S
+# Longer waits of a long poll are cut to this.
+MAX_WAIT_S = 60.0
 
 
 class Verb(NamedTuple):
     """One row of the table. A request from a client whose key has none of ``roles`` is refused.
 
-    ``handle`` gets the request and whether it must answer now; None parks a long poll until a transition among
-    ``wakes``, and then the parked ones are tried again as ``retry`` yields them. ``arrive`` is called once when a long
-    poll arrives; it returns the most seconds that the poll may wait.
+    ``handle`` gets the request and whether it must answer now. It parks a long poll by returning None; after a
+    transition among ``wakes`` the parked ones are tried again as ``retry`` yields them. ``arrive`` is called once when
+    a long poll arrives; it returns the most seconds that the poll may wait. Only verbs with ``payload`` may be followed
+    by frames.
     """
 
     request: type[m.Request[Any]]
     roles: frozenset[Role]
     handle: Callable[[Serving, Incoming[Any], bool], Response | None]
     wakes: frozenset[type[t.Transition]] = frozenset()
-    arrive: Callable[[Store, Any, float], float] = _any_wait
-    retry: Callable[[Serving, Sequence[Incoming[Any]]], Iterable[Incoming[Any]]] = _in_order
-    payload: bool = False  # whether frames may follow the request
+    arrive: Callable[[Store, Any, float], float] = lambda *_: MAX_WAIT_S
+    retry: Callable[[Serving, Sequence[Incoming[Any]]], Iterable[Incoming[Any]]] = lambda _, parked: parked
+    payload: bool = False
 
 
 def _fenced(verb: Verb) -> Verb:
-    """The verb, refusing a trainer that another has replaced; a parked request of it is answered when that resumes."""
+    """Make the verb refuse a trainer that another has replaced. Its parked requests are answered when that resumes."""
 
     def handle(queue: Serving, incoming: Incoming[Any], last: bool) -> Response | None:
         refused = queue.store.book.fence(incoming.request.lineage)
@@ -345,7 +336,7 @@ def _fenced(verb: Verb) -> Verb:
 
 
 def _verb(kind: type[Q], roles: frozenset[Role], handle: Callable[[Store, Q, float], m.Reply]) -> Verb:
-    """A verb that needs nothing but the store, its request and the time."""
+    """A verb that needs only the store, its request and the time."""
     return Verb(kind, roles, lambda queue, incoming, _: Response(handle(queue.store, incoming.request, queue.clock())))
 
 
@@ -362,10 +353,10 @@ def _poll(
     handle: Callable[[Store, Q, float], m.Reply],
     *wakes: type[t.Transition],
     waits: Callable[[Q, Any], bool] = lambda _, reply: isinstance(reply, m.NotReady),
-    arrive: Callable[[Store, Any, float], float] = _any_wait,
+    arrive: Callable[[Store, Any, float], float] = lambda *_: MAX_WAIT_S,
     idle: Callable[[Store, Q], bool] = lambda *_: False,
 ) -> Verb:
-    """A long poll that ``waits`` while its reply has nothing to say, or is ``idle``, which needs no reply to know."""
+    """A long poll that is parked if its reply ``waits``, or without making a reply if it is ``idle``."""
 
     def answer(queue: Serving, incoming: Incoming[Q], last: bool) -> Response | None:
         if not last and idle(queue.store, incoming.request):
@@ -389,7 +380,7 @@ def _lease(queue: Serving, incoming: Incoming[m.Lease], last: bool) -> Response 
 
 
 def _lease_arrived(store: Store, request: m.Lease, now: float) -> float:
-    """Renew the worker's leases: only the arrival of its question is a sign of life, not that it is still parked."""
+    """Renew the worker's leases: only the arrival of its request is a sign of life, not that it is still parked."""
     store.delivery.renew(request.worker, now)
     store.attendance.hear(request.worker, now, request.idle_s)
     return MAX_WAIT_S
@@ -401,7 +392,7 @@ def _renew(store: Store, request: m.Renew, now: float) -> m.Reply:
 
 
 def _attended(store: Store, reply: m.Reply, now: float) -> m.Reply:
-    """Add to a reply that there is nothing yet for how long no program has asked, if that is why."""
+    """If NotReady is due to idle agent programs, add how long none has asked."""
     unattended_s = store.attendance.unattended_s(now)
     if not isinstance(reply, m.NotReady) or not unattended_s:
         return reply
@@ -410,8 +401,10 @@ def _attended(store: Store, reply: m.Reply, now: float) -> m.Reply:
 
 
 def _equal_shares(queue: Serving, parked: Sequence[Incoming[m.Lease]]) -> Iterable[Incoming[m.Lease]]:
-    """Each parked worker with an equal share of the groups that may be leased, the longest unserved first; nobody else
-    once there are none, except to hear that the run is over."""
+    """Give each parked worker an equal share of the groups that may be leased, the longest unserved first.
+
+    Once none are left, the others stay parked, unless the run is over.
+    """
     book = queue.store.book
     if not book.leasable() and not book.finished:
         return
@@ -451,7 +444,7 @@ def _list_engines(queue: Serving, incoming: Incoming[m.ListEngines], last: bool)
 
 
 def _engines_in_order(queue: Serving, parked: Sequence[Incoming[m.ListEngines]]) -> Iterable[Incoming[m.ListEngines]]:
-    """All readers of the registry, if it is time for an announcement."""
+    """Yield all readers of the registry, if it is time for an announcement."""
     if not queue.announcing.is_due(queue.clock()):
         return ()
     queue.announcing.announce()
@@ -486,7 +479,8 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
 
 ENGINES_CHANGE: frozenset[type[t.Transition]] = frozenset({t.EnginesChanged, t.EngineChanged, t.EngineRemoved})
 
-GENERATES = only("worker", "operator")  # an operator imports what another queue exported
+# An operator imports groups that another queue exported.
+GENERATES = only("worker", "operator")
 TRAINS = only("trainer")
 FETCHES = only("trainer", "reader", "operator")
 READS = only("reader", "operator")
@@ -507,7 +501,8 @@ _VERBS = (
         TRAINS,
         lambda s, r, now: _attended(s, s.batches.reserve(r.step, now), now),
         *(t.GroupReady, t.GroupDropped, t.DeadLettered, t.BatchReserved),
-        idle=lambda s, r: s.batches.is_short(r.step),  # asked at every group that becomes ready
+        # Every group that becomes ready calls it.
+        idle=lambda s, r: s.batches.is_short(r.step),
     ),
     Verb(m.Fetch, FETCHES, fetch),
     _verb(m.Commit, TRAINS, lambda s, r, _: s.batches.commit(r.step)),
@@ -576,4 +571,5 @@ VERBS = tuple(
     for verb in _VERBS
 )
 
-SHARD_VERBS = {m.StoreRows: GENERATES, m.LoadRows: FETCHES}  # what payload shards answer, and to whom
+# The requests that payload shards answer, and the roles that may send them.
+SHARD_VERBS = {m.StoreRows: GENERATES, m.LoadRows: FETCHES}

@@ -32,8 +32,7 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.journal.sqlite import SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
-from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.shard.__main__ import run_shard
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
@@ -212,7 +211,7 @@ def queue_server(address: str, kind: str, folder: str, batch: str = str(BATCH), 
         server = QueueServer(store, journal, feed, limits=limits, allowed=None if keys is None else keys.allowed)
         collect_rarely()  # as the queue of a run does
         ready()
-        serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False, auth=auth)
+        serve_requests(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False, auth=auth)
 
 
 def queue_shard(address: str, queue: str, name: str) -> None:

@@ -17,8 +17,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
-from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -61,7 +60,7 @@ def main(address: str, workers: int, folder: Path) -> None:
         server = QueueServer(store, journal, feed, limits=limits)
         collect_rarely()
         ready()
-        serve(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False)
+        serve_requests(socket, server, JournalRecorder(store, journal, ledger).flush, lambda: False)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import MemoryJournal
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.server_loop import Outgoing, bind, serve
+from rl_async.transfer_queue.server import Outgoing, QueueServer, bind, serve_requests
 from rl_async.transfer_queue.shard.__main__ import ShardServer
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed, TransitionType
@@ -159,8 +158,10 @@ def hello(keys: Keys | None, role: Role) -> m.Hello:
 
 
 class LiveQueue:
-    """A server on a thread of its own, as ``loop.serve`` runs it; what ended it is raised at the end. With ``keys`` it
-    is encrypted, and takes those clients."""
+    """A server on a thread of its own, as ``serve_requests`` runs it; the error that ended it is raised at the end.
+
+    With ``keys`` it is encrypted, and takes those clients.
+    """
 
     def __init__(self, keys: Keys | None = None) -> None:
         self._ready, self._stop = threading.Event(), threading.Event()
@@ -184,7 +185,7 @@ class LiveQueue:
             self.address = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._ready.set()
             try:
-                serve(socket, server, lambda: None, self._stop.is_set, auth=auth)
+                serve_requests(socket, server, lambda: None, self._stop.is_set, auth=auth)
             except BaseException as error:
                 self._error = error
                 raise

@@ -15,8 +15,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.client import refusal
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
-from rl_async.transfer_queue.server_loop import Outgoing, serve
+from rl_async.transfer_queue.server import JournalRecorder, Outgoing, QueueServer, recover, serve_requests
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
 from tests.simulation.actors import Trainer, Worker
@@ -122,7 +121,7 @@ class Host:
             return
         turns = iter((False, True))
         try:
-            serve(self._socket, self, self._flush, lambda: next(turns), self._clock)  # type: ignore[arg-type]
+            serve_requests(self._socket, self, self._flush, lambda: next(turns), self._clock)  # type: ignore[arg-type]
             if self.ahead:
                 self.hold(self.ahead)
         except Crash as crash:

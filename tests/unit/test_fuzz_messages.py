@@ -7,7 +7,7 @@ import pytest
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.book import Book
-from rl_async.transfer_queue.server_loop import Gate
+from rl_async.transfer_queue.server import Gate
 from tests.fuzz.queue_messages import requests, trajectory
 from tests.fuzz.queue_servers import CheckedQueue, Keys
 

@@ -40,19 +40,21 @@ from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_fil
 from rl_async.transfer_queue.auth.roles import AllowList
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.journal.journal import ALL_GROUPS, Payloads
-from rl_async.transfer_queue.server_loop import Gate, Outgoing, Response, bind, serve
-from rl_async.transfer_queue.verbs import SHARD_VERBS
+from rl_async.transfer_queue.server import Gate, Outgoing, bind, serve_requests
+from rl_async.transfer_queue.verbs import SHARD_VERBS, Response
 
 log = logging.getLogger("rl_async.queue")
 
-SWEEP_S = 1.0  # at least this often, or more often if leases are short, the queue says what to delete
-CLEAR_S = 30.0  # for the serving thread to drop everything
+# The longest wait of a Sweep. The queue answers earlier if leases are short.
+SWEEP_S = 1.0
+# For the serving thread to drop all rows.
+CLEAR_S = 30.0
 
 
 class ShardServer:
     """Keeps rows by (group, sample, attempt) and refuses other requests. One thread calls it.
 
-    ``orders`` brings groups to forget, or None for all of them; whoever sends None waits for ``cleared``.
+    ``orders`` brings groups to forget, or None for all of them; the sender of None waits for ``cleared``.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ShardServer:
         self.turned_away[name] += 1
 
     def groups(self) -> list[int]:
-        """Ids of the groups of which rows are kept. Safe to call from any thread."""
+        """Ids of the groups with rows here. Safe to call from any thread."""
         return self._payloads.groups()
 
     def begin_turn(self) -> None:
@@ -133,7 +135,7 @@ class Membership:
     """A thread that registers this shard with the queue and learns which groups can be deleted.
 
     Consumes the queue's answers; produces orders to the server. Waits for the queue, SWEEP_S each time; unblocked by
-    groups that end. ``failed`` has what ended it, if the queue is gone for good.
+    groups that end. ``failed`` has the error that ended it, if the queue is gone for good.
     """
 
     def __init__(self, server: ShardServer, client: SyncQueueClient, shard_id: str, name: str, url: str) -> None:
@@ -142,9 +144,6 @@ class Membership:
         self._stopped = threading.Event()
         self.failed: QueueLost | ProtocolError | None = None
         self._thread = threading.Thread(target=self._run, name="shard membership", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that registers this shard."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -183,7 +182,7 @@ class Membership:
 
 
 def new_id(name: str) -> str:
-    """A random id, which no shard had before."""
+    """A random id that no shard had before."""
     return f"{name}-{secrets.token_hex(4)}"
 
 
@@ -195,10 +194,10 @@ def run_shard(
     run: Path | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Keep payloads of the queue at ``queue_address`` until ``stopped``. ``run``: the folder with config and keys.
+    """Keep payloads of the queue at ``queue_address`` until ``stopped``.
 
-    Raises UserError for a bad config, missing keys or a taken port; QueueLost or ProtocolError when the queue is gone
-    or does not want this shard.
+    ``run`` is the folder with config and keys. Raises UserError for a bad config, missing keys or a taken port;
+    QueueLost or ProtocolError when the queue is gone or does not want this shard.
     """
     config = None if run is None else load_resolved(run / "config.yaml")
     keys = None if config is None or run is None else server_keys(config, run)
@@ -211,27 +210,23 @@ def run_shard(
     with zmq.Context() as context, bind(context, address, keys=keys, limits=limits) as socket:
         client = SyncQueueClient(queue_address, role="shard", name=name, keys=own)
         membership = Membership(server, client, shard_id, name, address)
-        membership.start()
 
         def over() -> bool:
             return stopped() or membership.failed is not None
 
         try:
+            # Rows in memory need no flush.
             if keys is None or is_file(address):
-                serve(socket, server, _nothing, over)
+                serve_requests(socket, server, lambda: None, over)
             else:
                 with Authenticator(context, keys.allowed, lambda: server.turned_away.update(denied=1)) as auth:
-                    serve(socket, server, _nothing, over, auth=auth)
+                    serve_requests(socket, server, lambda: None, over, auth=auth)
         finally:
             membership.stop()
     if server.turned_away:
         log.warning("turned away: %s", dict(server.turned_away))
     if membership.failed is not None:
         raise membership.failed
-
-
-def _nothing() -> None:
-    """Do nothing: rows in memory need no flush."""
 
 
 def _run(given: argparse.Namespace, ended: threading.Event) -> None:

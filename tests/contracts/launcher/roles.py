@@ -42,8 +42,7 @@ def queue(folder: Path, port: int) -> None:
 
     from rl_async.transfer_queue.admission import QueueSettings
     from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-    from rl_async.transfer_queue.server import QueueServer
-    from rl_async.transfer_queue.server_loop import bind, serve
+    from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
     from rl_async.transfer_queue.store import Store
     from rl_async.transfer_queue.transitions import Feed
 
@@ -53,7 +52,7 @@ def queue(folder: Path, port: int) -> None:
     recovered = journal.recover()
     store.recover(recovered.dump, recovered.transitions, 0.0)
     with zmq.Context() as context, bind(context, ADDRESS.format(port)) as socket:
-        serve(socket, QueueServer(store, journal, feed), journal.flush, lambda: False)
+        serve_requests(socket, QueueServer(store, journal, feed), journal.flush, lambda: False)
 
 
 def answer_probes(port: int, what: list[str]) -> None:

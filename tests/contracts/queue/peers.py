@@ -17,8 +17,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, is_file
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.server_loop import bind, serve
+from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -67,7 +66,7 @@ class RunningQueue:
             socket = stack.enter_context(bind(context, self.address, keys=self._keys, limits=self._limits))
             self.address = socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._ready.set()
-            serve(socket, server, journal.flush, self._stop.is_set, auth=auth)
+            serve_requests(socket, server, journal.flush, self._stop.is_set, auth=auth)
 
     def stop(self) -> None:
         self._stop.set()

@@ -10,7 +10,7 @@ from rl_async.errors import QueueLost
 from rl_async.messages import SCHEMA, Hello, Lease, Leased, Renew, Renewed, Welcome
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, Session, SyncQueueClient
-from rl_async.transfer_queue.server_loop import bind
+from rl_async.transfer_queue.server import bind
 from tests.contracts.queue.peers import SETTINGS, RunningQueue, worker
 
 

@@ -8,7 +8,7 @@ import zmq.asyncio
 from rl_async.errors import UserError
 from rl_async.messages import SCHEMA, Hello, LeasedGroup, Malformed, Put, Status, Version, Welcome
 from rl_async.transfer_queue.delivery import numbered
-from rl_async.transfer_queue.server_loop import bind
+from rl_async.transfer_queue.server import bind
 from tests.contracts.queue.peers import HELLO, ID, ask, trajectory
 
 

@@ -14,8 +14,7 @@ from rl_async.configs.derived import ListedCode
 from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import ProtocolError
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.server import Outgoing, Parking
-from rl_async.transfer_queue.server_loop import IDLE_S
+from rl_async.transfer_queue.server import IDLE_S, Outgoing, Parking
 from rl_async.transfer_queue.transitions import Admitted, LeaseLost, SamplesStored, ShardLost, Submitted
 from rl_async.transfer_queue.verbs import VERBS, Incoming
 from tests.unit.transfer_queue.served import EVAL_TASK, HEADER, LEASE_S, Served

@@ -18,8 +18,15 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
-from rl_async.transfer_queue.server import QueueServer
-from rl_async.transfer_queue.server_loop import MOST_REQUESTS, OTHER_FILES, PROBE_S, PROBES, bind, serve
+from rl_async.transfer_queue.server import (
+    MOST_REQUESTS,
+    OTHER_FILES,
+    PROBE_S,
+    PROBES,
+    QueueServer,
+    bind,
+    serve_requests,
+)
 from rl_async.transfer_queue.store import Store
 from rl_async.transfer_queue.transitions import Feed
 
@@ -76,7 +83,7 @@ class Loop:
     def run(self) -> None:
         """Until all is answered."""
         turns = iter([False] * (1 + len(self.router.inbox)))
-        serve(self.router, self._server, self.flush, lambda: next(turns, True), lambda: self.now)  # type: ignore[arg-type]
+        serve_requests(self.router, self._server, self.flush, lambda: next(turns, True), lambda: self.now)  # type: ignore[arg-type]
 
 
 LEASE_S = 10.0
@@ -205,7 +212,7 @@ def test_the_kernel_probes_the_hosts_of_clients() -> None:
 LISTENS = """
 import logging, resource, sys, zmq
 from rl_async.configs.schema.queue import QueueLimits
-from rl_async.transfer_queue.server_loop import bind
+from rl_async.transfer_queue.server import bind
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, int(sys.argv[1])))
 with zmq.Context() as context, bind(context, "tcp://127.0.0.1:*", limits=QueueLimits(clients=300)):
