@@ -20,6 +20,7 @@ from rl_async.files import DAMAGE, make_durable_folder, replace_file
 from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.machine import read_machine
 from rl_async.launcher.sources import Fetched, kept_sources
+from rl_async.transfer_queue.journal.journal import FILE as SQLITE
 from rl_async.transfer_queue.journal.sqlite import FILE as SQLITE
 from rl_async.transfer_queue.ledger import tells_end, tells_samples
 

@@ -28,13 +28,12 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_file, server_keys
 from rl_async.transfer_queue.chat_messages import Schemas, read_schemas
 from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
-from rl_async.transfer_queue.delivery import TaskSource, TaskStream
+from rl_async.transfer_queue.delivery import GrowingTaskList, TaskSource
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
-from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.telemetry import QueueCollector, QueueTraces, traced_samples
-from rl_async.transfer_queue.transitions import Feed
 
 log = logging.getLogger("rl_async.queue")
 
@@ -92,7 +91,7 @@ def tasks_of(config: RunConfig, schemas: Schemas = NO_SCHEMAS) -> tuple[TaskSour
     """Return the training tasks, and the held-out tasks of one evaluation; a replay has recorded groups alone."""
     if config.rollout.replay:
         needed = config.trainer.steps * config.data.train_batch_groups
-        return TaskStream([task_of(group) for group in Recording(config.rollout.replay).groups[:needed]]), []
+        return GrowingTaskList([task_of(group) for group in Recording(config.rollout.replay).groups[:needed]]), []
     return make_sources(config, schemas)
 
 
@@ -124,7 +123,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
     """
     match config.queue.journal:
         case "sqlite":
-            from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+            from rl_async.transfer_queue.journal.journal import SqliteJournal
 
             folder = Path(config.queue.journal_folder) / config.name if config.queue.journal_folder else run
             try:

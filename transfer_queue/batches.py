@@ -1,7 +1,7 @@
 """The trainer's side of the store: batches of steps, slots, going back to a checkpoint, and evaluations.
 
 An evaluation's held-out tasks are admitted outside the slots and never trained. A checkpoint keeps a snapshot of the
-queue: enough to generate again what was not trained.
+queue, from which untrained groups can be generated again.
 """
 
 from collections import Counter
@@ -28,17 +28,17 @@ from rl_async.transfer_queue.transitions import (
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the queue: enough to generate again what was not trained."""
+    """The part of the queue in a checkpoint: its untrained groups, and the task source's cursor after next_group."""
 
     next_group: int
-    cursor: bytes  # of the task source, behind next_group
-    groups: list[ReadmittedGroup]  # not trained yet
+    cursor: bytes
+    groups: list[ReadmittedGroup]
 
 
 def decode_snapshot(body: bytes, step: int) -> QueueSnapshot:
-    """Decode the snapshot of a checkpoint after ``step`` steps. Raises ValueError if it makes no sense.
+    """Decode the snapshot of a checkpoint after ``step`` steps. Raises ValueError if it is inconsistent.
 
-    Its cursor is opaque here; the task source judges it.
+    Its cursor is opaque here; the task source checks it.
     """
     snapshot = msgspec.msgpack.decode(body, type=QueueSnapshot)
     if step < 0 or not 0 <= snapshot.next_group <= EVAL_GROUPS:
@@ -52,16 +52,16 @@ def decode_snapshot(body: bytes, step: int) -> QueueSnapshot:
 
 
 class StepBatch(msgspec.Struct):
-    """The groups of one step, and how far training has come with them."""
+    """The groups of one step, and their progress: trained, slots given back, groups forgotten."""
 
     groups: list[int]
     committed: bool = False
-    released: bool = False  # gave back its slots
-    retired: bool = False  # its groups are forgotten
+    released: bool = False
+    retired: bool = False
 
 
 class BatchesState(msgspec.Struct, kw_only=True):
-    """The dump of Batches: all batches, and where the trainer is."""
+    """The dump of Batches: all batches, and the trainer's position."""
 
     batches: dict[int, StepBatch]
     next_step: int
@@ -69,13 +69,10 @@ class BatchesState(msgspec.Struct, kw_only=True):
     resumed: tuple[int, int, Resumed] | None
 
 
-Divide = Callable[[Sequence[int]], tuple[list[int], list[int]]]
-
-
 class Batches:
     """Batches by step, in order: a step is reserved once, trained, published and at last retired.
 
-    The verbs decide and ``change``; the methods in the past tense say what a change does.
+    A verb decides and emits a transition; the methods named in the past tense apply it.
     """
 
     def __init__(
@@ -84,14 +81,16 @@ class Batches:
         change: Callable[[t.Transition], None],
         delivery: Delivery,
         source: TaskSource,
-        divide: Divide,
+        divide: Callable[[Sequence[int]], tuple[list[int], list[int]]],
     ) -> None:
         """``divide`` splits retired groups into those to forget and those to keep for other readers."""
         self._book, self._change, self._delivery, self._source = book, change, delivery, source
         self._divide = divide
         self._batches: dict[int, StepBatch] = {}
-        self._retired = 0  # steps before this one are forgotten
-        self._resumed: tuple[int, int, Resumed] | None = None  # step, lineage and answer of the newest resume
+        # Steps before this one are forgotten.
+        self._retired = 0
+        # Step, lineage and answer of the newest resume.
+        self._resumed: tuple[int, int, Resumed] | None = None
         self.effects: t.Effects = {
             t.BatchReserved: self.batch_reserved,
             t.BatchCommitted: self.batch_committed,
@@ -104,9 +103,9 @@ class Batches:
     # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
 
     def reserve(self, step: int, now: float) -> Reserved | NotReady | Refused:
-        """Fix the batch of ``step``, or say what is missing. Answers the same however often it is asked.
+        """Fix the batch of ``step``, or say which groups are missing. A repeated request gets the same answer.
 
-        Only if payloads are lost with their shard, its members come again with what was generated in their place.
+        Only members whose payloads were lost with their shard come with other rows, which were generated since.
         """
         batch = self._batches.get(step)
         if batch is not None and not batch.retired:
@@ -124,7 +123,7 @@ class Batches:
         return self._answer(step, self._batches[step])
 
     def is_short(self, step: int) -> bool:
-        """Whether ``step`` is next and the counts of groups tell that it has no batch, without a walk over them."""
+        """Whether ``step`` is next and the counts of groups show, without a walk over them, that it has no batch."""
         book, counts = self._book, self._book.open_counts
         return step == self._book.next_step and (
             book.count(State.READY) < book.settings.batch_groups
@@ -132,7 +131,7 @@ class Batches:
         )
 
     def _members(self, step: int, now: float) -> list[int] | NotReady:
-        """The groups pinned to the step, and others for the seats that are left: a walk over all open groups."""
+        """Choose the groups pinned to the step, and others for the remaining seats, in a walk over all open groups."""
         book, settings = self._book, self._book.settings
         pinned: Counter[int] = Counter()
         members: list[int] = []
@@ -157,9 +156,9 @@ class Batches:
         return members + choice.take
 
     def _without_expired(self, candidates: list[Candidate], step: int) -> list[Candidate]:
-        """Give up groups whose tokens are too old for any step to come.
+        """Drop groups whose tokens are too old for any later step.
 
-        There are none unless a resumed run has smaller batches, or a tighter bound, than the run that sampled them.
+        They exist only if a resumed run has smaller batches, or a tighter bound, than the run that sampled them.
         """
         settings = self._book.settings
         if settings.replays or settings.on_straggler == "mask":
@@ -244,7 +243,7 @@ class Batches:
         return Done()
 
     def retire(self, step: int) -> Done | Refused:
-        """Steps before ``step`` are in a durable checkpoint: forget their groups and payloads."""
+        """Forget groups and payloads of the steps before ``step``: a durable checkpoint includes them."""
         if step > self._book.next_step or any(not b.committed for s, b in self._batches.items() if s < step):
             return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
         if step <= self._retired:
@@ -255,7 +254,7 @@ class Batches:
         return Done()
 
     def tighten(self, max_staleness: int) -> Done | Refused:
-        """Admit for this bound, at most the configured one. Admitted groups stay, so it takes effect gradually."""
+        """Lower the bound of admission. Admitted groups stay, so it takes effect gradually."""
         book = self._book
         if max_staleness < 0:
             return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
@@ -267,7 +266,7 @@ class Batches:
     # --- checkpoint and resume --------------------------------------------------------------------------------------
 
     def snapshot(self) -> bytes:
-        """What is not trained yet, and where the task source stands."""
+        """Encode a QueueSnapshot for a checkpoint."""
         steps = {group: step for step, batch in self._batches.items() for group in batch.groups if not batch.committed}
         groups = [
             t.ReadmittedGroup(group=group.group_id, task=group.task, step=steps.get(group.group_id, group.pinned))
@@ -292,7 +291,7 @@ class Batches:
         return self._roll_back(step, lineage)
 
     def has_resumed(self, step: int, lineage: int) -> bool:
-        """Whether the newest resume was this one, so that the same again changes nothing."""
+        """Whether the newest resume was this one, so that a repetition changes nothing."""
         return self._resumed is not None and self._resumed[:2] == (step, lineage)
 
     def _reaches(self, step: int) -> bool:
@@ -301,7 +300,7 @@ class Batches:
         return trained and self._retired <= step <= self._book.next_step
 
     def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
-        """Steps from ``step`` on get the same batches again, of the trajectories that are still here."""
+        """Give the steps from ``step`` on the same batches again, made of the trajectories that are still here."""
         book = self._book
         if not self._reaches(step):
             reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
@@ -317,7 +316,7 @@ class Batches:
         return self._resume_answer()
 
     def _restore(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
-        """Take over from a queue that is gone, or whose journal ends before the checkpoint.
+        """Continue a queue that is gone, or whose journal ends before the checkpoint.
 
         Its unfinished groups are generated again, under their old ids.
         """
@@ -352,15 +351,15 @@ class Batches:
         return self._resumed[2]
 
     def committed_from(self, step: int) -> Iterator[tuple[int, list[int]]]:
-        """The steps from ``step`` on that were trained, up to the first that was not, with their groups."""
+        """Yield the trained steps from ``step`` on, without a gap, with their groups."""
         while (batch := self._batches.get(step)) is not None and batch.committed:
             yield step, batch.groups
             step += 1
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def batch_reserved(self, event: t.BatchReserved) -> None:
-        """Apply `BatchReserved`: the step has its groups, all of them complete; raise ValueError if not."""
+        """Apply `BatchReserved`: give the step its groups; raise ValueError unless all are complete."""
         groups = [self._book.groups[group_id] for group_id in event.groups]
         if any(group.state is not State.READY for group in groups):
             raise ValueError(f"groups of step {event.step} are not complete")
@@ -404,7 +403,7 @@ class Batches:
         self._book.max_staleness = event.max_staleness
 
     def rolled_back(self, event: t.RolledBack) -> None:
-        """Apply `RolledBack`: the steps from ``event.step`` on are to come, and nothing is published."""
+        """Apply `RolledBack`: forget the batches from ``event.step`` on, and the published version."""
         book = self._book
         if event.fresh:
             self._start_over(event)
@@ -428,7 +427,7 @@ class Batches:
                 self._book.reopen(group)
 
     def _unpin_surplus(self) -> None:
-        """Let any step have the groups that do not fit into the batch that they belonged to, if batches are smaller."""
+        """Unpin groups that do not fit into their former batch because batches are smaller now."""
         pinned: Counter[int] = Counter()
         for _, group in sorted(self._book.open.items()):
             if group.pinned is not None:
@@ -465,11 +464,12 @@ class EvalRound(msgspec.Struct):
     """One evaluation: a round over the held-out tasks."""
 
     groups: list[int]
-    answered: bool = False  # its result was given out at least once
+    # Its result was read at least once.
+    answered: bool = False
 
 
 class EvalRounds:
-    """Evaluations by id. One whose result was given out is forgotten when the next begins."""
+    """Evaluations by id. One whose result was read is forgotten when the next begins."""
 
     def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Sequence[Task]) -> None:
         self._book, self._change, self._tasks = book, change, tasks
@@ -477,7 +477,7 @@ class EvalRounds:
         self.effects: Effects = {EvalOpened: self.opened, EvalAnswered: self.answered, EvalClosed: self.closed}
 
     def open(self, eval_id: int) -> Done | Refused:
-        """Admit the held-out tasks; an evaluation that exists is left alone."""
+        """Admit the held-out tasks, unless the evaluation exists."""
         if eval_id in self._evals:
             return Done()
         if self._book.finished:
@@ -492,7 +492,7 @@ class EvalRounds:
         return Done()
 
     def result(self, eval_id: int, so_far: bool = False) -> Reserved | NotReady | Refused:
-        """What there is of it ``so_far``, or once nothing more is to come."""
+        """The trajectories of an evaluation: those ``so_far``, or all once none is missing."""
         evaluation = self._evals.get(eval_id)
         if evaluation is None:
             return Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
@@ -516,7 +516,7 @@ class EvalRounds:
         )
 
     def close_answered(self) -> None:
-        """Forget the evaluations whose result was given out."""
+        """Forget the evaluations whose result was read."""
         for eval_id in [key for key, evaluation in self._evals.items() if evaluation.answered]:
             self._close(eval_id)
 
@@ -528,7 +528,7 @@ class EvalRounds:
     def _close(self, eval_id: int) -> None:
         self._change(EvalClosed(eval_id=eval_id, groups=self._evals[eval_id].groups))
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def opened(self, event: EvalOpened) -> None:
         """Apply `EvalOpened`: the groups just admitted form an evaluation."""

@@ -12,31 +12,41 @@ from rl_async.messages import DeadLetter, LeasedGroup, Refused, Task, Trajectory
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import Occupancy, QueueSettings
 
-EVAL_GROUPS = 1 << 40  # group ids of evaluations count from here
+# Group ids of evaluations count from here.
+EVAL_GROUPS = 1 << 40
 TRAIN, EVAL = "train", "eval"
-GRANTS_KEPT = 4096  # newest answers to requests for leases
+# The newest answers to requests for leases.
+GRANTS_KEPT = 4096
 
 
 class State(StrEnum):
-    """WAITING -> LEASED -> READY -> RESERVED -> COMMITTED; a group whose samples are lost goes back to WAITING."""
+    """WAITING -> LEASED -> READY -> RESERVED -> COMMITTED; a group whose samples are lost goes back to WAITING.
 
-    WAITING = "waiting"  # at least one sample is to be leased
-    LEASED = "leased"  # every missing sample is with a worker
+    A WAITING group has samples that no worker holds; of a LEASED one, workers hold every missing sample.
+    """
+
+    WAITING = "waiting"
+    LEASED = "leased"
     READY = "ready"
     RESERVED = "reserved"
     COMMITTED = "committed"
 
-    __hash__ = str.__hash__  # Enum defines one in Python, and every move of a group looks states up
+    # Enum's hash is written in Python, and every move of a group looks states up.
+    __hash__ = str.__hash__
 
 
 class Sample(msgspec.Struct, gc=False):
-    """One episode to come. ``attempt`` is that of its newest lease and fences all older ones."""
+    """One episode. ``attempt`` is that of its newest lease and fences all older ones.
+
+    ``worker`` is generating it now. ``headers`` are those of its rows, empty until they are handed over. Only samples
+    of evaluations can be ``dead``, which means given up.
+    """
 
     attempt: int = -1
     failures: int = 0
-    worker: str | None = None  # who generates it now
-    headers: list[TrajectoryHeader] = []  # of its rows, once they are here
-    dead: bool = False  # evaluation only: given up
+    worker: str | None = None
+    headers: list[TrajectoryHeader] = []
+    dead: bool = False
 
     @property
     def here(self) -> bool:
@@ -50,21 +60,25 @@ class Sample(msgspec.Struct, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """A task with its samples, one episode each."""
+    """A task with its samples, one episode each.
+
+    ``leases`` counts the leases given; it is the next one's attempt number. ``oldest`` is the step of the oldest
+    weights that any token may come from. A group ``pinned`` to a step belongs to that step's batch.
+    """
 
     group_id: int
     task: Task
     partition: str
     samples: list[Sample]
     state: State = State.WAITING
-    leases: int = 0  # handed out so far; the next lease's attempt number
-    oldest: int | None = None  # step of the oldest weights that any of its tokens may come from
-    pinned: int | None = None  # the step whose batch it belongs to whatever happens
+    leases: int = 0
+    oldest: int | None = None
+    pinned: int | None = None
 
     def missing(self) -> list[int]:
-        """Samples for which a worker should be found."""
-        samples = enumerate(self.samples)  # without Sample's properties: this runs at every lease, over all samples
-        return [index for index, s in samples if s.worker is None and not s.headers and not s.dead]
+        """The samples that need a worker."""
+        # Without Sample's properties, since this runs at every lease, over all samples.
+        return [index for index, s in enumerate(self.samples) if s.worker is None and not s.headers and not s.dead]
 
     def is_at(self, index: int, attempt: int) -> bool:
         """Whether this is the newest attempt at one of its samples."""
@@ -77,7 +91,8 @@ class Group(msgspec.Struct, gc=False):
     def progress(self) -> State:
         """The state that the samples imply: WAITING, LEASED or READY."""
         leased = False
-        for sample in self.samples:  # a plain loop: this runs at every put, over all samples of the group
+        # A plain loop, since this runs at every put, over all samples of the group.
+        for sample in self.samples:
             if sample.worker is not None:
                 leased = True
             elif not sample.headers and not sample.dead:
@@ -94,7 +109,7 @@ class Group(msgspec.Struct, gc=False):
 
 
 class OpenCounts:
-    """How many groups are in no batch yet: those pinned to a step, and the begun others by the step of their oldest
+    """Counts the groups that are in no batch: pinned ones, and others that were begun, by the step of their oldest
     token."""
 
     def __init__(self) -> None:
@@ -115,25 +130,11 @@ class OpenCounts:
                 del counts[group.oldest]
 
 
-def are_one_sample(headers: Sequence[TrajectoryHeader]) -> bool:
-    """Whether these are all rows of one attempt at one sample, in order."""
-    if len(headers) == 1:
-        return headers[0].segment == 0
-    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
-    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
-
-
-def content(headers: Sequence[TrajectoryHeader]) -> bytes:
-    """The headers without the size, in which only the first to bring media has them counted."""
-    headers = [msgspec.structs.replace(header, nbytes=0) for header in headers]
-    return msgspec.msgpack.encode(headers)  # unlike the structs, equal when a reward is not a number
-
-
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
 class Lost(NamedTuple):
-    """What a silent worker was holding: samples by group."""
+    """The leases of a lost worker: samples by group."""
 
     worker: str
     held: dict[int, list[int]]
@@ -144,10 +145,12 @@ class Leases:
 
     def __init__(self, lease_s: float, max_lease_s: float) -> None:
         self._lease_s, self._max_lease_s = lease_s, max_lease_s
-        self._heard: OrderedDict[str, float] = OrderedDict()  # by worker, least recently heard first
+        # By worker, least recently heard first.
+        self._heard: OrderedDict[str, float] = OrderedDict()
         # By worker, group and sample: when the lease was given, or last listed by its worker.
         self._held: dict[str, dict[int, dict[int, float]]] = {}
-        self._since: OrderedDict[tuple[str, int], float] = OrderedDict()  # (worker, group), oldest first
+        # By worker and group, oldest first.
+        self._since: OrderedDict[tuple[str, int], float] = OrderedDict()
 
     @property
     def workers(self) -> int:
@@ -172,12 +175,12 @@ class Leases:
         self._heard.move_to_end(worker)
 
     def give(self, worker: str, group: int, samples: list[int], now: float) -> None:
-        """The worker, just heard of, takes these samples."""
+        """Lease these samples to a worker that was just heard of."""
         self._held.setdefault(worker, {}).setdefault(group, {}).update(dict.fromkeys(samples, now))
         self._since.setdefault((worker, group), now)
 
     def revive(self, now: float) -> None:
-        """After a replay, which knows no times: whoever holds something was heard of just now, and took it just now."""
+        """Restart all times after a replay, which has none: every holder was heard of, and got its leases, just now."""
         for worker, held in self._held.items():
             self.hear(worker, now)
             for group, samples in held.items():
@@ -202,11 +205,11 @@ class Leases:
                 del self._held[worker]
 
     def holding(self) -> list[Lost]:
-        """Everything that is leased, by worker."""
+        """All leases, by worker."""
         return [self._lost(worker) for worker in self._held]
 
     def expired(self, now: float) -> list[Lost]:
-        """Forget the workers that were silent for too long; what they held, which the caller must end."""
+        """Forget the workers that were silent for too long; return their leases, which the caller must end."""
         lost: list[Lost] = []
         while self._heard:
             worker, heard = next(iter(self._heard.items()))
@@ -218,7 +221,7 @@ class Leases:
         return lost
 
     def forgotten(self, worker: str, listed: Collection[tuple[int, int]], now: float) -> Lost:
-        """What the worker holds by our account, and has not ``listed`` as (group, sample) for the lease time.
+        """The leases that the worker has not ``listed`` as (group, sample) for the lease time.
 
         A renewal may cross the answer that gives a lease, and therefore does not end a young one.
         """
@@ -232,7 +235,7 @@ class Leases:
         return Lost(worker, lost)
 
     def overdue(self, now: float) -> list[Lost]:
-        """What was leased longer ago than any lease may last."""
+        """The leases that have outlasted the longest allowed time."""
         lost: list[Lost] = []
         for (worker, group), since in self._since.items():
             if now - since < self._max_lease_s:
@@ -270,7 +273,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def leased_group(group: Group, lent: Lent) -> LeasedGroup:
-    """What a worker gets of a group that it was lent."""
+    """The part of a group that its worker gets."""
     return LeasedGroup(
         group_id=group.group_id,
         partition=group.partition,
@@ -297,7 +300,7 @@ class Grants:
         self._grants: OrderedDict[bytes, Grant] = OrderedDict()
 
     def get(self, request: bytes) -> Grant | None:
-        """The answer that a request got; None if it is not remembered."""
+        """The answer to a request, if it is remembered."""
         return self._grants.get(request)
 
     def give(self, request: bytes, worker: str, lent: Lent) -> None:
@@ -322,16 +325,22 @@ class Grants:
 
 
 _UNRESERVED = (State.WAITING, State.LEASED, State.READY)
-PINNED = "pinned"  # the line of training groups that certain steps wait for
+# The line of training groups that certain steps wait for.
+PINNED = "pinned"
 _FIRST, _LAST = -1, 1 << 62
-DEAD_LETTERS_KEPT = 256  # the newest; all are counted
-ERROR_SHOWN = 400  # characters of a dead letter's error, where it is not asked for
-_FIRST_GUESS_BYTES = 1 << 10  # of a sample, until one has been seen
+# The newest dead letters are kept; all are counted.
+DEAD_LETTERS_KEPT = 256
+# Characters of a dead letter's error in a status.
+ERROR_SHOWN = 400
+# The assumed size of a sample until one is stored.
+_FIRST_GUESS_BYTES = 1 << 10
 
 
 class _LinePosition(NamedTuple):
-    """A waiting group's position in its line: by the step it is pinned to, then begun groups before others, then by
-    age. Groups that a reserved batch lost come first of all."""
+    """A waiting group's position in its line: by pinned step, then begun groups before others, then by age.
+
+    Groups that a reserved batch has lost come first of all.
+    """
 
     step: int
     unleased: bool
@@ -339,7 +348,7 @@ class _LinePosition(NamedTuple):
 
 
 class BookState(msgspec.Struct, kw_only=True):
-    """The dump of the book: what cannot be derived from the groups."""
+    """The dump of the book: the groups, and all that cannot be derived from them."""
 
     groups: list[Group]
     counters: dict[str, int]
@@ -366,50 +375,68 @@ class Book:
 
     def __init__(self, settings: QueueSettings, cursor: bytes) -> None:
         self.settings = settings
-        # Chooses, of the samples of a group that are leased as an attempt, those whose episodes have a trace.
+        # Chooses the samples of a lease (group, samples, attempt) whose episodes are traced.
         self.traced: Callable[[int, Sequence[int], int], list[int]] = lambda group, samples, attempt: []
-        self.now = 0.0  # of the newest tick or lease, and of a replay
+        # The time of the newest tick or lease, or of a replay.
+        self.now = 0.0
         self.groups: dict[int, Group] = {}
-        self.open: dict[int, Group] = {}  # training groups in no batch yet
+        # Training groups in no batch yet.
+        self.open: dict[int, Group] = {}
         self.open_counts = OpenCounts()
-        self.regenerating: set[int] = set()  # groups of batches to be trained whose payloads were lost
-        self.since: dict[int, float] = {}  # when a group came into its state, or into this process
-        self.dead_letters: dict[int, DeadLetter] = {}  # oldest first
-        self.submitted: deque[Task] = deque()  # tasks to admit before those of the source
-        self.submissions: OrderedDict[bytes, None] = OrderedDict()  # newest requests that submitted tasks
-        self.draining = False  # nothing is admitted
+        # Reserved groups whose payloads were lost.
+        self.regenerating: set[int] = set()
+        # When each group came into its state, or into this process.
+        self.since: dict[int, float] = {}
+        # Oldest first.
+        self.dead_letters: dict[int, DeadLetter] = {}
+        # Submitted tasks, which are admitted before the source's, and the newest requests that submitted some.
+        self.submitted: deque[Task] = deque()
+        self.submissions: OrderedDict[bytes, None] = OrderedDict()
+        # Stops admission.
+        self.draining = False
         self.leases = Leases(settings.lease_s, settings.max_lease_s)
         self.counters: Counter[str] = Counter({"refilled": 0} if settings.max_refills else {})
-        self.unjournaled_counters: Counter[str] = Counter()  # since the start, of requests without effect
-        self.scored = self.unscored = 0  # samples that were put since the start
+        # These count requests without effect, and samples that were put, since this process started.
+        self.unjournaled_counters: Counter[str] = Counter()
+        self.scored = self.unscored = 0
         self.lineage = 0
-        self.published: Version | None = None  # nothing is admitted or leased without one
-        self.max_staleness = settings.max_staleness  # for which groups are admitted; the trainer may tighten it
-        self.alive = 0  # training groups that hold a slot
-        self.next_step = 0  # the first without a batch
+        # Without a published version nothing is admitted or leased.
+        self.published: Version | None = None
+        # The bound of admission, which the trainer may tighten.
+        self.max_staleness = settings.max_staleness
+        # Training groups that hold a slot.
+        self.alive = 0
+        # The first step without a batch.
+        self.next_step = 0
         self.next_group = 0
         self.next_eval_group = EVAL_GROUPS
-        self.given_up = 0  # training groups dropped or dead-lettered
-        self.refills_left = settings.refill_allowance  # groups without signal that may still be given up
+        # Training groups that were dropped or dead-lettered.
+        self.given_up = 0
+        # Groups without signal that may still be dropped.
+        self.refills_left = settings.refill_allowance
         self.finished = False
-        self.cursor = cursor  # of the task source, behind the last group admitted
+        # The task source's cursor after the last admitted group.
+        self.cursor = cursor
         self.payload_bytes = 0
-        self._outstanding = 0  # samples still to come
+        # Samples that are not handed over yet.
+        self._outstanding = 0
         self._largest_bytes = _FIRST_GUESS_BYTES
         self._states: Counter[tuple[str, State]] = Counter()
-        self._unleased = 0  # open groups of which no token exists or ever existed
-        self._lines: dict[str, list[_LinePosition]] = {PINNED: [], TRAIN: [], EVAL: []}  # heaps of waiting groups
-        self._queued: set[int] = set()  # groups in these lines
+        # Open groups that were never leased.
+        self._unleased = 0
+        # Heaps of waiting groups, and the ids in them.
+        self._lines: dict[str, list[_LinePosition]] = {PINNED: [], TRAIN: [], EVAL: []}
+        self._queued: set[int] = set()
 
     def fence(self, lineage: int | None) -> Refused | None:
-        """The refusal of a trainer of another lineage than the newest; None for others, and if no trainer asks."""
+        """Refuse a trainer of another lineage than the newest. Other clients have no lineage."""
         if lineage is None or lineage == self.lineage:
             return None
         reason = f"this is lineage {self.lineage}, and the trainer of lineage {lineage} has not resumed"
         return self.replaced(lineage) or Refused(code="wrong_lineage", reason=reason)
 
     def replaced(self, lineage: int) -> Refused | None:
-        """The refusal of a trainer of an older lineage than the newest; None for others."""
+        """Refuse a trainer of an older lineage than the newest."""
         if lineage >= self.lineage:
             return None
         reason = f"the trainer of lineage {lineage} was replaced by one of lineage {self.lineage}"
@@ -431,14 +458,14 @@ class Book:
 
     @property
     def wanted(self) -> int:
-        """The training groups that the steps without a batch take, those that are here among them.
+        """The number of training groups that all steps without a batch need.
 
-        Steps that have one count for nothing: a resumed run may have batches of another size.
+        Steps with a batch do not count: a resumed run may have batches of another size.
         """
         return (self.settings.steps - self.next_step) * self.settings.batch_groups
 
     def occupancy(self) -> Occupancy:
-        """How full the queue is, as far as admission is concerned."""
+        """The part of the state that decides on admission."""
         return Occupancy(
             slots=self.settings.slots_at(self.max_staleness),
             alive=self.alive,
@@ -449,17 +476,17 @@ class Book:
         )
 
     def leasable(self) -> int:
-        """How many groups could be leased now; never fewer than ``lease`` finds, more when bytes or tasks are short."""
+        """An upper bound on the groups that ``lease`` would find now; they are fewer if bytes or tasks are short."""
         return self.waiting + max(0, self.settings.slots_at(self.max_staleness) - self.alive)
 
     def first_unfinished(self, step: int) -> list[int]:
-        """The unfinished group that the step waits for: one that is pinned to it, or else the most urgent one."""
+        """The unfinished group that the step waits for: one that is pinned to it, or the most urgent one."""
         groups = [g for g in self.open.values() if g.state is not State.READY and g.pinned in (None, step)]
         first = min(groups, key=lambda g: (g.pinned is None, g.oldest is None, g.oldest or 0, g.group_id), default=None)
         return [] if first is None else [first.group_id]
 
     def untrained(self) -> Iterator[Group]:
-        """The training groups that are here and were not trained yet."""
+        """The training groups that were not trained yet."""
         groups = self.groups.values()
         return (group for group in groups if group.partition == TRAIN and group.state is not State.COMMITTED)
 
@@ -534,7 +561,7 @@ class Book:
         self.settle(group)
 
     def pin(self, group: Group, step: int | None) -> None:
-        """Pin a group to a step, or (None) let any step have it."""
+        """Pin a group to a step; None unpins it."""
         self._count_open(group, -1)
         group.pinned = step
         self._count_open(group, 1)
@@ -594,22 +621,20 @@ class Book:
         return "" if newest is None else " ".join(newest.error[:ERROR_SHOWN].split())
 
     def head(self, line: str) -> Group | None:
-        """The waiting group of TRAIN, EVAL or PINNED (training groups of a certain step) that is to be leased first.
-
-        It stays in line.
-        """
+        """The first waiting group of a line (TRAIN, EVAL or PINNED). It stays in line."""
         places = self._lines[line]
         while places:
             group = self.groups.get(places[0].group_id)
             if group is not None and group.state is State.WAITING and places[0] == self._position(group):
                 return group
-            self._queued.discard(heapq.heappop(places).group_id)  # given up, or moved, while it waited
+            # The group was given up, or moved, while it waited.
+            self._queued.discard(heapq.heappop(places).group_id)
             if group is not None:
                 self._queue(group)
         return None
 
     def due(self, group: Group) -> int | None:
-        """The step that a group is pinned to; _FIRST if a batch misses it, None if any step may have it."""
+        """The step that a group is pinned to; _FIRST if a batch lacks it, None if it is not pinned."""
         return _FIRST if group.group_id in self.regenerating else group.pinned
 
     def take(self, group: Group, weights_step: int) -> None:
@@ -638,7 +663,7 @@ class Book:
         return _LinePosition(_LAST if due is None else due, group.oldest is None, group.group_id)
 
     def clear(self) -> None:
-        """Forget all groups and what was counted of them; counters and the registry of workers stay."""
+        """Forget all groups and their counts; counters and the registry of workers stay."""
         for group in list(self.groups.values()):
             self.remove(group)
         self.alive = 0
@@ -704,6 +729,6 @@ class Book:
 
 
 def given_up_text(count: int, last: str) -> str:
-    """Say that groups were given up because their episodes failed, and with which error the last one did, if known."""
+    """Say that groups were given up because their episodes failed, with the ``last`` error unless it is empty."""
     groups = "1 group was given up, as its" if count == 1 else f"{count} groups were given up, as their"
     return f"{groups} episodes failed" + (f", the last with: {last}" if last else "")

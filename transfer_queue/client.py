@@ -167,6 +167,15 @@ def refusal(reply: m.Reply) -> str:
     return reply.code if isinstance(reply, m.Refused) else ""
 
 
+def checked(message: wire.ReplyMessage) -> wire.ReplyMessage:
+    """Return the message of a request that was understood and allowed; raise ProtocolError or AccessDenied if not."""
+    if isinstance(message.reply, m.Malformed):
+        raise ProtocolError(f"the transfer queue did not understand a request: {message.reply.reason}")
+    if isinstance(message.reply, m.Refused) and message.reply.code in (wire.DENIED, wire.FORBIDDEN):
+        raise AccessDenied(f"the transfer queue refused: {message.reply.reason}")
+    return message
+
+
 # --- sessions -------------------------------------------------------------------------------------------------------
 
 _numbers = itertools.count()
@@ -727,7 +736,7 @@ class QueueClient(ClientVerbs):
                 message: wire.ReplyMessage | None = answer.result() if answer.done() else None
                 code = "" if message is None else refusal(message.reply)
                 if message is not None and code not in (wire.HELLO, wire.BUSY):
-                    return wire.checked(message)
+                    return checked(message)
                 now = time.monotonic()
                 if now >= deadline:
                     raise self._session.lost(request, now - began)

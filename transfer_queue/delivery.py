@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from rl_async import messages as m
 from rl_async.configs.derived import code_problem
 from rl_async.errors import DataError
@@ -23,26 +25,26 @@ from rl_async.transfer_queue.book import (
     Lost,
     Sample,
     State,
-    are_one_sample,
-    content,
     leased_group,
 )
 from rl_async.transfer_queue.transitions import Drained, Effects, Requeued, Submitted, Transition
 
-MOST_SUBMITTED = 100_000  # tasks that wait to be admitted; they are held in memory
-REMEMBERED = 4096  # newest requests that submitted tasks
+# Tasks that wait to be admitted are held in memory.
+MOST_SUBMITTED = 100_000
+# The newest requests that submitted tasks.
+REMEMBERED = 4096
 
 
 class TaskSource(Protocol):
-    """A resumable stream of tasks, of a run without end.
+    """A resumable stream of tasks.
 
     ``seek(cursor())`` makes ``next`` repeat itself exactly, for the same steps.
     """
 
     def next(self, step: int) -> Task | None:
-        """The next task, which ``step`` trains if nothing comes in between; None at the end.
+        """The next task, which is expected to be trained by ``step``; None at the end.
 
-        Raises DataError naming the row if it is bad.
+        Raises DataError naming an invalid row.
         """
         ...
 
@@ -56,49 +58,49 @@ class TaskSource(Protocol):
 
 
 class TaskList:
-    """A source of given tasks, once each. Implements TaskSource."""
+    """Yields given tasks, once each. Implements TaskSource."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks, self._taken = tasks, 0
 
     def next(self, step: int = 0) -> Task | None:
-        """The next task, the same at any step; None behind the last."""
+        """The next task, the same at any step; None after the last."""
         if self._taken >= len(self._tasks):
             return None
         self._taken += 1
         return self._tasks[self._taken - 1]
 
     def cursor(self) -> bytes:
-        """How many were taken, and of how many."""
+        """The numbers of tasks taken and of all tasks."""
         return f"{self._taken}/{len(self._tasks)}".encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Continue from a cursor. Raises DataError if it is not of a list of this length."""
+        """Continue from a cursor. Raises DataError if it belongs to a list of another length."""
         taken, _, total = cursor.decode(errors="replace").partition("/")
         if total != str(len(self._tasks)) or not taken.isdecimal() or int(taken) > len(self._tasks):
             raise DataError(f"the queue continues a list of {total or '?'} tasks, here are {len(self._tasks)}")
         self._taken = int(taken)
 
 
-class TaskStream(TaskList):
-    """The beginning of a list that others continue: a resumed run may know more of it. Implements TaskSource."""
+class GrowingTaskList(TaskList):
+    """A list to which a resumed run may append tasks. Implements TaskSource."""
 
     def cursor(self) -> bytes:
-        """How many were taken."""
+        """The number of tasks taken."""
         return str(self._taken).encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Continue from a cursor, whatever was known of the list when it was made."""
+        """Continue from a cursor, which may be that of a shorter list."""
         self._taken = int(cursor)
 
 
 def numbered(number: int) -> Task:
-    """A task that is nothing but its number."""
+    """A task that consists of its number."""
     return Task(task_id=f"t{number}", data_source="", prompt=[], ground_truth="")
 
 
 class Counted:
-    """Tasks without end, made of their numbers from 0. Implements TaskSource."""
+    """Makes endless tasks from their numbers, from 0. Implements TaskSource."""
 
     def __init__(self, make: Callable[[int], Task] = numbered) -> None:
         self._make, self.taken = make, 0
@@ -113,19 +115,19 @@ class Counted:
         return str(self.taken).encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Continue from the place that a cursor names."""
+        """Continue from a cursor."""
         self.taken = int(cursor)
 
 
 class Tasks:
-    """Submitted tasks first, then those of the source. Slots and the bound on staleness do not depend on the order."""
+    """Yields submitted tasks, then the source's. Slots and the bound on staleness do not depend on the order."""
 
     def __init__(self, book: Book, change: Callable[[Transition], None], source: TaskSource) -> None:
         self._book, self._change, self._source = book, change, source
         self.effects: Effects = {Submitted: self.submitted, Requeued: self.requeued, Drained: self.drained}
 
     def take(self) -> tuple[Task, bytes, bool] | None:
-        """The next task, the source's cursor behind it, and whether it was submitted. The caller must admit it."""
+        """The next task, the source's cursor after it, and whether it was submitted. The caller must admit it."""
         book = self._book
         if book.submitted:
             return book.submitted[0], book.cursor, True
@@ -133,7 +135,7 @@ class Tasks:
         return None if task is None else (task, self._source.cursor(), False)
 
     def refused(self, tasks: Sequence[Task]) -> Refused | None:
-        """Return the refusal of the first of a client's tasks that names code not listed in the config."""
+        """Refuse a client's tasks if one names code that is not listed in the config."""
         for task in tasks:
             if problem := code_problem(task, self._book.settings.code):
                 return Refused(code="code", reason=f"task {task.task_id:.80}: {problem}")
@@ -157,7 +159,7 @@ class Tasks:
         return Done()
 
     def requeue(self, group: int, request: bytes = b"") -> Done | Refused:
-        """The task of a dead letter comes next, as a new group: the old one's slot is gone, and its attempts fenced.
+        """Queue the task of a dead letter first, as a new group: the old one's slot is gone, and its attempts fenced.
 
         The new group waits for a slot as any other does, so the bound on staleness and the length of the run hold.
         The same ``request`` again changes nothing.
@@ -167,7 +169,7 @@ class Tasks:
             return Done()
         if group not in book.dead_letters:
             known = ", ".join(map(str, book.dead_letters)) or "none"
-            return Refused(code="unknown_group", reason=f"group {group} is no dead letter; those kept: {known}")
+            return Refused(code="unknown_group", reason=f"group {group} is not a dead letter; those kept: {known}")
         if book.finished:
             return Refused(code="finished", reason="the run is over")
         if len(book.open) >= book.wanted:
@@ -182,7 +184,7 @@ class Tasks:
             self._change(Drained(on=on))
         return Done()
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def submitted(self, event: Submitted) -> None:
         """Apply `Submitted`: queue the tasks before those of the source."""
@@ -209,13 +211,15 @@ class Tasks:
 
 
 _WHOLE = (State.READY, State.RESERVED)
-Headers = Sequence[m.TrajectoryHeader]  # of the rows of one sample
+# Those of the rows of one sample.
+Headers = Sequence[m.TrajectoryHeader]
 # Stands in a dead letter before the error of its last attempt.
 LAST = " times; last: "
 # The class of an error, as workers report it. So many causes are counted by name.
 CLASS = re.compile(r"([A-Za-z_]\w{0,63}): ")
 MOST_CAUSES = 32
-NO_SIGNAL = "no_signal"  # the reason for which a group without signal is dropped
+# The reason for dropping a group without reward signal.
+NO_SIGNAL = "no_signal"
 
 
 class Delivery:
@@ -230,11 +234,12 @@ class Delivery:
         self.effects: t.Effects = {
             t.Admitted: self.admitted,
             t.LeaseGiven: self.lease_given,
-            t.GrantVoided: self.grant_voided,
+            t.GrantVoided: lambda event: self.grants.void(event.request),
             t.LeaseLost: self.lease_lost,
             t.SamplesStored: self.samples_stored,
             t.SampleFailed: self.sample_failed,
-            t.GroupReady: lambda _: None,  # the sample that completed the group has made it READY
+            # The sample that completed the group has made it READY.
+            t.GroupReady: lambda _: None,
             t.SignalWaived: self.signal_waived,
             t.GroupDropped: self.group_dropped,
             t.DeadLettered: self.dead_lettered,
@@ -246,8 +251,9 @@ class Delivery:
         """Up to ``max_groups`` groups with all their missing samples, evaluations first, then the oldest.
 
         With a ``task`` of the worker's own: one group of it, once no other group waits and one more may be admitted.
-        Asking is no sign of life, since the question may have waited for long: a worker that was not heard of (see
-        ``renew``) within the lease time gets nothing. A request that was answered with groups gets the same again.
+        The request may have been parked for long, so it does not count as a sign of life: a worker that was not heard
+        of (see ``renew``) within the lease time gets nothing. A request that was answered with groups gets the same
+        again.
         """
         book = self._book
         granted = self.grants.get(request)
@@ -270,12 +276,8 @@ class Delivery:
             groups.append(self._give(group, worker, book.published, request))
         return m.Leased(groups=groups)
 
-    def granted(self, request: bytes) -> bool:
-        """Whether this request for leases was answered with groups."""
-        return self.grants.get(request) is not None
-
     def _lent(self, grant: Grant) -> list[m.LeasedGroup]:
-        """The groups of an answer, without those that are gone."""
+        """The groups of an answer that still exist."""
         groups = self._book.groups
         return [leased_group(groups[lent.group], lent) for lent in grant.lent if lent.group in groups]
 
@@ -293,7 +295,7 @@ class Delivery:
         return self._admit()
 
     def _admit(self, own: m.Task | None = None) -> Group | None:
-        """One more training group, of the worker's ``own`` task or the next one; None if there must not be one."""
+        """Admit a training group of the worker's ``own`` task or the next one; return None if none may be admitted."""
         book = self._book
         if book.draining:
             return None
@@ -330,7 +332,7 @@ class Delivery:
         return leased_group(group, lent)
 
     def renew(self, worker: str, now: float, held: Sequence[m.SampleKey] | None = None) -> m.Renewed:
-        """Renew the worker's leases, of which it still plays those that it ``held`` (None: all)."""
+        """Renew the worker's leases. Those missing in ``held`` for the lease time end; None stands for all."""
         self._book.leases.hear(worker, now)
         if held is None:
             return m.Renewed()
@@ -352,10 +354,10 @@ class Delivery:
         now: float,
         sized: Callable[[Headers], list[m.TrajectoryHeader]] = list,
     ) -> list[m.Refused | None]:
-        """Take in samples with all their rows; of each, None or why it is not wanted.
+        """Take in samples with all their rows; for each, return None or why it is not wanted.
 
-        The same again is taken again; those of another worker or attempt are fenced. Whether they are new shows in the
-        transitions: only new ones are announced as stored, all by one transition, as ``sized`` returns their headers.
+        A repeated sample is taken again; those of another worker or attempt are fenced. Only new samples are announced
+        as stored, all by one transition, with the headers that ``sized`` returns.
         """
         self._book.leases.hear(worker, now)
         new: dict[tuple[int, int], Headers] = {}
@@ -373,8 +375,8 @@ class Delivery:
         return answers
 
     def _offer(self, worker: str, headers: Headers, new: dict[tuple[int, int], Headers]) -> m.Refused | None:
-        """Why a sample is not wanted; None if it is, and then add it to the ``new`` ones unless it is here."""
-        if not are_one_sample(headers):
+        """Refuse a sample that is not wanted; add another to ``new`` unless it is here already."""
+        if not _are_one_sample(headers):
             return m.Refused(code="rows", reason="the rows of a put are one attempt's at one sample, from segment 0")
         header = headers[0]
         found = self._find(header.group_id, header.sample, header.attempt)
@@ -383,7 +385,7 @@ class Delivery:
         group, sample = found
         key = header.group_id, header.sample
         if here := sample.headers or new.get(key):
-            if content(here) == content(headers):
+            if _content(here) == _content(headers):
                 return None
             return m.Refused(code="conflict", reason=f"{_name(*key)} is here, and differs")
         if sample.worker != worker:
@@ -394,7 +396,7 @@ class Delivery:
         return None
 
     def _change_samples(self, groups: Sequence[Group], transition: t.SamplesStored | t.SampleFailed) -> None:
-        """Apply a change that may complete these groups, and announce those that it does."""
+        """Apply a change that may complete these groups, and announce the completed ones."""
         unfinished = [group for group in groups if group.state not in _WHOLE]
         self._change(transition)
         for group in unfinished:
@@ -404,8 +406,8 @@ class Delivery:
     def _refill(self, group: Group) -> None:
         """Drop a complete training group without reward signal, as long as the allowance lasts.
 
-        One that a batch already has, as after a resume, stays: a batch never changes its members. The bound on
-        staleness is not touched, since there are only fewer groups that need a place in time (``admission.py``).
+        A group that already belongs to a batch, as after a resume, stays: a batch never changes its members. The bound
+        on staleness holds, since fewer groups need a place in time (``admission.py``).
         """
         book = self._book
         if not book.settings.max_refills or group.partition != TRAIN or group.state is not State.READY:
@@ -418,7 +420,7 @@ class Delivery:
         self.drop(group.group_id, NO_SIGNAL)
 
     def fail(self, worker: str, group_id: int, index: int, attempt: int, error: str, now: float) -> m.Done | m.Refused:
-        """One attempt failed: the sample waits again, or its group is dead-lettered."""
+        """Record a failed attempt: the sample waits again, or its group is dead-lettered."""
         self._book.leases.hear(worker, now)
         found = self._find(group_id, index, attempt)
         if isinstance(found, m.Refused):
@@ -426,7 +428,8 @@ class Delivery:
         group, sample = found
         if sample.here:
             return m.Refused(code="conflict", reason=f"{_name(group_id, index)} is here")
-        if sample.worker == worker:  # else reported before, or not its own
+        # Otherwise the failure was reported before, or the sample is another worker's.
+        if sample.worker == worker:
             self._charge(group, [index], error)
         return m.Done()
 
@@ -448,7 +451,7 @@ class Delivery:
         return m.Refused(code="fenced", reason=f"attempt {attempt} at {_name(group_id, index)} is no longer wanted")
 
     def expire(self, now: float) -> None:
-        """Take back what silent workers hold, and what any worker has held for too long."""
+        """Take back the leases of silent workers, and those that any worker has held for too long."""
         for lost in self._book.leases.expired(now):
             self._take_back(lost, f"worker {lost.worker} was lost")
         for lost in self._book.leases.overdue(now):
@@ -458,18 +461,19 @@ class Delivery:
     def _take_back(self, lost: Lost, error: str) -> None:
         """End leases; it counts as an attempt, since a task may kill its worker."""
         for group_id, samples in lost.held.items():
-            if group_id in self._book.groups:  # else dead-lettered just now, by another worker's loss
+            # Another worker's loss may just have dead-lettered the group.
+            if group_id in self._book.groups:
                 self._change(t.LeaseLost(group=group_id, samples=samples, worker=lost.worker, charged=True))
                 self._charge(self._book.groups[group_id], samples, error)
 
     def revoke_all(self) -> None:
-        """Take back all leases, so that what they generate now is fenced; no attempt is charged."""
+        """Take back all leases, so that their results are fenced; no attempt is charged."""
         for worker, held in self._book.leases.holding():
             for group_id, samples in held.items():
                 self._change(t.LeaseLost(group=group_id, samples=samples, worker=worker, charged=False))
 
     def undelivered(self, request: bytes) -> None:
-        """Take back the leases that this request got, and of which the worker never heard; no attempt is charged."""
+        """Take back the leases of an answer that the worker never received; no attempt is charged."""
         grant = self.grants.get(request)
         if grant is None:
             return
@@ -488,7 +492,7 @@ class Delivery:
         limit = self._book.settings.max_attempts
         for index in samples:
             sample = group.samples[index]
-            # A group of a batch succeeded before; the batch keeps its members, and the trainer has a deadline.
+            # A group of a batch has succeeded before. The batch keeps its members, and the trainer has a deadline.
             exhausted = sample.failures + 1 >= limit and self._book.due(group) is None
             if exhausted and group.partition == TRAIN:
                 text = f"sample {index} failed {sample.failures + 1}{LAST}{error}"
@@ -506,7 +510,7 @@ class Delivery:
             raise ValueError(f"group {group_id} is {group.state}")
         self._change(t.GroupDropped(group=group_id, reason=reason))
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def admitted(self, event: t.Admitted) -> None:
         """Apply `Admitted`: add a WAITING group."""
@@ -531,10 +535,6 @@ class Delivery:
         book.settle(group)
         lent = Lent(event.group, event.attempt, event.samples, event.min_version, event.traced)
         self.grants.give(event.request, event.worker, lent)
-
-    def grant_voided(self, event: t.GrantVoided) -> None:
-        """Apply `GrantVoided`: forget the answer to the request."""
-        self.grants.void(event.request)
 
     def lease_lost(self, event: t.LeaseLost) -> None:
         """Apply `LeaseLost`: the samples wait again."""
@@ -574,7 +574,7 @@ class Delivery:
         self._book.settle(group)
 
     def _leave(self, group: Group, index: int) -> Sample:
-        """End the lease of a sample, if it has one, and return the sample."""
+        """Return a sample after ending its lease."""
         sample = group.samples[index]
         if sample.worker is not None:
             self._book.leases.end(sample.worker, group.group_id, index)
@@ -604,13 +604,29 @@ class Delivery:
         self._book.counters["dead_letters"] += 1
 
     def _count_failure(self, error: str) -> None:
-        """Count a failed attempt at a training sample by its cause: the error's class, or what became of the worker."""
+        """Count a failed attempt at a training sample by its cause: the error's class, or a lost worker."""
         known = CLASS.match(error)
         cause = known[1] if known else "lost_worker" if error.startswith("worker ") else "other"
         counters = self._book.counters
         causes = [name for name in counters if name.startswith(m.FAILED)]
         name = m.FAILED + (cause if m.FAILED + cause in causes or len(causes) < MOST_CAUSES else "other")
         counters[name] += 1
+
+
+def _are_one_sample(headers: Headers) -> bool:
+    """Whether these are all rows of one attempt at one sample, in order."""
+    if len(headers) == 1:
+        return headers[0].segment == 0
+    places = {(h.group_id, h.sample, h.attempt, h.partition, h.episode_id) for h in headers}
+    return len(places) == 1 and [h.segment for h in headers] == list(range(len(headers)))
+
+
+def _content(headers: Headers) -> bytes:
+    """The headers without the sizes: only the first sample to bring media counts their bytes.
+
+    Encoded ones are equal although a reward is not a number.
+    """
+    return msgspec.msgpack.encode([msgspec.structs.replace(header, nbytes=0) for header in headers])
 
 
 def _name(group_id: int, index: int) -> str:

@@ -3,9 +3,9 @@
     commit --> log (positions 1, 2, ... by step) --read--> consumers --acknowledge--> cursors
 
 A consumer is a reader beside the trainer, by name, with a cursor that the journal keeps. A group is in the log from
-its commit until the trainer retired it and every consumer has acknowledged it. One that the trainer retires first is
-kept on the shelf, outside slots and admission's bytes, so that no consumer slows training. The shelf holds
-``consumer_bytes``; beyond, its oldest groups are given up, and counted for each consumer that missed them. Positions
+its commit until the trainer has retired it and every consumer has acknowledged it. A group that the trainer retires
+first is kept on the shelf, outside slots and admission's bytes, so that no consumer slows training. The shelf holds
+``consumer_bytes``; beyond, its oldest groups are dropped, and counted for each consumer that missed them. Positions
 in the log have no gaps, and a consumer's cursor is never below the log's first position less one.
 """
 
@@ -55,7 +55,8 @@ from rl_async.transfer_queue.transitions import (
 )
 
 MOST_CONSUMERS = 64
-MOST_READ = 256  # groups of one answer
+# Groups of one answer.
+MOST_READ = 256
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -67,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """A group on the shelf; ``nbytes`` of its rows, its headers and its task."""
+    """A group on the shelf. ``nbytes`` counts its rows, its headers and its task."""
 
     task: Task
     headers: list[TrajectoryHeader]
@@ -75,7 +76,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cursor(msgspec.Struct):
-    """Everything up to ``position`` is acknowledged, or was ``skipped``: so many groups since it subscribed."""
+    """A consumer has acknowledged all groups up to ``position``, or missed them: ``skipped`` of them in all."""
 
     position: int
     skipped: int = 0
@@ -96,13 +97,17 @@ class Consumers:
 
     def __init__(self, book: Book, change: Callable[[Transition], None]) -> None:
         self._book, self._change = book, change
-        self._log: dict[int, Entry] = {}  # by position
-        self._places: dict[int, int] = {}  # positions by group
-        self._end = 0  # position of the newest entry
-        self.logged = 0  # steps before this one are in the log, or were
-        # By group, oldest first. A plain dict would pass all that was deleted on the way to its first entry.
-        self._shelf: OrderedDict[int, Kept] = OrderedDict()
-        self._shelf_bytes = 0
+        # By position, and the positions by group.
+        self._log: dict[int, Entry] = {}
+        self._places: dict[int, int] = {}
+        # The position of the newest entry.
+        self._end = 0
+        # The first step that was never in the log.
+        self.logged = 0
+        # By group, oldest first. A plain dict would pass all deleted entries on the way to its first one.
+        self.shelf: OrderedDict[int, Kept] = OrderedDict()
+        # Bytes of the groups on the shelf.
+        self.kept_bytes = 0
         self._cursors: dict[str, Cursor] = {}
         self.effects: Effects = {
             Subscribed: self.subscribed,
@@ -114,7 +119,7 @@ class Consumers:
     # --- verbs ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, consumer: str, oldest: bool) -> Subscription | Refused:
-        """Make a consumer, which reads from now on or from the oldest group that is here; one that exists stays."""
+        """Make a consumer, unless it exists, that reads from the newest or the ``oldest`` group of the log on."""
         if consumer not in self._cursors:
             if not _NAME.fullmatch(consumer):
                 reason = f"consumer {consumer!r}: a name has 1 to 100 letters, digits, and the characters . _ -"
@@ -128,7 +133,7 @@ class Consumers:
         return Subscription(position=cursor.position, skipped=cursor.skipped)
 
     def read(self, consumer: str, after: int, max_groups: int) -> Delivered | Refused:
-        """The groups behind ``after``, or behind the cursor if that is further on, in order of training."""
+        """The groups after ``after`` or the cursor, the later of the two, in order of training."""
         cursor = self._cursors.get(consumer)
         if cursor is None:
             return self._unknown(consumer)
@@ -141,7 +146,7 @@ class Consumers:
         return Delivered(groups=groups, skipped=cursor.skipped, finished=finished)
 
     def acknowledge(self, consumer: str, position: int) -> Done | Refused:
-        """The consumer needs nothing up to ``position`` any more; what it acknowledged before changes nothing."""
+        """Move the consumer's cursor to ``position``; an earlier position changes nothing."""
         cursor = self._cursors.get(consumer)
         if cursor is None:
             return self._unknown(consumer)
@@ -153,7 +158,7 @@ class Consumers:
         return Done()
 
     def unsubscribe(self, consumer: str) -> Done:
-        """Forget a consumer and what was kept for it alone; an unknown one is already forgotten."""
+        """Forget a consumer and the groups that were kept for it alone; an unknown one is already forgotten."""
         if consumer in self._cursors:
             left = {name: at for name, at in self._positions().items() if name != consumer}
             self._change(Unsubscribed(consumer=consumer, freed=self._read_by_all(left)))
@@ -169,9 +174,9 @@ class Consumers:
         return read, unread
 
     def trim(self) -> None:
-        """Give up the oldest groups of a shelf that is too full."""
-        excess, freed = self._shelf_bytes - self._book.settings.consumer_bytes, list[int]()
-        for group, kept in self._shelf.items():
+        """Drop the oldest groups of a shelf that is too full."""
+        excess, freed = self.kept_bytes - self._book.settings.consumer_bytes, list[int]()
+        for group, kept in self.shelf.items():
             if excess <= 0:
                 break
             excess -= kept.nbytes
@@ -186,27 +191,14 @@ class Consumers:
             for name, at in sorted(self._cursors.items())
         ]
 
-    def keeps(self, group: int) -> bool:
-        """Whether the group is kept on the shelf."""
-        return group in self._shelf
-
-    def kept_headers(self, group: int, sample: int) -> list[TrajectoryHeader]:
-        """Headers of the rows of a sample on the shelf, by segment."""
-        return [header for header in self.headers_of(group) if header.sample == sample]
-
     def headers_of(self, group: int) -> list[TrajectoryHeader]:
         """Headers of the rows of a group on the shelf."""
-        kept = self._shelf.get(group)
+        kept = self.shelf.get(group)
         return [] if kept is None else kept.headers
 
     def kept_samples(self) -> list[TrajectoryHeader]:
         """The first header of each sample on the shelf."""
-        return [header for kept in self._shelf.values() for header in kept.headers if header.segment == 0]
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the groups on the shelf."""
-        return self._shelf_bytes
+        return [header for kept in self.shelf.values() for header in kept.headers if header.segment == 0]
 
     @property
     def _first(self) -> int:
@@ -216,16 +208,16 @@ class Consumers:
         return {name: cursor.position for name, cursor in self._cursors.items()}
 
     def _read_by_all(self, positions: dict[str, int]) -> list[int]:
-        """Groups on the shelf that every consumer has read if they are at these positions.
+        """The groups on the shelf that every consumer has read if their cursors are at these positions.
 
-        The shelf is in the order of positions, so that what consumers have not read is not walked over.
+        The shelf is in the order of positions, so that the walk ends at the first unread group.
         """
         lowest = min(positions.values(), default=self._end)
-        return list(takewhile(lambda group: self._places[group] <= lowest, self._shelf))
+        return list(takewhile(lambda group: self._places[group] <= lowest, self.shelf))
 
     def _delivered(self, position: int) -> DeliveredGroup:
         entry = self._log[position]
-        kept = self._shelf.get(entry.group)
+        kept = self.shelf.get(entry.group)
         if kept is None:
             group = self._book.groups[entry.group]
             kept = Kept(group.task, group.headers(), 0)
@@ -241,7 +233,7 @@ class Consumers:
         known = ", ".join(sorted(self._cursors)) or "none"
         return Refused(code="unknown_consumer", reason=f"no consumer {consumer!r}; subscribed: {known}")
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def subscribed(self, event: Subscribed) -> None:
         """Apply `Subscribed`: add a cursor."""
@@ -268,7 +260,7 @@ class Consumers:
     def committed(self, batches: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Append the batches from the step ``logged`` on to the log.
 
-        None is appended again after a rollback: its groups are the same, with the same rows.
+        A rollback appends no batch again: its groups are the same, with the same rows.
         """
         for step, groups in batches:
             self.logged = step + 1
@@ -288,11 +280,11 @@ class Consumers:
 
     def lost(self, group: int, sample: int) -> None:
         """Drop a sample that was lost with its payload shard; consumers get the group without it."""
-        kept = self._shelf[group]
+        kept = self.shelf[group]
         gone = sum(header.nbytes for header in kept.headers if header.sample == sample)
         left = [header for header in kept.headers if header.sample != sample]
-        self._shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
-        self._shelf_bytes -= gone
+        self.shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
+        self.kept_bytes -= gone
 
     def rolled_back(self, event: RolledBack) -> None:
         """Apply `RolledBack`: a queue that starts over has no earlier rows, so consumers skip to the end of the log."""
@@ -302,8 +294,8 @@ class Consumers:
             self._skip(cursor, self._end)
         self._log.clear()
         self._places.clear()
-        self._shelf.clear()
-        self._shelf_bytes, self.logged = 0, event.step
+        self.shelf.clear()
+        self.kept_bytes, self.logged = 0, event.step
 
     def _skip(self, cursor: Cursor, position: int) -> None:
         self._book.counters["consumers_missed"] += position - cursor.position
@@ -311,17 +303,17 @@ class Consumers:
         cursor.position = position
 
     def _keep(self, group: int, kept: Kept) -> None:
-        self._shelf[group] = kept
-        self._shelf_bytes += kept.nbytes
+        self.shelf[group] = kept
+        self.kept_bytes += kept.nbytes
 
     def _forget(self, groups: Sequence[int]) -> None:
         for group in groups:
             position = self._places.pop(group, None)
             if position is not None:
                 del self._log[position]
-            kept = self._shelf.pop(group, None)
+            kept = self.shelf.pop(group, None)
             if kept is not None:
-                self._shelf_bytes -= kept.nbytes
+                self.kept_bytes -= kept.nbytes
 
     # --- dump and load ----------------------------------------------------------------------------------------------
 
@@ -331,7 +323,7 @@ class Consumers:
             log=[self._log[position] for position in range(self._first, self._end + 1)],
             end=self._end,
             logged=self.logged,
-            shelf=dict(self._shelf),
+            shelf=dict(self.shelf),
             cursors={name: self._cursors[name] for name in sorted(self._cursors)},
         )
 
@@ -354,7 +346,8 @@ class Engines:
     def __init__(self, change: Callable[[Transition], None]) -> None:
         self._change = change
         self._engines: dict[str, EngineRecord] = {}
-        self._list: EngineList | None = None  # of this revision, once it was asked for
+        # The reply for this revision, made at the first request.
+        self._list: EngineList | None = None
         self.revision = 0
         self.effects: Effects = {
             EnginesChanged: self.changed,
@@ -370,7 +363,7 @@ class Engines:
         return self._list
 
     def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
-        """Add an engine; the same again changes nothing. It gets no traffic before it confirms a version."""
+        """Add an engine, unless it is registered. It gets no traffic before it confirms a version."""
         known = self._engines.get(engine_id)
         if kind not in ENGINES or not _URL.fullmatch(url):
             reason = f"engine {engine_id} at {url!r} of kind {kind!r}: give http://HOST:PORT and one of {list(ENGINES)}"
@@ -388,7 +381,7 @@ class Engines:
         return Done()
 
     def confirm(self, engine_id: str, version: Version) -> Done | Refused:
-        """An engine serves ``version`` now. A late confirmation of an older one changes nothing."""
+        """Record that an engine serves ``version``. A late confirmation of an older one changes nothing."""
         known = self._engines.get(engine_id)
         if known is None:
             return Refused(code="unknown_engine", reason=f"engine {engine_id} is not registered")
@@ -428,40 +421,40 @@ class Engines:
         self._change(EnginesChanged(revision=self.revision + 1, engines=[*records]))
 
     def changed(self, event: EnginesChanged) -> None:
-        """Apply the event: replace the registry."""
+        """Apply `EnginesChanged`: replace the registry."""
         self.revision, self._list = event.revision, None
         self._engines = {engine.engine_id: engine for engine in event.engines}
 
     def engine_changed(self, event: EngineChanged) -> None:
-        """Apply the event: add the engine, or replace its record."""
+        """Apply `EngineChanged`: add the engine, or replace its record."""
         self.revision, self._list = event.revision, None
         self._engines[event.engine.engine_id] = event.engine
 
     def engine_removed(self, event: EngineRemoved) -> None:
-        """Apply the event: forget the engine."""
+        """Apply `EngineRemoved`: forget the engine."""
         self.revision, self._list = event.revision, None
         self._engines.pop(event.engine_id, None)
 
     def dump(self) -> EnginesChanged:
-        """The state, as the change that would lead to it."""
+        """The state, as the transition that would lead to it."""
         return EnginesChanged(revision=self.revision, engines=[*self._engines.values()])
 
 
 def _raised(engine: EngineRecord, version: Version) -> EngineRecord:
-    """The record at ``version``; itself if it is there or beyond."""
+    """The record with ``version``, or unchanged if its version is not older."""
     behind = engine.version is None or engine.version < version
     return msgspec.structs.replace(engine, version=version) if behind else engine
 
 
 class ShardsState(msgspec.Struct, kw_only=True):
-    """The registry; when each was heard of is not kept."""
+    """The registry, without the times of signs of life."""
 
     revision: int
     shards: list[ShardRecord]
 
 
 class Shards:
-    """Payload shards by id. A shard that was lost never comes back under its id: it starts again with nothing."""
+    """Payload shards by id. A lost shard never comes back under its id: it starts again without rows."""
 
     def __init__(self, book: Book, change: Callable[[Transition], None], consumers: Consumers) -> None:
         self._book, self._change, self._consumers = book, change, consumers
@@ -477,7 +470,7 @@ class Shards:
         )
 
     def register(self, record: ShardRecord, now: float) -> Done | Refused:
-        """A shard is ready; the same again changes nothing. Another of its name, which it replaces, is lost."""
+        """Add a shard, unless it is registered. It replaces another of its name, which is lost."""
         if not self._book.settings.replicas:
             return Refused(code="shards", reason="this queue keeps its payloads itself (queue.shards=0)")
         if record.shard_id not in self._shards:
@@ -493,18 +486,18 @@ class Shards:
             self._heard[shard_id] = now
 
     def sweep(self, shard_id: str, groups: Sequence[int]) -> Swept | Refused:
-        """Which of these groups are gone. Asking is no sign of life, since the question may have waited for long."""
+        """Say which of these groups are gone. A parked request does not count as a sign of life."""
         if shard_id not in self._shards:
             return Refused(
                 code=wire.SHARD_LOST,
                 reason=f"shard {shard_id} is not registered; it must start again without rows",
             )
         return Swept(
-            gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
+            gone=[group for group in groups if group not in self._book.groups and group not in self._consumers.shelf]
         )
 
     def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
-        """The refusal of rows of one sample that no registered shard keeps; None if one does."""
+        """Refuse the rows of a sample that no registered shard keeps."""
         shards = headers[0].shards
         if any(header.shards != shards or header.nbytes <= 0 for header in headers):
             return Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")
@@ -531,7 +524,7 @@ class Shards:
         if index < 0:
             return self._medium(key)
         if group is None:
-            headers = self._consumers.kept_headers(group_id, index)
+            headers = [header for header in self._consumers.headers_of(group_id) if header.sample == index]
         else:
             headers = group.samples[index].headers if 0 <= index < len(group.samples) else []
             if not headers and 0 <= index < len(group.samples):
@@ -541,7 +534,7 @@ class Shards:
         return headers[segment]
 
     def _medium(self, key: RowKey) -> TrajectoryHeader | Refused:
-        """A header that says where a medium is: beside the rows that refer to it, as attempt 0."""
+        """A header with the shards of a medium: those of the rows that refer to it, as attempt 0."""
         group_id, index, segment = key
         group = self._book.groups.get(group_id)
         headers = self._consumers.headers_of(group_id) if group is None else group.headers()
@@ -558,7 +551,7 @@ class Shards:
     def forget_all(self) -> None:
         """Remove all shards: their processes are gone.
 
-        If the run has shards since its relaunch alone, the rows that the queue kept itself are generated again, too:
+        If the run has had shards only since its relaunch, the rows that the queue kept itself are generated again, too:
         clients look for rows in shards only.
         """
         for shard_id in list(self._shards):
@@ -567,7 +560,7 @@ class Shards:
             self._lose("")
 
     def revive(self, now: float) -> None:
-        """After a replay, which knows no times: every shard was heard of just now."""
+        """Restart all times after a replay, which has none: every shard was heard of just now."""
         self._heard = dict.fromkeys(self._shards, now)
 
     def _lose(self, shard_id: str) -> None:
@@ -583,10 +576,10 @@ class Shards:
         if shard_id or samples:
             self._change(ShardLost(shard_id=shard_id, samples=samples))
 
-    # --- what a change does -----------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------------------------
 
     def changed(self, event: ShardsChanged) -> None:
-        """Apply the event: replace the registry."""
+        """Apply `ShardsChanged`: replace the registry."""
         self.revision = event.revision
         self._shards = {shard.shard_id: shard for shard in event.shards}
 
@@ -604,7 +597,7 @@ class Shards:
         self._book.counters["samples_lost"] += len(event.samples)
 
     def clear(self) -> None:
-        """Remove all shards after a fresh start, when the rows that they keep have no meaning any more."""
+        """Remove all shards after a fresh start, which gives the ids of their rows to others."""
         self.revision += 1
         self._shards, self._heard = {}, {}
 

@@ -46,11 +46,10 @@ from rl_async.transfer_queue.admission import QueueSettings, Sampling
 from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, folder_of, is_file, lock, public_of
 from rl_async.transfer_queue.auth.roles import AllowList, Role
 from rl_async.transfer_queue.delivery import TaskList
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.store import Rates, Store
-from rl_async.transfer_queue.transitions import Feed, Transition
+from rl_async.transfer_queue.store import Feed, Rates, Store
+from rl_async.transfer_queue.transitions import Transition
 from rl_async.transfer_queue.verbs import ENGINES_CHANGE, VERBS, Announcing, Incoming, Leasing, Response, Serving, Verb
 
 log = logging.getLogger("rl_async.queue")
@@ -180,7 +179,7 @@ class Gate:
         ``user`` is the public key that encrypts the connection, or empty. Returns None if ``handle`` has parked the
         request. Bytes that do not decode, and a ProtocolError of ``handle``, are answered Malformed.
         """
-        identity = bytes(wire.body(parts[0]))
+        identity = bytes(parts[0])
         try:
             admitted = self._admit(identity, parts, user)
             found = handle(identity, admitted) if isinstance(admitted, wire.RequestMessage) else admitted
@@ -188,7 +187,7 @@ class Gate:
             self._count("malformed")
             log.warning("malformed message from %s: %s", self._peers.name(identity), error)
             found = Response(m.Malformed(reason=str(error)))
-        request_id = bytes(wire.body(parts[1])) if len(parts) > 1 else b""
+        request_id = bytes(parts[1]) if len(parts) > 1 else b""
         return None if found is None else Outgoing(identity, request_id, found)
 
     def _admit(self, identity: bytes, parts: Sequence[Any], user: bytes) -> wire.RequestMessage | Response:
@@ -326,7 +325,7 @@ class QueueServer:
         self,
         store: Store,
         journal: Journal,
-        feed: t.Feed,
+        feed: Feed,
         clock: Callable[[], float] = time.monotonic,
         limits: QueueLimits | None = None,
         allowed: AllowList | None = None,

@@ -42,17 +42,21 @@ from rl_async.transfer_queue.delivery import Delivery, Tasks, TaskSource
 from rl_async.transfer_queue.registry import Consumers, ConsumersState, Engines, Shards, ShardsState
 from rl_async.transfer_queue.transitions import BatchReserved, GroupReady, SamplesStored, Transition
 
-HEARD_S = 60.0  # a worker that was silent for this long is gone
-AWAY_S = 10.0  # programs pause for less than this between two episodes
-REMEMBERED = 4096  # workers
+# A worker that was silent for this long is gone.
+HEARD_S = 60.0
+# Programs pause for less than this between two episodes.
+AWAY_S = 10.0
+# The workers that are remembered.
+REMEMBERED = 4096
 
 
 class Attendance:
-    """Which workers were heard, and since when the programs of each gateway have been away."""
+    """Tracks when workers were heard, and for how long the programs of each gateway have been away."""
 
     def __init__(self) -> None:
         self._heard: OrderedDict[str, float] = OrderedDict()
-        self._away_since: dict[str, float | None] = {}  # of gateways; None: a program is there
+        # By gateway; None while a program is there.
+        self._away_since: dict[str, float | None] = {}
 
     def hear(self, worker: str, now: float, idle_s: float | None = None) -> None:
         """Note a request of a worker; a gateway says for how many seconds no program has played or asked."""
@@ -64,9 +68,9 @@ class Attendance:
             self._away_since.pop(self._heard.popitem(last=False)[0], None)
 
     def unattended_s(self, now: float) -> float:
-        """Return for how many seconds nobody has played, since all workers are gateways and their programs are away.
+        """Return for how many seconds no episode was played because all workers are gateways without programs.
 
-        0 if somebody plays, or if no worker is left at all.
+        0 while episodes are played, or if no worker is left at all.
         """
         away = list[float]()
         for worker, heard in self._heard.items():
@@ -80,13 +84,14 @@ class Attendance:
         return shortest if shortest >= AWAY_S else 0.0
 
 
-MOST_LISTED = 1000  # groups, or workers, of one answer
+# Groups, or workers, of one answer.
+MOST_LISTED = 1000
 WINDOW_S = 60
 NAMES = ("groups_ready", "groups_reserved", "rows", "bytes")
 
 
 def oldest_lease(book: Book, now: float) -> LeaseRecord | None:
-    """The lease given first of those that have not ended."""
+    """The oldest lease that has not ended."""
     oldest = book.leases.oldest()
     if oldest is None:
         return None
@@ -95,18 +100,17 @@ def oldest_lease(book: Book, now: float) -> LeaseRecord | None:
 
 
 def list_workers(book: Book, now: float) -> list[WorkerRecord]:
-    """The workers heard of with what they hold, by name, at most MOST_LISTED."""
-    return [_worker(book, worker, now) for worker in book.leases.names()[:MOST_LISTED]]
-
-
-def _worker(book: Book, worker: str, now: float) -> WorkerRecord:
-    held = book.leases.held(worker)
-    oldest = max((book.leases.age(worker, group, now) for group in held), default=0.0)
-    return WorkerRecord(worker=worker, samples=sum(held.values()), groups=len(held), oldest_s=oldest)
+    """The workers heard of with the number of their leases, by name, at most MOST_LISTED."""
+    records: list[WorkerRecord] = []
+    for worker in book.leases.names()[:MOST_LISTED]:
+        held = book.leases.held(worker)
+        oldest = max((book.leases.age(worker, group, now) for group in held), default=0.0)
+        records.append(WorkerRecord(worker=worker, samples=sum(held.values()), groups=len(held), oldest_s=oldest))
+    return records
 
 
 def oldest_ages(book: Book, now: float) -> dict[str, float]:
-    """By state, for how many seconds the training group that is longest in it has been there; no group, no entry."""
+    """The seconds that the oldest training group of each state has been in it; empty states have no entry."""
     oldest: dict[str, float] = {}
     for group in book.groups.values():
         if group.partition == TRAIN:
@@ -116,7 +120,7 @@ def oldest_ages(book: Book, now: float) -> dict[str, float]:
 
 
 def group_list(book: Book, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
-    """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED; of one state unless it is empty."""
+    """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED; of every state if it is empty."""
     if state and state not in list(State):
         return Refused(code="unknown_state", reason=f"no state {state!r}; there are: {', '.join(State)}")
     limit = max(1, min(limit, MOST_LISTED))
@@ -153,14 +157,15 @@ def _record(book: Book, group: Group, now: float) -> GroupRecord:
 
 
 class Rates:
-    """Sums by second, as many as the window has, so that the cost does not depend on the traffic."""
+    """Sums for each second of the window, so that the cost does not depend on the traffic."""
 
     def __init__(self, now: float) -> None:
         self._began = now
-        self._seconds: deque[tuple[int, Counter[str]]] = deque()  # oldest first
+        # Oldest first.
+        self._seconds: deque[tuple[int, Counter[str]]] = deque()
 
     def see(self, transition: Transition, now: float) -> None:
-        """Count what the transition stands for; training groups only."""
+        """Count the rows or groups of a transition; training groups only."""
         match transition:
             case SamplesStored(samples=samples):
                 nbytes = [header.nbytes for rows in samples if rows[0].partition == TRAIN for header in rows]
@@ -183,13 +188,28 @@ class Rates:
             self._seconds.popleft()
 
     def per_second(self, now: float) -> dict[str, float]:
-        """By name, over the last WINDOW_S or since the beginning, whichever is shorter; over one second at least."""
+        """Rates by name over the last WINDOW_S, or since the beginning if that is shorter; over a second at least."""
         self._trim(now)
         window = max(1.0, min(now - self._began, float(WINDOW_S)))
         total: Counter[str] = Counter()
         for _, counts in self._seconds:
             total.update(counts)
         return {name: total[name] / window for name in NAMES}
+
+
+class Feed:
+    """Hands every transition to every consumer, in order of subscription, before the store continues."""
+
+    def __init__(self, *consumers: Callable[[Transition], None]) -> None:
+        self._consumers = list(consumers)
+
+    def subscribe(self, consumer: Callable[[Transition], None]) -> None:
+        """Add a consumer; it sees only later transitions."""
+        self._consumers.append(consumer)
+
+    def __call__(self, transition: Transition) -> None:
+        for consumer in self._consumers:
+            consumer(transition)
 
 
 class StoreState(msgspec.Struct, kw_only=True):
@@ -239,7 +259,7 @@ class Store:
         }
 
     def _change(self, transition: t.Transition) -> None:
-        """Apply and announce. The only way in which the state changes."""
+        """Apply a transition and announce it. The state changes in no other way."""
         self._effects[type(transition)](transition)
         self._emit(transition)
 
@@ -248,13 +268,15 @@ class Store:
         self.consumers.committed(self.batches.committed_from(self.consumers.logged))
 
     def _steps_retired(self, event: t.Retired) -> None:
-        self.consumers.retired(event)  # first, while the book has the groups
+        # First, while the book has the groups.
+        self.consumers.retired(event)
         self.batches.steps_retired(event)
 
     def _rolled_back(self, event: t.RolledBack) -> None:
         self.batches.rolled_back(event)
         self.consumers.rolled_back(event)
-        if event.fresh:  # group ids mean something else from now on
+        # Group ids are given again after a fresh start.
+        if event.fresh:
             self.shards.clear()
 
     # --- recovery ---------------------------------------------------------------------------------------------------
@@ -273,7 +295,7 @@ class Store:
         return msgspec.msgpack.encode(state)
 
     def recover(self, dump: bytes, transitions: Iterable[t.Transition], now: float) -> None:
-        """Restore a dump, unless it is empty, and apply what came after it. Only a new store can.
+        """Restore a dump, unless it is empty, and apply the transitions after it. Only a new store can.
 
         Every worker with leases has a full lease time from ``now``. Nothing is emitted. Raises DataError if the tasks
         are not those that the cursor was taken from.
@@ -295,7 +317,7 @@ class Store:
         self.shards.revive(now)
 
     def relaunch(self) -> None:
-        """Forget leases, engines and shards, and that the run was over: all other processes were started anew."""
+        """Forget leases, engines and shards, and the end of the run: all other processes were started anew."""
         self.delivery.revoke_all()
         self.engines.forget_all()
         self.shards.forget_all()
@@ -309,7 +331,7 @@ class Store:
         self.book.finished = True
 
     def expire(self, now: float) -> None:
-        """Take back the leases of silent workers. Ages of groups are as exact as this is often."""
+        """Take back the leases of silent workers. Its calls are the clock of groups' ages."""
         self.book.now = now
         self.delivery.expire(now)
         self.shards.expire(now)
@@ -325,7 +347,7 @@ class Store:
         return answer
 
     def retire(self, step: int) -> Done | Refused:
-        """Forget the steps before ``step``, but for what consumers have not read."""
+        """Forget the steps before ``step``, except for groups that consumers have not read."""
         answer = self.batches.retire(step)
         self.consumers.trim()
         return answer
@@ -351,7 +373,7 @@ class Store:
         return self.engines.listed(self._published())
 
     def status(self, now: float) -> StatusReport:
-        """Counts of training groups, and counters: of changes since the run began, others since the start."""
+        """Counts of training groups, and counters: journaled ones since the run began, others since the start."""
         book = self.book
         return StatusReport(
             published=self._published(),
@@ -378,7 +400,7 @@ class Store:
         )
 
     def inspect(self, now: float, rates: dict[str, float]) -> Inspection:
-        """The status with what is not counted but listed; ``rates`` are the caller's."""
+        """The status with lists of dead letters, shards, consumers and workers, and the caller's ``rates``."""
         return Inspection(
             status=self.status(now),
             group_size=self.book.settings.group_size,
@@ -395,7 +417,7 @@ class Store:
         )
 
     def count(self, counter: str) -> None:
-        """Add one to a counter of the status report that is not recorded."""
+        """Add one to an unjournaled counter of the status report."""
         self.book.unjournaled_counters[counter] += 1
 
     def _published(self) -> Version:

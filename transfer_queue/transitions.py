@@ -289,20 +289,5 @@ class Relaunched(Transition, frozen=True, kw_only=True):
 
 
 TransitionType: Any = reduce(or_, Transition.__subclasses__())
-Effects = dict[type[Transition], Callable[[Any], None]]  # what each transition does to one part of the store
-Consumer = Callable[[Transition], None]
-
-
-class Feed:
-    """Hands every transition to every consumer, in order of subscription, before the store continues."""
-
-    def __init__(self, *consumers: Consumer) -> None:
-        self._consumers = list(consumers)
-
-    def subscribe(self, consumer: Consumer) -> None:
-        """Add a consumer; it sees only what happens from now on."""
-        self._consumers.append(consumer)
-
-    def __call__(self, transition: Transition) -> None:
-        for consumer in self._consumers:
-            consumer(transition)
+# The effects of transitions on one part of the store.
+Effects = dict[type[Transition], Callable[[Any], None]]

@@ -91,7 +91,7 @@ class Leasing:
         if request_id in self._empty:
             return Leased(groups=[])
         reply = self._delivery.lease(request.worker, request.max_groups, now, request_id, request.task)
-        if self._delivery.granted(request_id):
+        if self._delivery.grants.get(request_id) is not None:
             self._turn += 1
             _remember(self._served, request.worker, self._turn)
             self._sent_to.setdefault(request_id, set()).add(identity)

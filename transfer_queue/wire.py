@@ -11,31 +11,42 @@ import msgspec
 import zmq
 
 from rl_async.codec import Frame
-from rl_async.errors import AccessDenied, ProtocolError
+from rl_async.errors import ProtocolError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Malformed, Refused, Reply, ReplyType, Request, RequestType
+from rl_async.messages import Reply, ReplyType, Request, RequestType
 from rl_async.process.allocation import no_collection
 
 ID_BYTES = 8
-LINGER_MS = 1000  # for replies that are on their way when a socket closes
-HEARTBEAT_MS = 5000  # a client notices after two of these that the queue's host is gone
+# For replies in flight when a socket closes.
+LINGER_MS = 1000
+# After two of these without an answer a client knows that the queue's host is gone.
+HEARTBEAT_MS = 5000
+# A row of SEPARATE_BYTES is a frame of its own; smaller ones are joined up to JOINED_BYTES.
 JOINED_BYTES = 1 << 20
-ALONE_BYTES = 1 << 16  # of a row that is a frame of its own
+SEPARATE_BYTES = 1 << 16
 
 # Codes of refusals that clients act upon.
-HELLO = "hello"  # the queue does not know this connection: it was restarted, or has forgotten a silent client
-BUSY = "busy"  # the queue asks this client to wait and to ask again
-DENIED = "denied"  # the client has shown no key, or one that is not allowed (any more)
-FORBIDDEN = "forbidden"  # the client's key has a role that may not do this
-SHARDED = "sharded"  # a payload that should have gone to a shard
-SHARD_LOST = "shard_lost"  # it names a shard that does not count any more
-MEDIA = "media"  # the sample refers to media that are not here: put it again with them
-REPLACED = "replaced"  # the request of a trainer that another has replaced
-ROWS_LOST = "rows_lost"  # what was asked for went with a shard
+# The queue does not know this connection: it was restarted, or has forgotten a silent client.
+HELLO = "hello"
+# The queue asks this client to wait and to ask again.
+BUSY = "busy"
+# The client has shown no key, or one that is not allowed (any more).
+DENIED = "denied"
+# The client's key has a role that may not send this request.
+FORBIDDEN = "forbidden"
+# The payload should have gone to a shard.
+SHARDED = "sharded"
+# The sample names a shard that is not registered any more.
+SHARD_LOST = "shard_lost"
+# The sample refers to media that the queue lacks: put it again with them.
+MEDIA = "media"
+# Another trainer has replaced the one that sent the request.
+REPLACED = "replaced"
+# The rows were lost with a shard.
+ROWS_LOST = "rows_lost"
 
-_COPY_BELOW = 1 << 16  # bytes of a frame; a smaller one's view would hold on to the whole receive buffer
-
-# Of bytes that are no message: wrong types or lengths, text that is not UTF-8, a nesting that is too deep.
+# A view of a smaller frame would hold on to the whole receive buffer.
+_COPY_BELOW = 1 << 16
 
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RequestType)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReplyType)
@@ -76,17 +87,19 @@ def encode(request_id: bytes, message: Request[Any] | Reply, payload: Sequence[F
 
 
 def join(rows: Sequence[Frame]) -> list[Frame]:
-    """The rows in few frames, since each costs both sides a call: a large row is one of its own, without a copy, and
-    small ones are copied into frames of not much more than JOINED_BYTES."""
+    """Pack rows into few frames, since each costs both sides a call.
+
+    A large row becomes a frame without a copy; small ones are copied into frames of not much more than JOINED_BYTES.
+    """
     frames: list[Frame] = []
     some: list[Frame] = []
     size = 0
     for row in rows:
-        alone = len(row) >= ALONE_BYTES
-        if some and (alone or size >= JOINED_BYTES):
+        separate = len(row) >= SEPARATE_BYTES
+        if some and (separate or size >= JOINED_BYTES):
             frames.append(b"".join(some))
             some, size = [], 0
-        if alone:
+        if separate:
             frames.append(row)
         else:
             some.append(row)
@@ -95,7 +108,7 @@ def join(rows: Sequence[Frame]) -> list[Frame]:
 
 
 def split(frames: Sequence[Frame], lengths: Sequence[int]) -> list[memoryview]:
-    """The rows that ``join`` put into ``frames``, without a copy. Raises ProtocolError if they do not fit."""
+    """Unpack the rows that ``join`` packed, without a copy. Raises ProtocolError if their lengths do not fit."""
     rows: list[memoryview] = []
     left = iter(frames)
     frame, start = memoryview(b""), 0
@@ -104,7 +117,7 @@ def split(frames: Sequence[Frame], lengths: Sequence[int]) -> list[memoryview]:
             frame, start = memoryview(next(left, b"")), 0
         end = start + length
         if not start < end <= len(frame):
-            raise ProtocolError(f"a row of {length} bytes is not in a frame of which {len(frame) - start} are left")
+            raise ProtocolError(f"a row of {length} bytes is not in a frame with {len(frame) - start} left")
         rows.append(frame[start:end])
         start = end
     if start != len(frame) or next(left, None) is not None:
@@ -113,7 +126,7 @@ def split(frames: Sequence[Frame], lengths: Sequence[int]) -> list[memoryview]:
 
 
 def decode_request(parts: Sequence[Any]) -> RequestMessage:
-    """Decode the frames behind the sender's identity. Raises ProtocolError saying what is wrong with them."""
+    """Decode the frames behind the sender's identity. Raises ProtocolError if they are malformed."""
     if len(parts) < 2 or len(parts[0]) != ID_BYTES:
         raise ProtocolError(f"a request is an id of {ID_BYTES} bytes, a message and its payload")
     try:
@@ -124,21 +137,22 @@ def decode_request(parts: Sequence[Any]) -> RequestMessage:
 
 
 def decode_reply(parts: Sequence[Any]) -> ReplyMessage:
-    """Decode a reply. Raises ProtocolError if it is none."""
+    """Decode a reply. Raises ProtocolError if it is malformed."""
     if len(parts) < 2:
         raise ProtocolError("a reply has at least two frames")
     try:
+        frame = body(parts[1])
         with no_collection():
-            reply = _replies.decode(body(parts[1]))
+            reply = _replies.decode(frame)
     except UNDECODABLE as error:
         raise ProtocolError(f"malformed reply of the transfer queue: {error}") from error
     return ReplyMessage(bytes(parts[0]), reply, [body(part) for part in parts[2:]])
 
 
 def send(socket: Any, frames: Sequence[Frame]) -> None:
-    """Send a message without waiting: large frames as they are, small ones copied, which costs less than sharing them.
+    """Send a message without waiting. Small frames are copied, which costs less than sharing them.
 
-    Raises zmq.ZMQError, always for the first frame, if that is not possible.
+    Raises zmq.ZMQError, always at the first frame, if the socket takes no message.
     """
     *first, last = frames
     for frame in first:
@@ -147,17 +161,7 @@ def send(socket: Any, frames: Sequence[Frame]) -> None:
 
 
 def body(part: Any) -> Frame:
-    """The bytes of a received ``zmq.Frame``, without a copy if they are many; plain bytes are passed through."""
+    """The bytes of a received ``zmq.Frame``, without a copy of large ones; plain bytes are passed through."""
     if isinstance(part, bytes | memoryview):
         return part
     return part.bytes if len(part) < _COPY_BELOW else part.buffer
-
-
-def checked(message: ReplyMessage) -> ReplyMessage:
-    """The same message. Raises ProtocolError if the queue did not understand the request, AccessDenied if it may not be
-    made with this client's key."""
-    if isinstance(message.reply, Malformed):
-        raise ProtocolError(f"the transfer queue did not understand a request: {message.reply.reason}")
-    if isinstance(message.reply, Refused) and message.reply.code in (DENIED, FORBIDDEN):
-        raise AccessDenied(f"the transfer queue refused: {message.reply.reason}")
-    return message

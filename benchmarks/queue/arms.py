@@ -29,13 +29,11 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ClientKeys, ServerK
 from rl_async.transfer_queue.auth.roles import AllowList, Role
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.shard.__main__ import run_shard
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 
 ROWS = 8  # of a group
 WINDOW = 64  # messages that a raw socket buffers at most

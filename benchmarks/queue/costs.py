@@ -21,8 +21,7 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, recover
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 
 TOKENS = 80  # of a row of about 1 KB
 MEASURED = 1024  # groups

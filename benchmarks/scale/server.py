@@ -18,8 +18,7 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 
 ROWS = 8  # of a group
 LEASE_S = 15.0  # the default of queue.lease_s

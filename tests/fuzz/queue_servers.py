@@ -21,8 +21,8 @@ from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.server import Outgoing, QueueServer, bind, serve_requests
 from rl_async.transfer_queue.shard.__main__ import ShardServer
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed, TransitionType
+from rl_async.transfer_queue.store import Feed, Store
+from rl_async.transfer_queue.transitions import TransitionType
 from rl_async.transfer_queue.verbs import SHARD_VERBS, VERBS
 
 SETTINGS = QueueSettings(steps=1000, batch_groups=2, group_size=2, lease_s=0.2, max_attempts=1000, reward_limit=1e6)

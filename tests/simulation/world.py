@@ -16,8 +16,8 @@ from rl_async.transfer_queue.client import refusal
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, Outgoing, QueueServer, recover, serve_requests
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed, LeaseLost, Transition
+from rl_async.transfer_queue.store import Feed, Store
+from rl_async.transfer_queue.transitions import LeaseLost, Transition
 from tests.simulation.actors import Trainer, Worker
 from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import PATIENCE_S, Network, RouterSocket

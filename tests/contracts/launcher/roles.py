@@ -41,10 +41,9 @@ def queue(folder: Path, port: int) -> None:
     import zmq
 
     from rl_async.transfer_queue.admission import QueueSettings
-    from rl_async.transfer_queue.journal.sqlite import SqliteJournal
+    from rl_async.transfer_queue.journal.journal import SqliteJournal
     from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
-    from rl_async.transfer_queue.store import Store
-    from rl_async.transfer_queue.transitions import Feed
+    from rl_async.transfer_queue.store import Feed, Store
 
     journal = SqliteJournal(folder, "fake")
     feed = Feed(journal.append)

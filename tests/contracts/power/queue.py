@@ -15,12 +15,10 @@ from rl_async.files import make_durable_folder
 from rl_async.messages import Done, Reserved, Version
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal, Synchronous
+from rl_async.transfer_queue.journal.journal import Journal, SqliteJournal, Synchronous
 from rl_async.transfer_queue.ledger import COMPACTED, Ledger
 from rl_async.transfer_queue.server import JournalRecorder, recover
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 from tests.contracts.queue_storage.journals import header
 from tests.support.power.recording import Change, mark, marks_of
 

@@ -18,8 +18,7 @@ from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 
 FREE_PORT = "tcp://127.0.0.1:*"
 PATIENCE_MS = 60_000

@@ -15,11 +15,9 @@ from rl_async.errors import JournalError
 from rl_async.messages import Done, LeasedGroup, Reserved, Task, TrajectoryHeader, Version, VersionRun
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
-from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
+from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.journal.redis import RedisJournal
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 from tests.support.ports import free_port
 
 OpenJournal = Callable[[], Journal]

@@ -15,8 +15,7 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.redis import RedisJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, recover
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 from tests.contracts.queue_storage.journals import (
     EVAL_TASK,
     SETTINGS,

@@ -9,8 +9,8 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.server import Outgoing, QueueServer
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed, Transition
+from rl_async.transfer_queue.store import Feed, Store
+from rl_async.transfer_queue.transitions import Transition
 
 LEASE_S = 10.0
 EVAL_TASK = m.Task(task_id="e", data_source="", prompt=[], ground_truth="")

@@ -10,7 +10,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
 from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed
 from rl_async.transfer_queue.admission import QueueSettings
-from rl_async.transfer_queue.delivery import MOST_SUBMITTED, NO_SIGNAL, TaskList, TaskStream
+from rl_async.transfer_queue.delivery import MOST_SUBMITTED, NO_SIGNAL, GrowingTaskList, TaskList
 from rl_async.transfer_queue.transitions import Admitted, GroupDropped, Requeued, Submitted
 from tests.unit.transfer_queue.conftest import Rig, task
 
@@ -54,7 +54,7 @@ def test_a_replay_takes_no_tasks_of_others(make_rig):
 
 
 def test_a_stream_continues_where_more_of_it_is_known():
-    stream, longer = TaskStream([task(0)]), TaskStream([task(0), task(1)])
+    stream, longer = GrowingTaskList([task(0)]), GrowingTaskList([task(0), task(1)])
     assert stream.next() == task(0) and stream.next() is None
     longer.seek(stream.cursor())
     assert longer.next() == task(1)

@@ -13,15 +13,21 @@ from rl_async.messages import Done, Malformed, Sampling, Status, Trajectory, Ver
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import Leases, Lost
+from rl_async.transfer_queue.client import checked
 from rl_async.transfer_queue.journal import journal as payloads_module
-from rl_async.transfer_queue.journal.journal import MemoryJournal, Payloads, freed_by
-from rl_async.transfer_queue.journal.sqlite import SqliteJournal, file_system, require_local
+from rl_async.transfer_queue.journal.journal import (
+    MemoryJournal,
+    Payloads,
+    SqliteJournal,
+    file_system,
+    freed_by,
+    require_local,
+)
 from rl_async.transfer_queue.ledger import Ledger, tells_end
 from rl_async.transfer_queue.server import JournalRecorder, recover
-from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import (
     EvalClosed,
-    Feed,
     GroupDropped,
     Published,
     Retired,
@@ -286,7 +292,7 @@ def test_broken_envelopes_are_protocol_errors(parts):
 
 def test_malformed_replies_become_errors():
     with pytest.raises(ProtocolError, match="too short"):
-        wire.checked(wire.ReplyMessage(b"", Malformed(reason="too short"), []))
+        checked(wire.ReplyMessage(b"", Malformed(reason="too short"), []))
 
 
 def test_the_journal_of_another_run_of_the_same_name_is_refused(make_rig, tmp_path):

@@ -27,8 +27,7 @@ from rl_async.transfer_queue.server import (
     bind,
     serve_requests,
 )
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import Feed
+from rl_async.transfer_queue.store import Feed, Store
 
 
 class Router:

@@ -182,7 +182,7 @@ class Histories(RuleBasedStateMachine):
         assert self.store.delivery.lease("gone", count, self.now, request).groups == groups
         for _ in range(2):
             self.store.delivery.undelivered(request)
-        assert not self.store.delivery.granted(request)
+        assert not self.store.delivery.grants.get(request)
 
     def put_sample(self, worker: str, group: LeasedGroup, sample: int, oldest: int) -> Done | Refused:
         # Engines serve what was published last; it is older than the lease promised if training went back since.
@@ -363,7 +363,7 @@ class Histories(RuleBasedStateMachine):
     def the_shelf_is_in_the_order_of_training(self) -> None:
         if hasattr(self, "store"):
             consumers = self.store.consumers
-            places = [consumers._places[group] for group in consumers._shelf]
+            places = [consumers._places[group] for group in consumers.shelf]
             assert places == sorted(places)
 
     @invariant()

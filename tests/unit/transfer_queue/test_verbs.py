@@ -17,8 +17,8 @@ from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
 from rl_async.transfer_queue.server import QueueServer
 from rl_async.transfer_queue.shard.__main__ import ShardServer
-from rl_async.transfer_queue.store import Store
-from rl_async.transfer_queue.transitions import EnginesChanged, Feed, SamplesStored
+from rl_async.transfer_queue.store import Feed, Store
+from rl_async.transfer_queue.transitions import EnginesChanged, SamplesStored
 from rl_async.transfer_queue.verbs import ANSWER_S, SHARD_VERBS, VERBS
 from tests.unit.transfer_queue.served import HEADER, Served
 
