@@ -14,31 +14,35 @@ DEVICES = Path("/dev")
 
 
 class Accelerator(NamedTuple):
-    """How devices of one make are found, selected, addressed in torch, and connected."""
+    """How devices of one make are found, selected, addressed in torch, and connected.
+
+    Below /dev, ``files`` is the pattern of the devices' files, and only this make's ``driver`` creates that file. The
+    environment variable ``visible`` lists the devices that a process may use. ``collectives`` is torch.distributed's
+    backend. With ``handles``, torch shares its memory with other processes on the machine. From ``flash_capability``
+    on, torch's FlashAttention runs for rows of several sequences (never tried if it is None), and from
+    ``bfloat16_capability`` on, devices have units for bfloat16 (if it is None, torch is asked).
+    """
 
     make: str
-    files: str  # a device's file below /dev, as a pattern
-    driver: str  # a file below /dev that only this make's driver creates
-    visible: str  # the variable that says which devices a process may use
+    files: str
+    driver: str
+    visible: str
     torch_device: str
-    collectives: str  # torch.distributed's backend
-    handles: bool  # whether torch hands its memory to other processes on the machine
-    # The compute capability from which torch's FlashAttention for rows of several sequences runs; None: never tried.
+    collectives: str
+    handles: bool
     flash_capability: tuple[int, int] | None
-    # The compute capability from which it has units for bfloat16; None: torch says whether it has.
     bfloat16_capability: tuple[int, int] | None
 
     @property
     def interface(self) -> str:
-        """The variable that says on which network interface the collectives listen; ``=NAME``: on exactly this one."""
+        """The variable that names the network interface of the collectives; ``=NAME`` stands for exactly this one."""
         return f"{self.collectives.upper()}_SOCKET_IFNAME"
 
 
 ACCELERATORS = (
     Accelerator("NVIDIA", "nvidia[0-9]*", "nvidiactl", "CUDA_VISIBLE_DEVICES", "cuda", "nccl", True, (8, 0), (8, 0)),
-    Accelerator(
-        "AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, None, None
-    ),  # ROCm keeps torch's names
+    # ROCm keeps torch's names.
+    Accelerator("AMD", "dri/renderD[0-9]*", "kfd", "HIP_VISIBLE_DEVICES", "cuda", "nccl", True, None, None),
     Accelerator(
         "Ascend", "davinci[0-9]*", "davinci_manager", "ASCEND_RT_VISIBLE_DEVICES", "npu", "hccl", False, None, None
     ),
@@ -46,20 +50,16 @@ ACCELERATORS = (
 
 
 def accelerator_here(devices: Path = DEVICES) -> Accelerator:
-    """Return the make of this machine's accelerators, by the files in ``devices``; NVIDIA where there are none."""
+    """Return the make of this machine's accelerators, by the files in ``devices``; NVIDIA without accelerators."""
     return next((one for one in ACCELERATORS if (devices / one.driver).exists()), ACCELERATORS[0])
-
-
-def count_files(devices: Path = DEVICES) -> int:
-    """Count the accelerators of this machine by their files in ``devices``."""
-    return len(list(devices.glob(accelerator_here(devices).files)))
 
 
 def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = DEVICES) -> int:
     """Count the accelerators that processes started from here may use."""
-    visible = environment.get(accelerator_here(devices).visible)
+    accelerator = accelerator_here(devices)
+    visible = environment.get(accelerator.visible)
     if visible is None:
-        return count_files(devices)
+        return len(list(devices.glob(accelerator.files)))
     return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 

@@ -173,7 +173,11 @@ class Recording:
                 "deletes the oldest"
             )
         for path in paths:
-            for row in self._rows_of(path):
+            try:
+                rows = read_trajectories(path)
+            except (OSError, *DAMAGE) as error:
+                raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
+            for row in rows:
                 if row.media:
                     raise ConfigError(f"{KEY}={self.folder}: images of its episodes were not recorded (step {step})")
                 groups.setdefault(row.group_id, {}).setdefault(row.sample, []).append(row)
@@ -181,12 +185,6 @@ class Recording:
             for rows in samples.values():
                 rows.sort(key=lambda row: row.segment)
         return groups
-
-    def _rows_of(self, path: Path) -> list[Trajectory]:
-        try:
-            return read_trajectories(path)
-        except (OSError, *DAMAGE) as error:
-            raise ConfigError(f"{KEY}={self.folder}: {path.name} cannot be read: {error}") from error
 
 
 def _hash(row: Trajectory, recorded: str) -> str:

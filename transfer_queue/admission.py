@@ -1,10 +1,10 @@
-"""Which task may be admitted, what may be leased, and which groups a step takes: pure functions.
+"""The rules for admission, for leases, and for the groups of a batch: pure functions.
 
 Why staleness stays within the bound S. Let p be the published step, B the groups per step, and n the next step to
 reserve. Groups that hold a slot and have tokens never exceed (S + 1) B, and the n - p steps reserved but not yet
 published hold (n - p) B of them. So at most (p + S - n + 1) B are unreserved: exactly what the steps n to p + S can
 take. A group leased now has tokens of version p or newer and the deadline p + S, hence all of them can meet their
-deadlines if steps take the earliest deadline first. Giving a group up, for being late, failing or teaching nothing,
+deadlines if steps take the earliest deadline first. Dropping a group that is late, failed or has no reward signal
 only makes them fewer, and the task that takes its slot is leased under the same rule. A ready group may pass an
 unfinished one only while that remains true (``choose``), and so may one that a sampling policy prefers (``select``):
 of the groups left behind, those with the deadline d or an earlier one never outnumber the seats of the steps up to d.
@@ -15,7 +15,7 @@ because its payload was lost, has a seat of its own there, and is leased when th
 
 How a policy orders the ready groups while their deadlines bind it. Let need(d) be how many of the groups that are
 left, with the deadline d or an earlier one, find no seat in the steps after this one and until d. So many ready groups
-of these deadlines must be taken now, whichever a policy prefers, and taking the earliest deadlines does it. A group
+of these deadlines must be taken now under any policy, and taking the earliest deadlines does it. A group
 that a policy prefers is taken if the seats left then still suffice for the needs. The needs are nested (need(d) counts
 towards every later deadline), so the largest unmet one says how many seats that takes, and the greedy choice is the
 best one for the order (they form a matroid). A policy may also ask to wait for unfinished groups, but only for those
@@ -45,30 +45,36 @@ from rl_async.configs.schema.run import RunConfig
 
 Sampling = Literal["fifo", "freshest", "priority", "quota"]
 
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly over the unit interval
-_ROUNDING = 1e-9  # a share of a batch that is this little below a whole number is that number
+# The multiples of the golden ratio are spread evenly over the unit interval.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+# A share of a batch that is this close below a whole number counts as that number.
+_ROUNDING = 1e-9
 
 
 class Candidate(NamedTuple):
-    """An unreserved group, as far as the choice of a batch is concerned."""
+    """An unreserved group, as the choice of a batch sees it.
+
+    ``deadline`` is the last step that may train it; a group that was never leased has none. An unfinished group is
+    ``coming`` if a worker has it or may lease it now. ``source`` names its data set.
+    """
 
     group: int
     ready: bool
-    deadline: int | None  # last step that may train it; None: not leased yet, so there is none
-    coming: bool = True  # unfinished, and a worker has it or may have it now
+    deadline: int | None
+    coming: bool = True
     priority: float = 0.0
-    source: str = ""  # data set
+    source: str = ""
 
 
 class Later(NamedTuple):
-    """The steps after ``step``; ``pinned`` counts their seats that are given away, by step."""
+    """The steps after ``step``; ``pinned`` counts their taken seats, by step."""
 
     step: int
     batch_groups: int
     pinned: Mapping[int, int]
 
     def seats_until(self, deadline: int) -> int:
-        """Free seats of the steps after this one until ``deadline``; fewer than 0 if it is over."""
+        """Free seats of the steps after this one until ``deadline``; negative if it has passed."""
         seats = (deadline - self.step) * self.batch_groups
         return seats - sum(count for at, count in self.pinned.items() if self.step < at <= deadline)
 
@@ -81,7 +87,7 @@ class Selection(NamedTuple):
 
 
 def urgency(candidate: Candidate) -> tuple[bool, int, int]:
-    """The line: earliest deadline first, then in order of admission."""
+    """The sort key of the line: earliest deadline first, then in order of admission."""
     deadline = candidate.deadline
     return deadline is None, deadline or 0, candidate.group
 
@@ -112,10 +118,10 @@ def select(
     *,
     passing: bool = False,
 ) -> Selection:
-    """Choose ``seats`` of the ready ``candidates``, of which there are enough, most urgent first; or whom to wait for.
+    """Choose ``seats`` of the ready ``candidates``, or the groups to wait for.
 
-    ``passing``: unfinished groups need no seat in time. ``weights`` are those of the data sets, for ``quota``. The same
-    arguments give the same choice.
+    Candidates come most urgent first, with enough ready ones. With ``passing``, unfinished groups need no seat in time.
+    ``weights`` are those of the data sets, for ``quota``. The same arguments give the same choice.
     """
     eligible, awaited = _within(window, candidates, seats)
     if awaited:
@@ -145,7 +151,7 @@ def _within(window: int, candidates: Sequence[Candidate], seats: int) -> tuple[S
 
 
 def _needs(candidates: Sequence[Candidate], seats: int, later: Later, passing: bool) -> list[tuple[int, int]]:
-    """(deadline, ready groups with this or an earlier one that must be taken now), where there are any."""
+    """Deadlines with the number of ready groups of this or an earlier one that must be taken now."""
     needs: list[tuple[int, int]] = []
     waiting = ready = 0
     bound = [c for c in candidates if c.deadline is not None and (c.ready or not passing)]
@@ -161,11 +167,12 @@ def _needs(candidates: Sequence[Candidate], seats: int, later: Later, passing: b
 
 
 class _Taking:
-    """Seats being given away, so that those which are needed stay free for those who need them."""
+    """Gives seats away while enough stay free for the groups that need one to meet their deadlines."""
 
     def __init__(self, seats: int, needs: Sequence[tuple[int, int]]) -> None:
         self._seats, self._unmet = seats, list(needs)
-        self.taken: dict[int, Candidate] = {}  # by group
+        # By group.
+        self.taken: dict[int, Candidate] = {}
 
     @property
     def free(self) -> int:
@@ -173,7 +180,7 @@ class _Taking:
         return self._seats - len(self.taken) - max(0, 0, *(need for _, need in self._unmet))
 
     def offer(self, candidate: Candidate) -> bool:
-        """Take it, unless it has a seat, or then too few would be left for those who need them."""
+        """Take the candidate, unless it has a seat or too few would be left for groups that need one."""
         if candidate.group in self.taken:
             return False
         unmet = [(deadline, need - _until(candidate, deadline)) for deadline, need in self._unmet]
@@ -188,10 +195,10 @@ def _until(candidate: Candidate, deadline: int) -> bool:
 
 
 def seats_by_source(shares: Mapping[str, float], seats: int, step: int) -> dict[str, int]:
-    """``seats`` divided by ``shares``, which sum to 1; over many steps each data set gets just its share.
+    """Divide ``seats`` by ``shares``, which sum to 1; over many steps each data set gets exactly its share.
 
-    Whole seats first. What is left of the shares lies end to end on a line, on which points one apart, shifted from
-    step to step, give the other seats away: systematic sampling (Madow, Annals of Mathematical Statistics 20, 1949).
+    Whole seats come first. The fractions that remain lie end to end on a line, and points one apart, shifted from step
+    to step, give the other seats away: systematic sampling (Madow, Annals of Mathematical Statistics 20, 1949).
     """
     whole = {name: math.floor(share * seats + _ROUNDING) for name, share in shares.items()}
     rest = seats - sum(whole.values())
@@ -209,50 +216,59 @@ OnStraggler = Literal["wait", "drop", "mask"]
 
 
 class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that the store needs of the config."""
+    """The part of the config that the store needs.
 
-    steps: int  # of the whole run
-    batch_groups: int  # groups per step
-    group_size: int  # trajectories per training group
-    eval_samples: int = 1  # trajectories per held-out task
+    ``group_size`` and ``eval_samples`` count the trajectories of a training group and of a held-out task. A batch may
+    replace ``max_refills`` groups without signal. ``replicas`` payload shards keep each payload; with 0 the queue keeps
+    it itself. Admission leaves ``slack`` steps of the bound to the sampling policy, which takes a batch from ``window``
+    groups at the head of the line, or from all with 0. ``consumer_bytes`` are kept of trained groups that consumers
+    have not read. ``weights`` of the data sets are given by step. ``reward_limit`` bounds a reward and the parts named
+    in ``reward_parts``. Clients' tasks may name only ``code``, unless it is None, and with ``replays`` clients may
+    submit none, since recorded groups alone are trained.
+    """
+
+    steps: int
+    batch_groups: int
+    group_size: int
+    eval_samples: int = 1
     max_staleness: int = 1
     on_straggler: OnStraggler = "wait"
     lease_s: float = 15.0
     max_lease_s: float = 14400.0
     max_attempts: int = 3
     max_bytes: int = 1 << 30
-    max_refills: int = 0  # groups without signal given up per batch; 0: none
-    replicas: int = 0  # payload shards that keep each payload; 0: the queue keeps it itself
+    max_refills: int = 0
+    replicas: int = 0
     sampling: Sampling = "fifo"
-    slack: int = 0  # steps of the bound that admission leaves to the sampling policy
-    consumer_bytes: int = 1 << 28  # kept of trained groups that consumers have not read
-    window: int = 0  # groups at the head of the line from which a batch is taken; 0: all
-    weights: dict[str, Points] = {}  # of each data set, by step
-    reward_limit: float = sys.float_info.max  # of a reward and of those of its parts that are named below
+    slack: int = 0
+    consumer_bytes: int = 1 << 28
+    window: int = 0
+    weights: dict[str, Points] = {}
+    reward_limit: float = sys.float_info.max
     reward_parts: tuple[str, ...] = ()
-    code: ListedCode | None = None  # that tasks of clients may name; None: any
-    replays: bool = False  # recorded groups alone, so clients submit none
+    code: ListedCode | None = None
+    replays: bool = False
 
     @property
     def slots(self) -> int:
-        """Most training groups between their first token and the publication of what they trained."""
+        """The largest number of training groups between their first token and the publication after their step."""
         return (self.max_staleness + 1) * self.batch_groups
 
     def slots_at(self, max_staleness: int) -> int:
-        """Most of them between admission and that publication, for a bound that the trainer may have tightened."""
+        """The largest number between admission and that publication, for a bound that the trainer may tighten."""
         return (min(max_staleness, self.max_staleness - self.slack) + 1) * self.batch_groups
 
     @property
     def refill_allowance(self) -> int:
-        """Most groups without signal given up before the next batch is complete: the slots fill this many batches."""
+        """The largest number of groups without signal dropped before the next batch is complete."""
         return (self.max_staleness + 1) * self.max_refills
 
     @classmethod
     def of(cls, config: RunConfig) -> "QueueSettings":
         """Derive the settings from the run's config.
 
-        In a replay, one batch is admitted at a time and taken whole, whatever the policy of sampling and the age of its
-        tokens, so that each step trains what it trained when it was recorded.
+        In a replay, one batch is admitted at a time and taken whole, regardless of the sampling policy and the age of
+        its tokens, so that each step trains the groups that it trained when it was recorded.
         """
         settings = cls._sampled(config)
         if not config.rollout.replay:
@@ -288,14 +304,19 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Occupancy(NamedTuple):
-    """How full the queue is, as far as admission is concerned."""
+    """The part of the queue's state that decides on admission.
 
-    slots: int  # that may be held; fewer than the settings' while the bound is tightened
-    alive: int  # training groups that hold a slot
-    unreserved: int  # of these, in no batch yet
-    wanted: int  # training groups that the steps without a batch take
-    expected_bytes: int  # payload bytes held, and those still to come for admitted groups
-    group_bytes: int  # expected of one more group
+    ``slots`` are fewer than the settings' while the bound is tightened. ``alive`` training groups hold one, and
+    ``unreserved`` of these are in no batch. The steps without a batch need ``wanted`` groups. ``expected_bytes`` are
+    those of the payloads held and still missing, ``group_bytes`` those of one more group.
+    """
+
+    slots: int
+    alive: int
+    unreserved: int
+    wanted: int
+    expected_bytes: int
+    group_bytes: int
 
 
 def may_admit(settings: QueueSettings, occupancy: Occupancy) -> bool:
@@ -309,7 +330,7 @@ def may_admit(settings: QueueSettings, occupancy: Occupancy) -> bool:
 
 
 def is_short_of_bytes(settings: QueueSettings, occupancy: Occupancy) -> bool:
-    """Whether nothing but the byte budget keeps the next training group out."""
+    """Whether only the byte budget keeps the next training group out."""
     return _has_slot(occupancy) and not may_admit(settings, occupancy)
 
 
@@ -321,8 +342,8 @@ def may_lease(settings: QueueSettings, active: int, *, oldest: int | None, publi
     """Whether a waiting training group, whose oldest token is of the version ``oldest``, may be leased.
 
     ``active`` groups have tokens already. Refuses only after a rollback: weights as old as those published then would
-    be too old when the group's turn comes. A group with tokens that are no younger than these becomes no older, also
-    where a resumed run has fewer slots than there are active groups.
+    be too old when the group's turn comes. New tokens do not age a group that has tokens as old as these, even if a
+    resumed run has fewer slots than active groups.
     """
     if oldest is not None and oldest <= published:
         return True
@@ -330,13 +351,16 @@ def may_lease(settings: QueueSettings, active: int, *, oldest: int | None, publi
 
 
 def may_lease_for(settings: QueueSettings, step: int, published: int) -> bool:
-    """Whether a group that ``step`` waits for may be leased: what is sampled from the ``published`` weights on is
-    young enough then. Its seat is its own, so no other group's deadline depends on it."""
+    """Whether a group that ``step`` waits for may be leased.
+
+    Tokens sampled from the ``published`` weights on are young enough then. Its seat is its own, so no other group's
+    deadline depends on it.
+    """
     return step <= published + settings.max_staleness
 
 
 class Choice(NamedTuple):
-    """``take`` is the batch; it is empty when ``blocked_by`` must be waited for. ``drop`` is given up for it."""
+    """``take`` is the batch, which is empty while groups ``blocked_by`` are missing. It costs the groups ``drop``."""
 
     take: list[int]
     drop: list[int]
@@ -350,10 +374,10 @@ def choose(
     settings: QueueSettings,
     pinned: Mapping[int, int],
 ) -> Choice:
-    """Choose ``seats`` ready groups for ``step``: those that their deadlines force, and by the sampling policy.
+    """Choose ``seats`` ready groups for ``step``: those that must meet a deadline, then by the sampling policy.
 
-    ``pinned`` counts, by later step, the seats that are already given away (after a rollback). With ``mask`` stragglers
-    are passed freely, their stale tokens being masked by the trainer.
+    ``pinned`` counts the seats of later steps that are already taken (after a rollback). With ``mask`` stragglers are
+    passed freely, because the trainer masks their stale tokens.
     """
     ordered = sorted(candidates, key=urgency)
     ready = [c for c in ordered if c.ready]
@@ -375,16 +399,17 @@ def choose(
 def is_blocked(
     unfinished: Mapping[int, int], ready: Mapping[int, int], pinned: int, step: int, settings: QueueSettings
 ) -> bool:
-    """Whether a straggler keeps ``choose`` from taking anything for ``step``, given a batch of ready groups.
+    """Whether a straggler keeps ``choose`` from taking a batch for ``step``, given enough ready groups.
 
     ``unfinished`` and ``ready`` count groups by the step of their oldest token. The most urgent ready groups fill the
     seats of this step. Of the others, those with the deadline d or an earlier one need seats of the steps after this
     one until d; if they outnumber these and an unfinished one is among them, it is waited for. So the counts suffice.
-    False, and no answer, if groups are ``pinned`` or stragglers are not waited for: then ``choose`` must look.
+    If groups are ``pinned`` or stragglers are not waited for, False says nothing: then only ``choose`` can tell.
     """
     if pinned or settings.on_straggler != "wait":
         return False
-    stragglers = complete = 0  # as old as this or older
+    # Of this age or older.
+    stragglers = complete = 0
     for oldest in sorted({*unfinished, *ready}):
         stragglers += unfinished.get(oldest, 0)
         complete += ready.get(oldest, 0)
@@ -397,7 +422,8 @@ def is_blocked(
 def _too_late(left: Sequence[Candidate], later: Later) -> list[int]:
     """Unfinished groups without which all others of ``left``, most urgent first, still meet their deadlines."""
     late: list[int] = []
-    ahead: list[Candidate] = []  # kept so far, all of them at least as urgent as the next
+    # Candidates that are kept so far, all of them at least as urgent as the next.
+    ahead: list[Candidate] = []
     for candidate in left:
         if candidate.deadline is None:
             break

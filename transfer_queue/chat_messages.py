@@ -23,8 +23,10 @@ from rl_async.errors import DataError
 from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
 
-DEEPEST = 64  # levels of lists and mappings in a row
-_WHOLE = (-(2**63), 2**64 - 1)  # the integers that MessagePack holds
+# Levels of lists and mappings in a row.
+DEEPEST = 64
+# The integers that MessagePack holds.
+_WHOLE = (-(2**63), 2**64 - 1)
 
 
 def as_text(value: Any) -> str:
@@ -37,7 +39,7 @@ def as_text(value: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a value to what JSON holds. Raises ValueError, saying why, for one that JSON does not hold."""
+    """Convert a value to JSON's types. Raises ValueError, saying why, for one that JSON does not hold."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -224,10 +226,13 @@ def _with_mapping(call: dict[str, Any]) -> dict[str, Any]:
 
 
 PromptLength = Callable[[Task], int]
-Schemas = Mapping[str, dict[str, Any]]  # by the name that a config or a task gives the tool
+# By the name that a config or a task gives the tool.
+Schemas = Mapping[str, dict[str, Any]]
 
-TOOLS_FILE = "tools.json"  # in a run's folder: the schemas of the tools that tasks may name
-PER_MESSAGE = 32  # tokens that a template prints around a message or call, at most
+# In a run's folder: the schemas of the tools that tasks may name.
+TOOLS_FILE = "tools.json"
+# Tokens that a template prints around a message or call, at most.
+PER_MESSAGE = 32
 _NOTHING: Message = {"role": "user", "content": "x"}
 
 
@@ -266,7 +271,7 @@ def _bound(messages: Sequence[Message]) -> int:
 
 
 def _template_bytes(model: Path) -> int:
-    """Return the size of the files that may have a model's chat template, of which it prints a part by itself."""
+    """Return the size of the files that may have a model's chat template, part of which it always prints."""
     own = model / "chat_template.jinja"
     files = [own] if own.is_file() else [model / "tokenizer_config.json"]
     return sum(file.stat().st_size for file in files if file.is_file())
@@ -283,7 +288,7 @@ class _Tokenizer:
         self._added: dict[str, int] = {}
 
     def added(self, tools: Sequence[dict[str, Any]]) -> int:
-        """Return the tokens of what the template prints of itself and the tools, before the shortest conversation."""
+        """Return the tokens that the template prints of itself and the tools, around the shortest conversation."""
         key = json.dumps(tools)
         if key not in self._added:
             self._added[key] = self.count([_NOTHING], tools)

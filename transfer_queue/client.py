@@ -57,8 +57,9 @@ from rl_async.errors import (
     UserError,
 )
 from rl_async.process.allocation import no_collection
+from rl_async.process.private_folder import require_private
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.keys import ClientKeys, check_private, folder_of, is_file, use_keys
+from rl_async.transfer_queue.auth.keys import ClientKeys, folder_of, is_file
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -256,9 +257,14 @@ class Session:
         self._run_id: str | None = None
 
     def check_place(self) -> None:
-        """Raise UserError if a stranger may listen who would be shown this client's key, QueueLost if nobody can."""
-        if self._keys is not None and is_file(self.address):
-            check_private(folder_of(self.address))
+        """Raise UserError if another user may listen and get this client's key, QueueLost if no queue can."""
+        if self._keys is None or not is_file(self.address):
+            return
+        folder = folder_of(self.address)
+        try:
+            require_private(folder)
+        except FileNotFoundError:
+            raise QueueLost(f"no transfer queue listens in {folder}, which does not exist") from None
 
     def prepare(self, socket: "zmq.Socket[Any]") -> None:
         """Set the options of a new socket, before it connects."""
@@ -269,7 +275,8 @@ class Session:
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
         if self._keys is not None and not is_file(self.address):
-            use_keys(socket, self._keys)
+            socket.curve_serverkey = self._keys.server
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         self.watch.attach(socket)
 
     def hello(self) -> tuple[bytes, list[Frame]]:

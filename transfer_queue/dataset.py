@@ -1,7 +1,7 @@
 """Data sets as tasks: files with verl's columns or any others by templates, mixed into one endless stream.
 
 Rows are read one by one from Parquet, JSONL or reasoning-gym. A data set's templates may make the system message, the
-prompt and the ground truth of any columns. The stream has a cursor from which it continues after a restart. Every
+prompt and the ground truth of any columns. After a restart the stream continues from a cursor. Every
 error names the file, the row and the column. To read another kind of file, implement ``Rows`` and name it in
 ``open_rows``.
 """
@@ -52,7 +52,8 @@ from rl_async.transfer_queue.chat_messages import (
     without_nulls,
 )
 
-GENERATED_ROWS = 1_000_000  # a generated data set has no end; an epoch of it has this many rows
+# A generated data set is endless; an epoch of it has this many rows.
+GENERATED_ROWS = 1_000_000
 _BATCH = 1024
 # Columns whose keys without a value are taken for Arrow's.
 _NESTED = ("prompt", "messages", "chosen", "rejected", "tools", "reward_model")
@@ -62,7 +63,7 @@ EMPTY: Mapping[str, Any] = {}
 
 
 class Rows(Protocol):
-    """A data set: rows by number, as dicts with verl's columns. ``generated``: too many rows to read them all."""
+    """A data set: rows by number, as dicts with verl's columns. ``generated`` ones have too many rows to read all."""
 
     name: str
     generated: bool
@@ -359,8 +360,9 @@ def _text(row: dict[str, Any], column: str, place: str) -> str:
     return value
 
 
-_NAME = r"([A-Za-z_]\w*(?:\.\w+)*)"  # column or column.key
-# {{{name}}} is a value in braces, {{name}} the name in braces as text, {name} a value; other braces, \frac{1}{2}, stay
+# A column or column.key.
+_NAME = r"([A-Za-z_]\w*(?:\.\w+)*)"
+# {{{name}}} is a value in braces, {{name}} the name in braces as text, {name} a value. Other braces, \frac{1}{2}, stay.
 _PLACE = re.compile(rf"\{{\{{\{{{_NAME}\}}\}}\}}|\{{\{{{_NAME}\}}\}}|\{{{_NAME}\}}")
 
 
@@ -435,13 +437,19 @@ def _messages(row: dict[str, Any], source: DataSource, place: str) -> list[dict[
 
 
 NO_SCHEMAS: Schemas = {}
-FIRST_ROWS = 8  # of each file, that are read before a run starts
+# The rows of each file that are read before a run starts.
+FIRST_ROWS = 8
 
 
 class _Cursor(msgspec.Struct, array_like=True):
-    drawn: list[int]  # tasks taken from each source
-    rows: list[int]  # rows of each source, to notice that the data has changed
-    owed: list[float] = []  # tasks by which each source is behind its share; empty: none is
+    """For each source: tasks taken, rows (to notice changed data), and tasks by which it is behind its share.
+
+    An empty ``owed`` means that every source has its share.
+    """
+
+    drawn: list[int]
+    rows: list[int]
+    owed: list[float] = []
 
 
 class _Source:
@@ -450,14 +458,16 @@ class _Source:
     def __init__(self, rows: Rows, part: DataSource, label: str, seed: int | None, listed: ListedCode | None) -> None:
         self.rows, self.label, self.weights = rows, label, points_of(part)
         self._part, self._listed = part, listed
-        self._seed = seed  # None: in the file's order
+        # Without a seed, rows come in the file's order.
+        self._seed = seed
         self._epoch, self._order = -1, list[int]()
 
     def task(self, drawn: int) -> Task:
         """Return task number ``drawn``, counted from the beginning of the first epoch."""
         epoch, position = divmod(drawn, len(self.rows))
         number = position
-        if self._seed is not None and not self.rows.generated:  # generated rows are random already
+        # Generated rows are random already.
+        if self._seed is not None and not self.rows.generated:
             if epoch != self._epoch:
                 self._epoch, self._order = epoch, list(range(len(self.rows)))
                 random.Random(f"{self._seed} {self.label} {epoch}").shuffle(self._order)
@@ -497,8 +507,8 @@ class _Source:
 class TaskStream:
     """Endless tasks from several data sets in proportion to their weights. Implements the queue's Protocol.
 
-    The order depends only on the data, the weights, the seed and the steps that were asked for, so a cursor is how much
-    was taken of each, and by how much each is behind: weights may change from step to step.
+    The order depends only on the data, the weights, the seed and the requested steps. So a cursor holds the number of
+    tasks taken from each data set, and by how many each is behind: weights may change from step to step.
     """
 
     def __init__(self, sources: Sequence[_Source]) -> None:
@@ -538,7 +548,7 @@ class TaskStream:
 
 
 def find_task(config: RunConfig, task_id: str, partition: str) -> Task:
-    """Return the task that has this id in the data of ``partition``. Raises DataError if there is none any more."""
+    """Return the task with this id in the data of ``partition``. Raises DataError if it does not exist any more."""
     sources = _held_out_sources(config, listed_code(config)) if partition == "eval" else _training_sources(config)
     label, _, number = task_id.rpartition(":")
     for source in sources:

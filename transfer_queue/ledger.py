@@ -1,15 +1,14 @@
 """The admission ledger ``RUN/ledger.jsonl``, one JSON object per line, and the audit of a run against it.
 
-The ledger says which groups exist and what became of them, independently of the trainer's ``trained.jsonl``. Lines are
-written after the journal has what they say, and each has the number of its transition (``seq``), so that a queue which
-was killed in between, or lost the end of its journal, sets it right. They are forced to disk only before the journal
-forgets the transitions that they came from (``compacting``): after a power cut, missing or torn lines can be written
-again.
+The ledger lists the groups and their fates, independently of the trainer's ``trained.jsonl``. A line is written after
+the journal has its transition, whose number it holds (``seq``), so that a queue which was killed in between, or lost
+the end of its journal, can correct it. Lines are forced to disk only before the journal forgets the transitions that
+they came from (``compacting``): after a power cut, missing or torn lines can be written again.
 
 A correct run trained every admitted group exactly once, with all rows of all its samples, on the tokens that its
 worker had sampled, in the step that the queue had reserved it for. A row that reached a rank with other tokens than
-its producer announced is in ``refused.jsonl`` and must have been trained in a later lineage. After a resume, what an
-older lineage trained beyond the checkpoint does not count. ``python -m rl_async.transfer_queue.ledger RUN`` exits with
+its producer announced is in ``refused.jsonl`` and must have been trained in a later lineage. After a resume, rows that
+an older lineage trained beyond the checkpoint do not count. ``python -m rl_async.transfer_queue.ledger RUN`` exits with
 1 if the run is not correct.
 """
 
@@ -44,32 +43,38 @@ from rl_async.transfer_queue.transitions import (
 
 log = logging.getLogger("rl_async.queue")
 
-COMPACTED = "compacted"  # the event of a line that says: the lines before it are on the disk
+# The event of a line which says that the lines before it are on the disk.
+COMPACTED = "compacted"
 _encode = msgspec.json.Encoder().encode
 
 
 class Ledger:
-    """Writes what became of groups, and the hashes of each sample's tokens as its producer announced them.
+    """Records the fates of groups, and the hashes of each sample's tokens as its producer announced them.
 
-    Whole lines are written; one torn by a kill or a full disk is cut off by the next queue, and so is what follows the
-    first line that a power cut tore.
+    Whole lines are written. The next queue cuts off a line that a kill or a full disk tore, and all lines from the
+    first that a power cut tore.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         drop_torn_line(path)
         self._file = path.open("ab", buffering=0)
-        self.is_empty = self._file.tell() == 0  # as at a run's first start, or since the file was lost
+        # True at a run's first start, and after the file was lost.
+        self.is_empty = self._file.tell() == 0
         self._lines: list[bytes] = []
-        self._seq = 0  # of the next transition
-        self._known = 0  # transitions whose lines are in the file already
-        self._claimed = 0  # the same, with those of lines that were cut off
-        self._journal = ""  # that is followed
+        # The number of the next transition.
+        self._seq = 0
+        # Transitions whose lines are in the file, and the same with lines that were cut off.
+        self._known = 0
+        self._claimed = 0
+        # The journal that is followed.
+        self._journal = ""
 
     def follow(self, journal: str, count: int) -> bool:
         """Continue after ``count`` transitions of this journal; return whether it is the one followed so far.
 
-        If it is not, a line will say so. Raises JournalError if lines are torn that the journal cannot restore.
+        For another journal, a line is added that names it. Raises JournalError if lines are torn that the journal
+        cannot restore.
         """
         self._seq = count
         start, last = _settled(self._path)
@@ -103,9 +108,9 @@ class Ledger:
         self._known = known
 
     def catch_up(self, transitions: Iterable[Transition], *, may_cut: bool = True) -> Iterator[Transition]:
-        """Pass on transitions of the journal, writing the lines that are missing and cutting off those too many.
+        """Yield transitions of the journal, while writing missing lines and cutting off surplus ones.
 
-        Raises JournalError if there are too many and they may not be cut: the journal has lost what was acknowledged.
+        Raises JournalError if surplus lines may not be cut: the journal has lost transitions that were acknowledged.
         """
         for transition in transitions:
             self.append(transition)
@@ -121,7 +126,7 @@ class Ledger:
         self.flush()
 
     def _cut(self, count: int) -> None:
-        """The journal has only ``count`` transitions: what is written of later ones did not happen."""
+        """Cut off the lines after ``count`` transitions: the journal has no others, so they did not happen."""
         start, end = 0, None
         for offset, line in _numbered(self._path):
             assert line is not None, "torn lines were cut off"
@@ -139,7 +144,7 @@ class Ledger:
         return self._seq
 
     def append(self, transition: Transition) -> None:
-        """Take in the transition if it belongs into the ledger."""
+        """Add the transition's line, if it has one, to the next flush."""
         seq, self._seq = self._seq, self._seq + 1
         line = _LINES.get(type(transition))
         if line is not None and seq >= self._known:
@@ -158,7 +163,7 @@ class Ledger:
             raise JournalError(f"{self._path}: {error.strerror}; make room there and continue with --resume") from error
 
     def force(self) -> None:
-        """Write the lines, and return when they and the file's name would survive a power cut."""
+        """Write the lines, and force them and the file's name to the disk."""
         self.flush()
         try:
             os.fsync(self._file.fileno())
@@ -167,38 +172,38 @@ class Ledger:
             raise JournalError(f"{self._path}: {error.strerror}") from error
 
     def compacting(self) -> None:
-        """Force to disk what the journal is about to forget."""
+        """Force the lines of transitions to disk that the journal is about to forget."""
         self._lines.append(_encode({"event": COMPACTED, "seq": self._seq - 1, "id": self._journal}) + b"\n")
         self.force()
 
     def close(self) -> None:
-        """Close the file; lines that were not flushed are forgotten."""
+        """Close the file; unflushed lines are lost."""
         self._file.close()
 
 
 def tells_samples(path: Path) -> bool:
-    """Whether a ledger says that a sample came to the queue; False without one."""
+    """Whether a ledger records a sample that came to the queue; False without a ledger."""
     return path.exists() and any(line is not None and line.event == "put" for _, line in _numbered(path))
 
 
 def newest_lineage(path: Path) -> int:
-    """Return the lineage of the last trainer that a ledger saw resume the run; -1 if it saw none."""
+    """Return the newest lineage that a ledger records, or -1."""
     with _mapped(path) as lines:
         return max((line.lineage for _, line in _newest(lines, "resume")), default=-1)
 
 
 def tells_end(path: Path) -> bool:
-    """Whether the last that a ledger says of its run is that it ended; False without one. Torn lines do not count."""
+    """Whether a ledger's run has ended and was not resumed since; False without a ledger. Ignores torn lines."""
     with _mapped(path) as lines:
         finished, resumed = (next(_newest(lines, event), (-1, None))[0] for event in ("finish", "resume"))
     return finished > resumed
 
 
 def _settled(path: Path) -> tuple[int, str | None]:
-    """Where a ledger need not be read before, and the journal that is followed there.
+    """The offset from which a ledger must be read, and the journal that is followed there.
 
-    That is the last line but one that says that those before it are on the disk: the journal forgot nothing before the
-    next such line was written. 0 if there is none, so that what a long run has written is not read whole at each start.
+    That is the last COMPACTED line but one: the journal forgot nothing before the next one was written. So the ledger
+    of a long run is not read whole at each start.
     """
     with _mapped(path) as lines:
         places = _newest(lines, COMPACTED)
@@ -209,7 +214,7 @@ def _settled(path: Path) -> tuple[int, str | None]:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
-    """The bytes of a file without reading those that nobody looks at; none if it is not there."""
+    """Map a file into memory, so that only the bytes in use are read; a missing file has none."""
     if not path.exists() or not path.stat().st_size:
         yield b""
         return
@@ -237,7 +242,7 @@ class _Numbered(msgspec.Struct):
 
 
 def _numbered(path: Path, offset: int = 0) -> Iterator[tuple[int, _Numbered | None]]:
-    """The lines from ``offset`` on with their offsets, None for one that is no line of a ledger."""
+    """The lines from ``offset`` on with their offsets, and None in place of an invalid line."""
     decoder = msgspec.json.Decoder(_Numbered)
     with path.open("rb") as file:
         file.seek(offset)
@@ -294,29 +299,35 @@ _LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
 }
 
 
-SHOWN = 20  # violations printed
+# The violations that are printed.
+SHOWN = 20
 TRAINED_ONCE, OR_GIVEN_UP = "ok: every admitted group was trained exactly once", " or given up"
 T = TypeVar("T")
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Any line of the ledger; which fields count depends on ``event``."""
+    """Any line of the ledger; which fields count depends on ``event``.
+
+    ``stored`` holds (group, sample, hashes of its tokens by segment). Ledgers of older versions have a line for each
+    ``sample`` in its place, with ``tokens_sha256`` by segment. The groups ``left`` were still in the queue when the run
+    ended. ``rows`` names the samples, (group, sample), that were lost with a payload shard.
+    """
 
     event: str
     group: int = -1
     partition: str = ""
     samples: int = 0
-    stored: list[tuple[int, int, list[str]]] = []  # (group, sample, hashes of its tokens by segment)
-    sample: int = -1  # in ledgers of older versions, which had a line for each sample
-    tokens_sha256: list[str] = []  # of that, by segment
+    stored: list[tuple[int, int, list[str]]] = []
+    sample: int = -1
+    tokens_sha256: list[str] = []
     step: int = -1
     groups: list[int] = []
     lineage: int = 0
     fresh: bool = False
     next_group: int = 0
     readmitted: list[int] = []
-    left: list[int] = []  # groups that the queue still held when the run ended
-    rows: list[tuple[int, int]] = []  # (group, sample), lost with a payload shard
+    left: list[int] = []
+    rows: list[tuple[int, int]] = []
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,7 +339,8 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     sample: int
     segment: int = 0
     tokens_hash: str = ""
-    tokens_sha256: str = ""  # in files of older versions, in its place
+    # Replaces ``tokens_hash`` in files of older versions.
+    tokens_sha256: str = ""
 
     @property
     def digest(self) -> str:
@@ -347,21 +359,28 @@ class RefusedLine(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
 
-Rows = dict[tuple[int, int, int], list[TrainedLine]]  # by (group, sample, segment)
+# By (group, sample, segment).
+Rows = dict[tuple[int, int, int], list[TrainedLine]]
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of the comparison; ``violations`` are sentences for people."""
+    """The result of the comparison; ``violations`` are sentences for people.
 
-    admitted: int  # training groups
-    given_up: int  # of these, dropped or dead-lettered
-    trained: int  # of these, trained at least once
-    rows: int  # trained, after the cut
-    cut: int  # rows of older lineages beyond their checkpoint
+    Of the ``admitted`` training groups, some were ``given_up`` (dropped or dead-lettered) or ``trained`` at least once.
+    ``rows`` were trained, without the ``cut`` ones of older lineages beyond their checkpoint. Groups were ``left`` if
+    the run was resumed with fewer steps. ``refused`` rows came to the trainer changed, and were trained later as they
+    had been put. An unfinished run still has ``in_flight`` groups to train.
+    """
+
+    admitted: int
+    given_up: int
+    trained: int
+    rows: int
+    cut: int
     violations: list[str]
-    left: int = 0  # groups for steps that the run no longer had when it ended
-    refused: int = 0  # rows that came to the trainer changed, and were trained later as they had been put
-    in_flight: int | None = None  # groups still to be trained by a run that has not finished; None: it has
+    left: int = 0
+    refused: int = 0
+    in_flight: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -401,18 +420,24 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admissions:
-    """What the ledger says in the end, line by line."""
+    """The state that the lines of a ledger lead to."""
 
     def __init__(self) -> None:
-        self.groups: dict[int, int] = {}  # samples by group
+        # The number of samples by group.
+        self.groups: dict[int, int] = {}
         self.given_up: set[int] = set()
-        self.tokens: dict[tuple[int, int], list[str]] = {}  # hash of each row put last, by (group, sample)
-        self.lost: dict[tuple[int, int], list[list[str]]] = defaultdict(list)  # of rows that a shard took with it
-        self.batches: dict[int, set[int]] = {}  # groups by step
-        self.resumes: list[tuple[int, int]] = []  # (lineage, step)
-        self._admits = False  # since the last resume; a run with more groups than it needs admits none
+        # By (group, sample): the row hashes of the latest put, and those of attempts that were lost with a shard.
+        self.tokens: dict[tuple[int, int], list[str]] = {}
+        self.lost: dict[tuple[int, int], list[list[str]]] = defaultdict(list)
+        # Groups by step.
+        self.batches: dict[int, set[int]] = {}
+        # Pairs of lineage and step.
+        self.resumes: list[tuple[int, int]] = []
+        # Whether a group was admitted since the last resume. A run with more groups than it needs admits none.
+        self._admits = False
         self.finished = False
-        self.left: set[int] = set()  # over at the end, because a resume wanted fewer steps
+        # Groups that remain at the end, because the run was resumed with fewer steps.
+        self.left: set[int] = set()
 
     def read(self, line: LedgerLine) -> None:
         """Apply one line of the ledger."""
@@ -424,7 +449,8 @@ class Admissions:
                 for group, sample, hashes in line.stored or [(line.group, line.sample, line.tokens_sha256)]:
                     self.tokens[group, sample] = hashes
             case "lost":
-                for group, sample in line.rows:  # the trainer may have read them before
+                # The trainer may have read them before.
+                for group, sample in line.rows:
                     self.lost[group, sample].append(self.tokens.pop((group, sample), []))
             case "drop" | "dead_letter":
                 self.given_up.add(line.group)
@@ -441,12 +467,13 @@ class Admissions:
         self.finished, self.left = False, set()
         self._admits = False
         self.batches = {step: groups for step, groups in self.batches.items() if step < line.step}
-        if line.fresh:  # another queue took over: what the old one did after the checkpoint is void
+        # Another queue has taken over, so that the old one's admissions after the checkpoint are void.
+        if line.fresh:
             self.groups = {group: n for group, n in self.groups.items() if group < line.next_group}
             self.given_up = {g for g in self.given_up if g < line.next_group and g not in line.readmitted}
 
     def sampled(self, group: int, sample: int) -> list[list[str]]:
-        """The hashes of each row, by segment, of what came last, and before that of what was lost with a shard."""
+        """Row hashes of every stored attempt, latest last; attempts lost with a shard come first."""
         last = self.tokens.get((group, sample))
         return self.lost.get((group, sample), []) + ([] if last is None else [last])
 
@@ -456,7 +483,7 @@ class Admissions:
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Compare the two files of a run. Raises DataError naming the file and line of what cannot be read."""
+    """Compare the two files of a run. Raises DataError naming file and line if one cannot be read."""
     admissions = Admissions()
     for line in _lines(run_dir / "ledger.jsonl", LedgerLine):
         admissions.read(line)

@@ -2,7 +2,7 @@
 
 Columns for people and other tools: group_id, sample, segment, state, partition, task_id, data_source, episode_id, role,
 tokens, sampled, reward, finish_reason, oldest_version, newest_version, token_ids, loss_mask, logprobs, and ``task`` as
-JSON. ``rest`` is what else a Trajectory has, as its own encoding without the arrays; so nothing is lost on the way.
+JSON. ``rest`` holds all other fields of a Trajectory, in its own encoding without the arrays, so nothing is lost.
 """
 
 import time
@@ -22,8 +22,10 @@ from rl_async.files import UNDECODABLE, written_whole
 from rl_async.messages import GroupRecord, Leased, LeasedGroup, Refused, Task, Trajectory, TrajectoryHeader
 from rl_async.transfer_queue.client import SyncQueueClient
 
-SUBMIT_AT_ONCE = 500  # tasks of one request
-WAIT_S = 1.0  # between questions whether there is room
+# Tasks of one request.
+SUBMIT_AT_ONCE = 500
+# The pause before a request is tried again that found no room.
+WAIT_S = 1.0
 
 SCHEMA = pa.schema(
     [
@@ -43,12 +45,13 @@ SCHEMA = pa.schema(
     ]
 )
 _NEEDED = ("group_id", "state", "sample", "segment", "partition", "token_ids", "loss_mask", "logprobs", "task", "rest")
-INCOMPLETE = ("waiting", "leased")  # states in which samples are missing
+# The states of groups with missing samples.
+INCOMPLETE = ("waiting", "leased")
 _decode = codec.decoder(Trajectory)
 
 
 class Moved(NamedTuple):
-    """What an export wrote or an import handed over; ``skipped`` groups were gone, or are not to be trained."""
+    """The counts of an export or import; ``skipped`` groups were gone, or are not for training."""
 
     groups: int
     rows: int
@@ -68,7 +71,7 @@ class StoredGroup(NamedTuple):
 
 
 def export(queue: SyncQueueClient, path: Path) -> Moved:
-    """Write all rows that are here, whole groups or not, and take nothing away. ``path`` appears when it is complete.
+    """Write all rows of the queue, also of incomplete groups, and remove none. ``path`` appears once it is complete.
 
     Raises UserError if it cannot be written.
     """
@@ -98,7 +101,7 @@ def _groups(queue: SyncQueueClient) -> Iterator[GroupRecord]:
 
 
 def _lines(queue: SyncQueueClient, record: GroupRecord) -> list[dict[str, Any]]:
-    """The rows of one group; none if it is gone by now."""
+    """The rows of one group, which is empty if the group is gone by now."""
     found = queue.peek(record.group_id)
     if isinstance(found, Refused):
         return []
@@ -135,7 +138,7 @@ def _line(state: str, task: Task, header: TrajectoryHeader, row: Trajectory) -> 
 
 
 def read(path: Path) -> Iterator[StoredGroup]:
-    """The groups of a file that ``export`` wrote. Raises DataError naming the file and what is wrong."""
+    """The groups of a file that ``export`` wrote. Raises DataError naming the file and the problem."""
     try:
         with pq.ParquetFile(path) as file:
             missing = [name for name in _NEEDED if name not in file.schema_arrow.names]
@@ -161,7 +164,7 @@ def _row(line: dict[str, Any]) -> Trajectory:
 
 
 def import_tasks(queue: SyncQueueClient, path: Path, timeout_s: float) -> Moved:
-    """Submit the task of each training group of a file. Raises UserError if there is no room within ``timeout_s``."""
+    """Submit the task of each training group of a file. Raises UserError if it finds no room within ``timeout_s``."""
     groups = list(read(path))
     training = [group.task for group in groups if group.rows[0].partition == "train"]
     for at in range(0, len(training), SUBMIT_AT_ONCE):
@@ -201,7 +204,7 @@ def import_ready(queue: SyncQueueClient, path: Path, timeout_s: float) -> Moved:
 
 
 def _refuse_older(place: str, group: StoredGroup, published: int) -> None:
-    """Older tokens could not be trained within the bound, which counts from what was published at the lease."""
+    """Raise UserError for tokens older than the version published at the lease, from which the bound counts."""
     oldest = min((run.version.step for row in group.rows for run in row.versions), default=published)
     if oldest < published:
         raise UserError(
@@ -220,9 +223,9 @@ def _lease(queue: SyncQueueClient, task: Task, place: str, timeout_s: float) -> 
             return answer.groups[0]
         if answer.finished or left <= 0:
             why = "the run is over" if answer.finished else f"no slot became free within {timeout_s:g} s"
-            raise UserError(f"{place} was not taken: {why}; the groups before it were")
+            raise UserError(f"{place}: rejected ({why}); earlier groups were imported")
 
 
 def _adopt(row: Trajectory, leased: LeasedGroup, sample: int) -> Trajectory:
-    """The row under the name that it has in this queue."""
+    """The row with the ids that it has in this queue."""
     return msgspec.structs.replace(row, group_id=leased.group_id, attempt=leased.attempt, sample=sample)

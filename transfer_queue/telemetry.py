@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from rl_async import tracing
 from rl_async.errors import ProtocolError, QueueLost, RequestRefused
-from rl_async.messages import Inspection, TrajectoryHeader
+from rl_async.messages import TrajectoryHeader
 from rl_async.process.http_server import answering, by_label, gauge, metrics_text
 from rl_async.tracing import EPISODE
 from rl_async.transfer_queue.auth.keys import ClientKeys
@@ -34,19 +34,22 @@ from rl_async.transfer_queue.transitions import (
     Transition,
 )
 
-ANSWER_S = 5.0  # of the queue to one scrape
+# The queue must answer a scrape within this.
+ANSWER_S = 5.0
 PREFIX = "rl_async_queue_"
 
 
 class QueueCollector:
-    """Asks the queue at ``address`` for its state at each scrape, and refuses the scrape (503) if it does not answer
-    within ``answer_s``."""
+    """Collects groups, ages and rates by state, slots, bytes, and every counter of the queue at ``address``.
+
+    It asks the queue at each scrape, and refuses the scrape (503) if the queue does not answer within ``answer_s``.
+    """
 
     def __init__(self, address: str, keys: ClientKeys | None = None, answer_s: float = ANSWER_S) -> None:
         self._address, self._keys, self._answer_s = address, keys, answer_s
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the queue as it is now."""
+        """Yield each metric with its samples; prometheus_client calls it."""
         client = SyncQueueClient(
             self._address, role="metrics", name="metrics", timeout_s=self._answer_s, keys=self._keys
         )
@@ -55,18 +58,7 @@ class QueueCollector:
                 report = queue.inspect()
         except (QueueLost, ProtocolError) as error:
             raise RequestRefused(f"the queue does not answer: {error}", code="queue_lost", status=503) from error
-        yield from InspectionCollector(report).collect()
-
-
-class InspectionCollector:
-    """The metrics of one inspection: groups, ages and rates by state, slots, bytes, and every counter."""
-
-    def __init__(self, report: Inspection) -> None:
-        self._report = report
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield each metric with its samples; prometheus_client calls it."""
-        report, status = self._report, self._report.status
+        status = report.status
         counts = (status.waiting, status.leased, status.ready, status.reserved, status.committed)
         behind = {record.name: record.behind for record in report.consumers}
         yield _by("state", "groups", "Training groups by state.", dict(zip(State, counts, strict=True)))
@@ -104,7 +96,7 @@ def _by(label: str, name: str, text: str, values: Mapping[str, float]) -> Metric
 def serve_metrics(
     port: int, address: str, token: str, keys: ClientKeys | None = None, *, answer_s: float = ANSWER_S
 ) -> Iterator[None]:
-    """Answer scrapes of the queue at ``address`` on this machine's ``port`` while the block runs; 0: do not.
+    """Answer scrapes of the queue at ``address`` on this machine's ``port``, unless it is 0, while the block runs.
 
     A scrape must carry ``token``. Raises UserError if the port cannot be had.
     """
@@ -117,24 +109,27 @@ def serve_metrics(
 
 
 def traced_samples(group: int, samples: Sequence[int], attempt: int) -> list[int]:
-    """Return the samples, of those of a group that are leased as an attempt, whose episodes have a trace."""
+    """Return the samples of a lease whose episodes have a trace."""
     return [sample for sample in samples if tracing.begins(f"{group}.{sample}.{attempt}")]
 
 
 class _Here(NamedTuple):
-    """A sample that is stored: the name of its episode, and since when."""
+    """A stored sample: the name of its episode, and the time of the put."""
 
     episode: str
     since: int
 
 
 class _Group:
-    """What is known of a group; after a restart of the queue, since then."""
+    """The traced samples of a group: the attempts that workers play, and the samples that are here.
+
+    After a restart of the queue, earlier ones are unknown.
+    """
 
     def __init__(self, partition: str) -> None:
         self.partition, self.admitted = partition, tracing.now()
-        self.attempts: dict[int, int] = {}  # of traced samples that are with a worker
-        self.here: dict[int, _Here] = {}  # traced samples
+        self.attempts: dict[int, int] = {}
+        self.here: dict[int, _Here] = {}
 
 
 class QueueTraces:
@@ -200,7 +195,8 @@ class QueueTraces:
                 self._add(number, sample, f"{number}.{sample}.{attempt}", {}, error)
 
     def _ended(self, number: int, about: dict[str, tracing.Value], error: str = "") -> None:
-        if number in self._groups:  # else there was no trace of it since the queue's restart
+        # A group without a trace since the queue's restart is unknown.
+        if number in self._groups:
             for sample, here in self._groups[number].here.items():
                 self._add(number, sample, here.episode, about, error)
             del self._groups[number]

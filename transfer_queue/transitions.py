@@ -1,9 +1,9 @@
-"""What happened in the store, as facts in order.
+"""The transitions of the store's state, as facts in order.
 
-A change of the store's state IS one of these: the store decides on it, applies it and emits it, and a replay applies
-the same ones again. So a transition holds whatever its effect depends on, except the state before it. The journal
-records them and frees payloads by them, the ledger writes some of them down for people and for the audit, and the
-server wakes waiting requests by them.
+The state changes by these only: the store decides on a transition, applies it and emits it, and a replay applies the
+same ones again. So a transition holds all that its effect depends on, except the state before it. The journal records
+them and frees payloads by them, the ledger writes some of them down for people and for the audit, and the server wakes
+parked requests by them.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,24 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
 
 
 class Admitted(Transition, frozen=True, kw_only=True):
-    """A task became a group of ``samples`` episodes to generate."""
+    """A task became a group of ``samples`` episodes to generate, in partition ``train`` or ``eval``.
+
+    A training group has the task source's ``cursor`` after its task, which may be the first of the ``submitted`` ones.
+    """
 
     group: int
-    partition: str  # train | eval
+    partition: str
     samples: int
     task: Task
-    cursor: bytes = b""  # of the task source, behind this task; empty for evaluations
-    submitted: bool = False  # it was the first of the tasks that were submitted
+    cursor: bytes = b""
+    submitted: bool = False
 
 
 class LeaseGiven(Transition, frozen=True, kw_only=True):
     """A worker generates these samples, from weights of ``min_version`` or newer.
 
-    ``request`` names the question; asked again, it is answered with the same groups.
+    ``request`` is the id of the request for leases; repeated, it gets the same groups. The episodes of ``traced``
+    samples have a trace.
     """
 
     group: int
@@ -43,17 +47,17 @@ class LeaseGiven(Transition, frozen=True, kw_only=True):
     worker: str
     min_version: Version
     request: bytes = b""
-    traced: list[int] = []  # the samples whose episodes have a trace
+    traced: list[int] = []
 
 
 class GrantVoided(Transition, frozen=True, kw_only=True):
-    """The answer to this request for leases never arrived; asked again, it is a new question."""
+    """The answer to this request for leases never arrived; repeated, it counts as a new request."""
 
     request: bytes
 
 
 class LeaseLost(Transition, frozen=True, kw_only=True):
-    """These samples are taken from the worker and wait again; ``charged``: the loss counts as an attempt."""
+    """These samples are taken from the worker and wait again. A ``charged`` loss counts as an attempt."""
 
     group: int
     samples: list[int]
@@ -62,7 +66,7 @@ class LeaseLost(Transition, frozen=True, kw_only=True):
 
 
 class SamplesStored(Transition, frozen=True, kw_only=True):
-    """These samples are here, each with all rows of its episode: what was new in one message of a worker."""
+    """A worker handed over these samples, each with all rows of its episode, in one message."""
 
     samples: list[list[TrajectoryHeader]]
 
@@ -78,20 +82,20 @@ class SampleFailed(Transition, frozen=True, kw_only=True):
 
 
 class GroupReady(Transition, frozen=True, kw_only=True):
-    """The group is complete: none of its samples is outstanding."""
+    """The group is complete: no sample is missing."""
 
     group: int
     partition: str
 
 
 class SignalWaived(Transition, frozen=True, kw_only=True):
-    """A group without signal was accepted, since the allowance for giving such groups up is used up."""
+    """A group without signal was accepted, since the allowance for dropping such groups is used up."""
 
     group: int
 
 
 class GroupDropped(Transition, frozen=True, kw_only=True):
-    """A straggler, or a group without signal, was given up; another task takes its slot."""
+    """A straggler, or a group without signal, was dropped; another task takes its slot."""
 
     group: int
     reason: str
@@ -105,7 +109,7 @@ class DeadLettered(Transition, frozen=True, kw_only=True):
 
 
 class BatchReserved(Transition, frozen=True, kw_only=True):
-    """The members of a step are fixed; ``refills_left`` groups without signal may be given up from now on."""
+    """The members of a step are fixed; ``refills_left`` groups without signal may be dropped from now on."""
 
     step: int
     groups: list[int]
@@ -137,7 +141,7 @@ class Retired(Transition, frozen=True, kw_only=True):
 
 
 class Subscribed(Transition, frozen=True, kw_only=True):
-    """There is a consumer of this name, and it reads what comes behind ``position``."""
+    """A consumer of this name was made, which reads the groups after ``position``."""
 
     consumer: str
     position: int
@@ -152,20 +156,20 @@ class Acknowledged(Transition, frozen=True, kw_only=True):
 
 
 class Unsubscribed(Transition, frozen=True, kw_only=True):
-    """There is no consumer of this name any more; the groups ``freed`` were kept for it alone."""
+    """The consumer was removed; the groups ``freed`` were kept for it alone."""
 
     consumer: str
     freed: list[int]
 
 
 class Missed(Transition, frozen=True, kw_only=True):
-    """What was kept for consumers outgrew its limit: the oldest groups are ``freed``, in order of commit."""
+    """The groups kept for consumers outgrew their limit: the oldest are ``freed``, in order of commit."""
 
     freed: list[int]
 
 
 class Tightened(Transition, frozen=True, kw_only=True):
-    """Groups are admitted for this bound from now on; the configured one if nothing else is asked for."""
+    """Groups are admitted for this bound from now on."""
 
     max_staleness: int
 
@@ -181,8 +185,9 @@ class ReadmittedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class RolledBack(Transition, frozen=True, kw_only=True):
     """Training continues from ``step`` completed steps, and groups are admitted for the configured bound.
 
-    ``fresh``: this queue had no state, or one that does not reach the checkpoint; it took all that follows from the
-    checkpoint, so what was admitted from ``next_group`` on is void.
+    A ``fresh`` queue had no state, or one that does not reach the checkpoint. It took its state from the checkpoint's
+    snapshot, so groups that were admitted from ``next_group`` on are void. Each of the ``readmitted`` groups has
+    ``samples`` samples; ``given_up`` groups were dropped or dead-lettered before the checkpoint.
     """
 
     step: int
@@ -191,27 +196,27 @@ class RolledBack(Transition, frozen=True, kw_only=True):
     next_group: int
     max_staleness: int
     readmitted: list[ReadmittedGroup] = []
-    samples: int = 0  # of each readmitted group
-    given_up: int = 0  # groups that were dropped or dead-lettered before the checkpoint
-    cursor: bytes = b""  # of the task source
+    samples: int = 0
+    given_up: int = 0
+    cursor: bytes = b""
 
 
 class Submitted(Transition, frozen=True, kw_only=True):
-    """These tasks are to be admitted before those of the source; the same ``request`` again adds nothing."""
+    """These tasks are admitted before the source's; a repeated ``request`` adds nothing."""
 
     tasks: list[Task]
     request: bytes
 
 
 class Requeued(Transition, frozen=True, kw_only=True):
-    """The task of a dead letter is the next to be admitted; the same ``request`` again changes nothing."""
+    """The task of a dead letter is admitted next; a repeated ``request`` changes nothing."""
 
     group: int
     request: bytes
 
 
 class Drained(Transition, frozen=True, kw_only=True):
-    """No more training groups are admitted, or (``on`` false) they are again."""
+    """Admission of training groups stops, or resumes if ``on`` is false."""
 
     on: bool
 
@@ -224,7 +229,7 @@ class EvalOpened(Transition, frozen=True, kw_only=True):
 
 
 class EvalAnswered(Transition, frozen=True, kw_only=True):
-    """The result of an evaluation was given out; it is forgotten when the next one begins."""
+    """The result of an evaluation was read; it is forgotten when the next one begins."""
 
     eval_id: int
 
@@ -244,7 +249,7 @@ class EnginesChanged(Transition, frozen=True, kw_only=True):
 
 
 class EngineChanged(Transition, frozen=True, kw_only=True):
-    """The registry of engines has a new revision, in which one engine is new or serves another version.
+    """The registry of engines has a new revision: one engine is new or serves another version.
 
     Written for each engine of a publication: with the whole registry in it, the journal would grow by the square of
     their number.
@@ -269,7 +274,7 @@ class ShardsChanged(Transition, frozen=True, kw_only=True):
 
 
 class ShardLost(Transition, frozen=True, kw_only=True):
-    """A payload shard is gone with its rows; of these samples, (group, index), no copy is left.
+    """A payload shard is gone, and with it the last copy of these samples, (group, index).
 
     Without ``shard_id``, the queue kept their rows itself before the run had shards.
     """
@@ -279,9 +284,12 @@ class ShardLost(Transition, frozen=True, kw_only=True):
 
 
 class RunFinished(Transition, frozen=True, kw_only=True):
-    """The run is over: nothing more is admitted or leased."""
+    """The run is over: nothing more is admitted or leased.
 
-    left: list[int] = []  # groups that were not trained: a resume with fewer steps leaves some over
+    The groups ``left`` were not trained, because the run was resumed with fewer steps.
+    """
+
+    left: list[int] = []
 
 
 class Relaunched(Transition, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from rl_async.messages import Lease, Leased
 from rl_async.transfer_queue import store as observe
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.auth.roles import EVERYBODY, Role, only
+from rl_async.transfer_queue.auth.roles import EVERYBODY, Role
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.journal.journal import FREEING, Journal
 from rl_async.transfer_queue.registry import Engines
@@ -480,12 +480,12 @@ _LEASE_WAKES: frozenset[type[t.Transition]] = frozenset(
 ENGINES_CHANGE: frozenset[type[t.Transition]] = frozenset({t.EnginesChanged, t.EngineChanged, t.EngineRemoved})
 
 # An operator imports groups that another queue exported.
-GENERATES = only("worker", "operator")
-TRAINS = only("trainer")
-FETCHES = only("trainer", "reader", "operator")
-READS = only("reader", "operator")
-OPERATES = only("operator")
-KEEPS = only("shard")
+GENERATES: frozenset[Role] = frozenset({"worker", "operator"})
+TRAINS: frozenset[Role] = frozenset({"trainer"})
+FETCHES: frozenset[Role] = frozenset({"trainer", "reader", "operator"})
+READS: frozenset[Role] = frozenset({"reader", "operator"})
+OPERATES: frozenset[Role] = frozenset({"operator"})
+KEEPS: frozenset[Role] = frozenset({"shard"})
 
 _VERBS = (
     # agent workers

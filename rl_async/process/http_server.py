@@ -8,7 +8,6 @@ own answers. To add a metric, yield it in the collector of its role.
 import asyncio
 import contextlib
 import signal
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -271,18 +270,14 @@ def answering(port: int, key: str, token: str, render: Callable[[], bytes]) -> I
     with bind(HOST, port, key) as listener:
         listener.listen()
         server = server_of(_application(render), Access(token))
-        thread = threading.Thread(target=_answer, args=[server, listener], name="metrics", daemon=True)
+        # Consumes scrapes; produces their answers. Waits for a connection; unblocked by one, or by ``should_exit``.
+        thread = threading.Thread(target=server.run, args=[[listener]], name="metrics", daemon=True)
         thread.start()
         try:
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join(STOP_S)
-
-
-def _answer(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Consumes scrapes; produces their answers. Waits for a connection; unblocked by one, or by ``should_exit``."""
-    server.run(sockets=[listener])
 
 
 def _application(render: Callable[[], bytes]) -> Starlette:

@@ -1,8 +1,8 @@
 """Access to the queue's sockets: key files (Curve25519, as in libzmq), sockets, and authentication.
 
-    FOLDER/server.pub, server.key            the queue's; clients know it by the first
+    FOLDER/server.pub, server.key            the queue's pair; clients know the queue by the first
     FOLDER/clients/NAME.pub                  a client that may connect until the file is deleted: its key and its role
-    FOLDER/NAME.key                          that client's secret; a run's own processes have those named as the roles
+    FOLDER/NAME.key                          that client's secret; a run's own processes use the names of their roles
 
 Keys have 40 characters (Z85). Files are made 0600, and folders that are made 0700. Over TCP, libzmq asks the server
 on its own thread before a client may send (ZAP, RFC 27). A socket file lies in a folder that only this user can
@@ -21,29 +21,29 @@ from zmq.utils import z85
 
 from rl_async.configs.derived import key_folder
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import QueueLost, UserError
-from rl_async.process.private_folder import require_private
+from rl_async.errors import UserError
 from rl_async.transfer_queue.auth.roles import ROLES, AllowList, Role
 
 SERVER = "server"
 
 
 class ClientKeys(msgspec.Struct, frozen=True):
-    """What a client needs: the queue's public key and its own pair."""
+    """The keys of a client: the queue's public key and its own pair."""
 
     server: bytes
     public: bytes
     secret: bytes
 
+    # A secret must not get into a log.
     def __repr__(self) -> str:
-        return f"ClientKeys(public={self.public!r})"  # a secret belongs in no log
+        return f"ClientKeys(public={self.public!r})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("public", self.public)]
 
 
 class ServerKeys(msgspec.Struct, frozen=True):
-    """What the queue needs: its secret, and the keys that may connect."""
+    """The queue's secret, and the keys that may connect."""
 
     secret: bytes
     allowed: AllowList
@@ -53,19 +53,19 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
 
 def make_keys(folder: Path) -> list[Path]:
-    """Make what is missing of the queue's pair and of those of a run's own processes; the secret files made.
+    """Make the missing pairs of the queue and of a run's own processes; return the secret files made.
 
-    Raises UserError if they cannot be written, or if half a pair is there.
+    Raises UserError if they cannot be written, or if half of a pair exists.
     """
     server = (folder / f"{SERVER}.key", folder / f"{SERVER}.pub", "")
     return _make(folder, [server, *(_pair(folder, role, role) for role in ROLES)])
 
 
 def make_client_keys(folder: Path, client: str, role: Role) -> list[Path]:
-    """Make the pair of one more client, beside ``make_keys``'; raises UserError as that does."""
+    """Make the pair of another client as well; raises UserError as ``make_keys`` does."""
     if not client.replace("-", "").replace("_", "").isalnum() or client in (SERVER, *ROLES):
         raise UserError(
-            f"--client: {client!r} is no name for a key file; use letters, digits, '-' and '_', and no role's name"
+            f"--client: {client!r} cannot name a key file; use letters, digits, '-' and '_', and no role's name"
         )
     return make_keys(folder) + _make(folder, [_pair(folder, client, role)])
 
@@ -116,24 +116,24 @@ def _read(path: Path) -> bytes:
 
 
 def server_keys(config: RunConfig, run: Path) -> ServerKeys:
-    """The queue's. Raises UserError naming a file that is missing or unfit."""
+    """The queue's keys. Raises UserError naming a missing or invalid file."""
     folder = key_folder(config, run)
     return ServerKeys(_read(folder / f"{SERVER}.key"), AllowList(folder / "clients", config.queue.clients))
 
 
 def client_keys(config: RunConfig, run: Path, role: Role) -> ClientKeys:
-    """Those of the run's own processes that have this role. Raises UserError as ``server_keys``."""
+    """The keys of the run's own processes in this role. Raises UserError as ``server_keys`` does."""
     return read_client_keys(key_folder(config, run), role)
 
 
 def read_client_keys(folder: Path, client: str) -> ClientKeys:
-    """A client's, from the folder that has them. Raises UserError naming a file that is missing or unfit."""
+    """The keys of a client, from their folder. Raises UserError naming a missing or invalid file."""
     secret = _read(folder / f"{client}.key")
     return ClientKeys(_read(folder / f"{SERVER}.pub"), public_of(secret, str(folder / f"{client}.key")), secret)
 
 
 def public_of(secret: bytes, place: str) -> bytes:
-    """The public key that belongs to a secret one. Raises UserError naming ``place`` if that holds none."""
+    """The public key that belongs to a secret one. Raises UserError naming ``place`` if it is invalid."""
     try:
         public: bytes = zmq.curve_public(secret)
     except (zmq.ZMQError, ValueError) as error:
@@ -142,7 +142,7 @@ def public_of(secret: bytes, place: str) -> bytes:
 
 
 def provide_keys(config: RunConfig, run: Path) -> None:
-    """Before a run starts: make its own keys. Raises UserError if those it was given are missing."""
+    """Make the keys of a run that is about to start. Raises UserError if given ones are missing."""
     if not config.queue.keys:
         make_keys(run / "keys")
     server_keys(config, run)
@@ -150,29 +150,16 @@ def provide_keys(config: RunConfig, run: Path) -> None:
         client_keys(config, run, role)
 
 
-def use_keys(socket: "zmq.Socket[Any]", keys: ClientKeys) -> None:
-    """Make a client's socket speak CURVE, before it connects."""
-    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.server, keys.public, keys.secret
-
-
 SCHEME = "ipc://"
 
 
-def check_private(folder: Path) -> None:
-    """Raise UserError if another user may be behind the socket files in a folder, QueueLost if there is no folder."""
-    try:
-        require_private(folder)
-    except FileNotFoundError:
-        raise QueueLost(f"no transfer queue listens in {folder}, which does not exist") from None
-
-
 def is_file(address: str) -> bool:
-    """Return whether an address is that of a socket file."""
+    """Whether an address is that of a socket file."""
     return address.startswith(SCHEME)
 
 
 def folder_of(address: str) -> Path:
-    """Return the folder of a socket file's address."""
+    """The folder of a socket file's address."""
     return Path(address.removeprefix(SCHEME)).parent
 
 
@@ -215,8 +202,9 @@ class Authenticator:
 
 
 def lock(socket: Any, keys: ServerKeys) -> None:
-    """Make a ROUTER refuse everybody whom no ``Authenticator`` lets in, before it binds."""
+    """Make a ROUTER refuse every client that no ``Authenticator`` lets in, before it binds."""
     socket.curve_server = True
     socket.curve_secretkey = keys.secret
     socket.zap_domain = _DOMAIN
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every client is refused
+    # Without an authenticator, every client is refused.
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)

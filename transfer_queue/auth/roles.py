@@ -15,19 +15,15 @@ ROLES: tuple[Role, ...] = get_args(Role)
 EVERYBODY: frozenset[Role] = frozenset(ROLES)
 
 
-def only(*roles: Role) -> frozenset[Role]:
-    """The roles that may use a verb."""
-    return frozenset(roles)
-
-
 log = logging.getLogger("rl_async.queue")
 
 KEYGEN = "`rl-async queue keygen`"
-_STAMP_NS = 2_000_000_000  # coarsest time stamp of a file system
+# The coarsest time stamp of a file system.
+_STAMP_NS = 2_000_000_000
 
 
 class AllowList:
-    """The role of each public key that may connect: of some that are fixed, and those in a folder, which may change."""
+    """The roles of the public keys that may connect: fixed ones, and those in a folder, which may change."""
 
     def __init__(self, folder: Path, fixed: Iterable[str] = ()) -> None:
         self._folder = folder
@@ -36,7 +32,8 @@ class AllowList:
         self._warned: set[str] = set()
         self.roles: Mapping[bytes, Role] = self._fixed
         self.refresh()
-        if self._warned:  # when the queue starts it is a mistake; later, perhaps a file that is just being copied
+        # Later, an invalid file may just be being copied.
+        if self._warned:
             raise UserError(min(self._warned))
 
     def refresh(self) -> None:
@@ -46,7 +43,8 @@ class AllowList:
         """
         try:
             changed_ns = self._folder.stat().st_mtime_ns
-        except OSError:  # missing or unreadable: nobody else may connect until it is back
+        # While the folder is missing or unreadable, only fixed keys may connect.
+        except OSError:
             self.roles, self._changed_ns = self._fixed, -1
             return
         if changed_ns == self._changed_ns:
@@ -69,7 +67,7 @@ class AllowList:
 
 
 def parse_client(line: str, place: str) -> tuple[bytes, Role]:
-    """The public key and the role in ``KEY ROLE``. Raises UserError naming ``place`` if the line is something else."""
+    """The public key and the role in ``KEY ROLE``. Raises UserError naming ``place`` for another line."""
     key, _, name = line.strip().partition(" ")
     if len(key) != 40 or not key.isascii():
         raise UserError(f"{place} does not hold a public key of 40 characters and a role; make it with {KEYGEN}")
@@ -80,7 +78,7 @@ def parse_client(line: str, place: str) -> tuple[bytes, Role]:
 
 
 def _read_client(file: Path) -> tuple[bytes, Role] | None:
-    """What a file says of its client; None if it is gone."""
+    """The key and role of a client's file; None if it is gone."""
     try:
         line = file.read_bytes()
     except FileNotFoundError:

@@ -37,14 +37,20 @@ from rl_async.transfer_queue.journal.journal import (
 )
 from rl_async.transfer_queue.transitions import Transition, TransitionType
 
-OWNER_S = 10.0  # a queue that is silent for this long may be replaced by another
-TRIES_S = 20.0  # how long a lost connection is tried again
-LEAST_LOG = 4096  # transitions; a shorter stream is not worth compacting
-LOG_PER_STATE = 4  # a stream this many times as long as the state, in bytes, is compacted
+# A queue that is silent for this long may be replaced by another.
+OWNER_S = 10.0
+# A lost connection is tried again for this long.
+TRIES_S = 20.0
+# A stream is compacted once it is LOG_PER_STATE times as long as the state, in bytes. One with fewer transitions than
+# LEAST_LOG is not worth compacting.
+LEAST_LOG = 4096
+LOG_PER_STATE = 4
 _SCHEMA = JOURNAL_SCHEMA | CHECKED
 _DIGEST_BYTES = 8
-_PAGE = 1000  # entries read at a time
-_WAIT_MS = 1000  # for replicas, before the flush is sent again
+# Entries that are read at a time.
+_PAGE = 1000
+# For replicas, before the flush is sent again.
+_WAIT_MS = 1000
 
 T = TypeVar("T")
 
@@ -54,7 +60,8 @@ class _PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     lengths: list[int]
-    checksums: list[int]  # XXH3, 64 bits
+    # XXH3, 64 bits.
+    checksums: list[int]
 
 
 class _Dump(msgspec.Struct, frozen=True):
@@ -107,10 +114,12 @@ class RedisJournal:
             retry=None,
         )
         self._token = f"{sockets.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-        self._nonce = secrets.token_hex(4)  # no other queue writes payloads under its name
+        # No other queue writes payloads under its name.
+        self._nonce = secrets.token_hex(4)
         self._places: dict[int, dict[int, _PayloadPlace]] = {}
         self._pending: list[tuple[str, bytes]] = []
-        self._payloads: dict[str, bytes] = {}  # keys to be written
+        # Those to be written, by key.
+        self._payloads: dict[str, bytes] = {}
         self._placed: dict[str, bytes] = {}
         self._unplaced: list[str] = []
         self._unlinked: list[str] = []
@@ -240,7 +249,8 @@ class RedisJournal:
             self._places.setdefault(int(group), {})[int(sample)] = place
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
         unnamed = set(self._try(lambda: list(self._redis.scan_iter(match=self._key("payload:*"), count=_PAGE)))) - named
-        for key in unnamed:  # one by one, as the owner: they could be those of a queue that took over meanwhile
+        # One by one, as the owner: a queue that took over meanwhile may have written them.
+        for key in unnamed:
             self._checked(self._try(self._script, UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
         dump = _Dump(0, b"") if body is None else msgspec.msgpack.decode(self._opened("dump", body), type=_Dump)
@@ -373,7 +383,8 @@ class RedisJournal:
 
     def close(self) -> None:
         """Release the ownership if the server can be reached, and close the connection."""
-        with contextlib.suppress(redis.RedisError):  # it ends by itself
+        # The ownership ends by itself.
+        with contextlib.suppress(redis.RedisError):
             self._script(RELEASE, [])
         self._redis.close()
 
