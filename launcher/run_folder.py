@@ -21,7 +21,6 @@ from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.machine import read_machine
 from rl_async.launcher.sources import Fetched, kept_sources
 from rl_async.transfer_queue.journal.journal import FILE as SQLITE
-from rl_async.transfer_queue.journal.sqlite import FILE as SQLITE
 from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
 SOURCES = "sources.json"  # in a run folder: what was fetched for it

@@ -37,7 +37,8 @@ def _dec_hook(wanted: type, value: Any) -> Any:
         raise NotImplementedError(f"cannot decode {wanted}")
     try:
         shape, flat = value
-        if type(flat) is not np.ndarray:  # an array, and no extension
+        # An array of numbers instead of an extension.
+        if type(flat) is not np.ndarray:
             raise ProtocolError("malformed array: its bytes are missing")
         if min(shape, default=0) < 0:
             raise ProtocolError(f"an array of {flat.size} {flat.dtype} is not of shape {list(shape)}")
@@ -64,9 +65,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decoder(kind: type[T]) -> Callable[[Frame], T]:
-    """A function that decodes what :func:`encode` made of a ``kind``. Make it once: that takes longer than its use.
+    """A function that decodes a ``kind`` that :func:`encode` encoded. Make it once: that takes longer than its use.
 
-    It raises ProtocolError if the bytes are no valid ``kind``.
+    It raises ProtocolError for bytes that are not a valid ``kind``.
     """
     decode = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook).decode
 

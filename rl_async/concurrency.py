@@ -1,4 +1,4 @@
-"""Coroutines at once, none of which outlives the call, deadlines, and blocking work in threads.
+"""Concurrent coroutines that do not outlive the call, deadlines, and blocking work in threads.
 
 When one coroutine fails under ``asyncio.gather``, the others go on, beside what their caller closes. The timer of
 ``asyncio.timeout`` fires after a pause of the machine before the answers are read that came meanwhile. A daemon
@@ -25,10 +25,9 @@ class Overdue(TimeoutError):
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """Return the result of ``work``. Raises Overdue after ``seconds``, when the work was cancelled and has ended.
+    """Return the result of ``work``. Raises Overdue after ``seconds``, once the cancelled work has ended.
 
-    The time in which this process stood still (stopped, swapped out, in a machine that was suspended) counts for
-    LOOK_S at most.
+    Time in which this process was not running (stopped, swapped out, on a suspended machine) counts for LOOK_S at most.
     """
     task, left = asyncio.ensure_future(work), seconds
     try:
@@ -67,7 +66,7 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 
 
 async def to_the_end(*work: Awaitable[T]) -> list[T]:
-    """Do all of it at once, each to its end whatever becomes of the others; raise the first error of any then."""
+    """Do all of it at once, each to its end even if others fail; then raise the first error."""
     tasks = [asyncio.ensure_future(each) for each in work]
     if not tasks:
         return []
@@ -86,14 +85,15 @@ async def outcomes(*work: Awaitable[T]) -> list[T | BaseException]:
 
 
 class Closeable(Protocol):
-    """What must be closed by whoever opened it."""
+    """A resource that its opener must close."""
 
     def close(self) -> None: ...
 
 
 C = TypeVar("C", bound=Closeable)
 
-MOST_OVERDUE = 64  # threads of one kind that go on past their deadline, which nothing can end
+# The threads of one kind that may run past their deadline, since a thread cannot be ended.
+MOST_OVERDUE = 64
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
@@ -102,14 +102,17 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
     Coroutines await it through ``asyncio.wrap_future``.
     """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on only the thread settles it
+    # From here on only the thread settles it.
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # raised again where the future is awaited
+        # Errors are raised again where the future is awaited.
+        except Exception as error:
             future.set_exception(error)
-        except BaseException as error:  # SystemExit, say, must not end whoever awaits
+        # SystemExit, for example, must not end the thread that waits.
+        except BaseException as error:
             future.set_exception(RuntimeError(f"thread {name} ended by {error!r}"))
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -117,8 +120,8 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
 
 
 async def opened_in_thread(opening: Callable[[], C], name: str) -> C:
-    """Await what ``opening`` returns, called in a daemon thread. A caller that is cancelled meanwhile does not get it;
-    then it is closed once it is open.
+    """Call ``opening`` in a daemon thread and await its result. If the caller is cancelled meanwhile, the resource is
+    closed once it is open.
     """
     future = in_daemon_thread(opening, name)
     try:
@@ -148,9 +151,9 @@ def run_in_threads(works: Sequence[Callable[[], T]], name: str) -> list[T]:
 
 
 class DaemonCalls:
-    """Blocking calls of users' code, each in a daemon thread of its own, which their callers may stop waiting for.
+    """Runs blocking calls of users' code, each in a daemon thread of its own, which callers may stop waiting for.
 
-    ``key``: the config key of their deadline, for the error.
+    ``key`` is the config key of their deadline, for the error.
     """
 
     def __init__(self, name: str, key: str) -> None:
@@ -177,8 +180,10 @@ class DaemonCalls:
 
 P = ParamSpec("P")
 
-SHORT = 16_384  # characters or bytes, tokenised within a few milliseconds
-_THREADS = ThreadPoolExecutor(2, thread_name_prefix="tokenise")  # more would only take the cores from the event loop
+# Characters or bytes that are tokenised within a few milliseconds.
+SHORT = 16_384
+# More threads would only take the cores from the event loop.
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

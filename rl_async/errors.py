@@ -15,14 +15,14 @@ RlAsyncError
 ├── WeightSyncError      names the engine, the phase and the bucket
 │   └── RanksLost        another rank of the trainer died or hangs; names it. All ranks restart together
 ├── EnvironmentFailed    an environment raised, missed a deadline or broke the protocol; names it and the method
-├── McpServerLost        an MCP server cannot be used; names it and what it said last
+├── McpServerLost        an MCP server cannot be used; names it and its last words
 ├── RequestRefused       an agent program sent the gateway an unsupported request; names the field
 ├── RowsChanged          rows came with other tokens than their producer announced; names them and who kept them
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
 ├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
-├── OutOfMemory          a device has no memory left; names the stage of a step, what was planned for it and the key
+├── OutOfMemory          a device has no memory left; names the stage of a step, its planned memory and the key
 ├── RewardsMissing       no episode of a batch could be scored; names the step and the scorer's message
 ├── TrainingDiverged     a NaN or infinite number; names the step and the batch
 └── PolicyDrifted        the data is too far off-policy; names the metric, its value, the limit and the step
@@ -32,11 +32,15 @@ import signal
 from collections.abc import Mapping
 
 # Exit codes. Starting a process again helps after EXIT_RESTART only.
-EXIT_RESTART = 1  # it lost another process, or crashed
-EXIT_USER = 2  # UserError; one line `error: ...` on standard error, no traceback
-EXIT_FAILED = 3  # a named error ended the process: divergence, or a deadline that passed
-EXIT_SIGNAL = 128  # plus the signal's number, as shells have it: asked to end before the work was done; not 0, which
-# schedulers take for done
+# The process lost another one, or crashed.
+EXIT_RESTART = 1
+# UserError: one line `error: ...` on standard error, no traceback.
+EXIT_USER = 2
+# A named error ended the process, such as divergence or a missed deadline.
+EXIT_FAILED = 3
+# Plus the signal's number, as in shells: the process was asked to end before its work was done. Schedulers would take 0
+# for success.
+EXIT_SIGNAL = 128
 EXIT_STOPPED = frozenset({EXIT_SIGNAL + signal.SIGTERM, EXIT_SIGNAL + signal.SIGINT})
 
 
@@ -61,7 +65,7 @@ class JournalError(UserError):
 
 
 class CheckpointDamaged(UserError):
-    """A checkpoint is damaged, and there is no older one to use instead."""
+    """A checkpoint is damaged, and no older one can replace it."""
 
 
 class ProtocolError(RlAsyncError):
@@ -99,7 +103,7 @@ class EnvironmentFailed(RlAsyncError):
 
 
 class McpServerLost(RlAsyncError):
-    """An MCP server cannot be started or reached, or ended too often; names it and what it said last."""
+    """An MCP server cannot be started or reached, or ended too often; names it and its last words."""
 
 
 class RequestRefused(RlAsyncError):
@@ -127,7 +131,7 @@ class QueueLost(RlAsyncError):
 
 
 class QueueReplaced(QueueLost):
-    """Another queue answers at the address, which knows nothing of what the one before had promised."""
+    """Another queue answers at the address, without the state of the one before."""
 
 
 class RowsLost(RlAsyncError):
@@ -147,7 +151,7 @@ class CheckpointFailed(RlAsyncError):
 
 
 class OutOfMemory(RlAsyncError):
-    """A device has no memory left; names the stage of a step, what was planned for it, and the key to change."""
+    """A device has no memory left; names the stage of a step, its planned memory, and the key to change."""
 
 
 class RewardsMissing(RlAsyncError):

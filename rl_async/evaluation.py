@@ -16,9 +16,11 @@ import numpy as np
 
 from rl_async.messages import Reserved, Sampling, Task, Trajectory, TrajectoryHeader, Turn, role_rewards
 
-Z = NormalDist().inv_cdf(0.975)  # of a 95 % interval
-EXACT = 14  # changes of which all 2^n signs are tried
-DRAWS = 1 << 14  # of signs for more changes
+# Of a 95 % interval.
+Z = NormalDist().inv_cdf(0.975)
+# For up to EXACT changes all 2^n signs are tried, and for more DRAWS of them.
+EXACT = 14
+DRAWS = 1 << 14
 # Rewards that differ by less are equal: weighted sums such as 0.7 + 0.2 + 0.1 miss by the last bit.
 ROUNDING = 1e-9
 
@@ -37,18 +39,18 @@ def passes(reward: float, solved: float) -> bool:
 
 
 def change_of(before: float, after: float) -> float:
-    """Return by how much a number has changed; 0 for what rounding alone may have changed."""
+    """Return by how much a number has changed; 0 if rounding may explain it."""
     change = after - before
     return 0.0 if abs(change) < ROUNDING else change
 
 
 def average(values: Sequence[float]) -> float:
-    """Return the mean of numbers, the same in whatever order they come."""
+    """Return the mean of numbers, independent of their order."""
     return math.fsum(values) / len(values)
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Estimate the chance that one of ``k`` samples passes from ``samples``, of which ``passed`` did, without bias.
+    """Estimate the chance that one of ``k`` samples passes, without bias: ``passed`` of ``samples`` did.
 
     1 - C(n - c, k) / C(n, k): Chen et al. (arXiv:2107.03374), section 2.1.
     """
@@ -118,13 +120,15 @@ def paired_p(changes: Sequence[float]) -> float:
     draws, with the observed one counted among them (Phipson and Smyth, 2010), and the same for the same changes.
     """
     changed = np.array([change for change in changes if change], dtype=np.float64)
-    observed = abs(changed.sum()) * (1 - 1e-12)  # sums in another order may differ in the last bit
+    # Sums in another order may differ in the last bit.
+    observed = abs(changed.sum()) * (1 - 1e-12)
     if len(changed) <= EXACT:
         signs = 1 - 2 * ((np.arange(1 << len(changed))[:, None] >> np.arange(len(changed))) & 1)
         return float(np.mean(np.abs(signs @ changed) >= observed))
     generator = np.random.default_rng(0)
     hits = 0
-    for _ in range(DRAWS >> 8):  # in parts, for memory
+    # In parts, to save memory.
+    for _ in range(DRAWS >> 8):
         signs = generator.choice(np.array([-1.0, 1.0]), (1 << 8, len(changed)))
         hits += int(np.count_nonzero(np.abs(signs @ changed) >= observed))
     return (hits + 1) / (DRAWS + 1)
@@ -134,13 +138,14 @@ GIVEN_UP = "every attempt failed; the ledger and the workers' logs say why"
 
 
 class Answer(NamedTuple):
-    """One held-out episode; of an episode of several roles, what one of them earned."""
+    """The reward of one held-out episode, or of one role of it."""
 
     source: str
     task: str
     reward: float
     role: str = ""
-    scored: bool = True  # false: it could not be scored, and counts as 0
+    # An episode that could not be scored counts as 0.
+    scored: bool = True
 
 
 class Tried(NamedTuple):
@@ -152,14 +157,18 @@ class Tried(NamedTuple):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """How one data source was answered. Each task counts once, however often it was sampled."""
+    """The results of one data source, under the name that ``line_of`` gives it. Each task counts once.
 
-    source: str  # as ``line_of`` names it
+    ``k`` is the smallest number of samples of a task. ``average`` is avg@k, and ``passed`` is pass@1, and pass@k if
+    k > 1.
+    """
+
+    source: str
     tasks: int
     episodes: int
-    k: int  # the smallest number of samples of a task
-    average: Interval  # avg@k
-    passed: dict[int, Interval]  # pass@1, and pass@k if k > 1
+    k: int
+    average: Interval
+    passed: dict[int, Interval]
 
     def metrics(self) -> dict[str, float]:
         """Return it as metrics: ``SOURCE/avg``, ``SOURCE/pass@1``, ``SOURCE/pass@k`` with the number k, each with

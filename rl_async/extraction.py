@@ -13,9 +13,12 @@ import regex
 
 Extraction = tuple[str | tuple[str, ...], ...]
 
-REGEX = "regex:"  # a regular expression follows
-LONGEST = 20_000  # characters that a rule looks at, from the end
-PATTERN_S = 2.0  # for a user's pattern, which may take exponentially long on what a model writes
+# A regular expression follows.
+REGEX = "regex:"
+# A rule looks at so many characters, from the end.
+LONGEST = 20_000
+# For a user's pattern, which may take exponentially long on a model's text.
+PATTERN_S = 2.0
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-\u2212])?"  # U+2212: the minus sign of typeset text
@@ -27,7 +30,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 class Found(NamedTuple):
-    """One step: the rule that found something, or all that were tried, and what it found; None: nothing."""
+    """One step: the rule that found a text, or all that were tried, and the text, or None."""
 
     rule: str
     text: str | None

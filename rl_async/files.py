@@ -30,14 +30,16 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 log = logging.getLogger("rl_async.files")
 
-# What reading JSON, perhaps compressed, raises where a bit was flipped or an end was lost.
+# The errors of reading JSON, perhaps compressed, where a bit was flipped or an end was lost.
 DAMAGE = (*UNDECODABLE, EOFError, zlib.error, gzip.BadGzipFile)
-GENERATION_CONFIG = "generation_config.json"  # in the folder of a Hugging Face model
+# In the folder of a Hugging Face model.
+GENERATION_CONFIG = "generation_config.json"
 
-_BLOCK = 1 << 16  # bytes
+_BLOCK = 1 << 16
 # Every line of our files has fewer bytes.
 _LONGEST_LINE = 1 << 20
-_LOCKS = 1 << 60  # offset, behind the end of any file, of the bytes that stand for lineages in locks
+# Locks of lineages are on bytes at this offset, which is beyond the end of any file.
+_LOCKS = 1 << 60
 _LOCK_POLL_S = 0.005
 # No file is being written for so long.
 _LEFTOVER_S = 86_400.0
@@ -49,7 +51,7 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Give a file or folder its name only when it is complete: the block writes to the path that it is given.
 
     That path is beside ``path`` and differs between processes, also between containers, whose main process is always 1.
-    If the block raises, what it wrote is deleted. After the block, a ``durable`` file survives a power cut; without
+    If the block raises, the file is deleted. After the block, a ``durable`` file survives a power cut; without
     that, one may leave it empty. An OSError names ``path``, also one of a write, which by itself names no file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{_PROCESS}")
@@ -119,7 +121,7 @@ def undamaged(path: Path) -> Iterator[None]:
 
 
 def last_line(path: Path) -> bytes:
-    """Return the last complete line of a file; empty if there is none. Takes as long for a file of any length."""
+    """Return the last complete line of a file, or an empty one. Takes as long for a file of any length."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -158,10 +160,12 @@ def append_durably(path: Path, lines: bytes, lineage: int, wait_s: float = 60.0)
             while written < len(lines):
                 written += file.write(lines[written:])
             os.fsync(file.fileno())
-            if not end:  # its name, too
+            # A new file's name must be on the disk, too.
+            if not end:
                 force_to_disk(path.parent)
         except OSError:
-            if os.fstat(file.fileno()).st_size == end + written:  # nothing of another lineage is behind it
+            # No other lineage has appended lines meanwhile.
+            if os.fstat(file.fileno()).st_size == end + written:
                 file.truncate(end)
             raise
 
@@ -172,7 +176,8 @@ def _lock(file: FileIO, byte: int, wait_s: float) -> None:
     while True:
         try:
             return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another process has it
+        # EAGAIN or EACCES: another process has the lock.
+        except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{file.name}: another process has been writing for {wait_s:g} s") from None
             time.sleep(_LOCK_POLL_S)

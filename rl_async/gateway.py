@@ -27,8 +27,10 @@ from rl_async.errors import RlAsyncError
 from rl_async.process.http_auth import bearer, read_token, token_from_environment
 
 FINISHED = {"finished": True}
-HEARTBEATS = 4  # within an idle timeout
-SLOW_S = 600.0  # scoring by a judge may take this long
+# Within an idle timeout.
+HEARTBEATS = 4
+# Scoring by a judge may take this long.
+SLOW_S = 600.0
 
 
 class GatewayError(RlAsyncError):
@@ -46,7 +48,8 @@ class RemoteEpisode:
     base_url: str
     task: dict[str, Any]
     gateway: "Gateway"
-    deadline_s: float = math.inf  # from its beginning
+    # From its beginning.
+    deadline_s: float = math.inf
 
     @property
     def anthropic_base_url(self) -> str:
@@ -71,7 +74,8 @@ class RemoteEpisode:
         ``reasons`` are texts to record, for parts by their names and for ``reward``. ``program``: see ``score``. Raises
         GatewayError for a reward that is refused.
         """
-        given = {"reasons": dict(reasons)} if reasons else {}  # gateways of earlier versions know none
+        # Gateways of earlier versions know no reasons.
+        given = {"reasons": dict(reasons)} if reasons else {}
         return self._end({"reward": value, "parts": parts} | given, program)
 
     def score(self, program: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -93,9 +97,11 @@ class RemoteEpisode:
 
     def _end(self, body: dict[str, Any], program: Mapping[str, Any] | None = None) -> dict[str, Any]:
         body |= {"program": dict(program)} if program is not None else {}
-        key = {"idempotency_key": secrets.token_urlsafe(16)}  # ``post`` repeats a request that got no answer
+        # ``post`` repeats a request that got no answer.
+        key = {"idempotency_key": secrets.token_urlsafe(16)}
         status, answer = self.gateway.post(f"/episodes/{self.id}/reward", body | key)
-        if status in (404, 503):  # it ended, or the gateway was restarted since, or has lost the queue and ends
+        # The episode ended, or the gateway was restarted since, or has lost the queue and ends.
+        if status in (404, 503):
             return {"accepted": False, "reason": "the episode has ended", "rows": 0, "reward": None}
         if status != 200:
             raise GatewayError(f"{status}: {answer}")
@@ -136,8 +142,10 @@ class Heartbeats:
             for episode in self._now():
                 try:
                     lives = episode.heartbeat()
-                except (OSError, GatewayError):  # the second: something else answered, and not in JSON
-                    continue  # the program's own requests will tell it
+                # GatewayError: another server answered, and not in JSON.
+                except (OSError, GatewayError):
+                    # The program's own requests will fail and tell it.
+                    continue
                 if not lives:
                     self.stop(episode)
                 del episode
@@ -182,7 +190,8 @@ class Gateway:
                 )
                 self.heartbeats.start(episode, answer["idle_timeout_s"] / HEARTBEATS)
                 yield episode
-                del episode  # while this waits for the next one, nothing but the program keeps it alive
+                # While this waits for the next one, only the program keeps the episode alive.
+                del episode
             elif status != 503:
                 raise GatewayError(f"{status}: {answer}")
             elif answer == FINISHED:
@@ -215,7 +224,8 @@ class Gateway:
             else:
                 try:
                     answer = json.loads(text)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a proxy's page, or its server is stopping
+                # A proxy's page, or a server that is stopping.
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
                     if time.monotonic() > deadline:
                         raise GatewayError(f"{status}: {text[:200].decode(errors='replace')}") from error
                 else:
@@ -225,7 +235,7 @@ class Gateway:
 
 
 def _ask(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
-    """Return status and body of the response, whatever its status."""
+    """Return status and body of the response, also of an error."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return answer.status, answer.read()

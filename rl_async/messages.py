@@ -1,15 +1,15 @@
 """Every message that crosses a process boundary, in the order in which data flows.
 
-First what the queue is about (tasks, versions, trajectories and their headers), then replies and requests on the
-queue's sockets. Each struct names its producer and its consumer. ``lineage`` says for which trainer a request is made:
-the queue refuses an older one than the newest that has resumed, since that trainer has been replaced. If None, where
-it is allowed, no trainer asks. A request names its replies in its base class: ``Request[Done]`` is answered Done, and
-Refused is then an error at the client, whereas ``Request[Done | Refused]`` gives the refusal to the caller. To add a
-request: its class here, with its replies, a row in ``transfer_queue/verbs.py`` and a line in
-``transfer_queue/client.py``. When an older process would misread a message, raise SCHEMA.
+Tasks, versions, trajectories and their headers come first, then replies and requests on the queue's sockets. Each
+struct names its producer and its consumer. ``lineage`` is that of the trainer that sends a request: the queue refuses
+an older one than the newest that has resumed, since that trainer has been replaced. Other clients have none. A request
+names its replies in its base class: ``Request[Done]`` is answered Done, and Refused is then an error at the client,
+whereas ``Request[Done | Refused]`` gives the refusal to the caller. To add a request: its class here, with its replies,
+a row in ``transfer_queue/verbs.py`` and a line in ``transfer_queue/client.py``. When an older process would misread a
+message, raise SCHEMA.
 
-Structs of which there are many are ``gc=False``: Python does not look for reference cycles through them, and they are
-to have none. Looking took a fifth of the queue's time and a third of its readers'.
+Frequent structs are ``gc=False``: Python does not look for reference cycles through them, and they must have none.
+Looking took a fifth of the queue's time and a third of its readers'.
 """
 
 import hashlib
@@ -28,10 +28,14 @@ from rl_async.errors import ProtocolError
 SCHEMA = 12
 
 
-RowKey = tuple[int, int, int]  # (group, sample, segment)
-SampleKey = tuple[int, int, int]  # (group, sample, attempt)
-MediaKey = tuple[int, str]  # (group, sha256 of the bytes)
-StoredKey = tuple[int, int, int, int]  # (group, sample, attempt, segment)
+# (group, sample, segment)
+RowKey = tuple[int, int, int]
+# (group, sample, attempt)
+SampleKey = tuple[int, int, int]
+# (group, sha256 of the bytes)
+MediaKey = tuple[int, str]
+# (group, sample, attempt, segment)
+StoredKey = tuple[int, int, int, int]
 
 _INT32 = np.dtype("<i4")
 
@@ -39,7 +43,7 @@ _INT32 = np.dtype("<i4")
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Names a set of weights: ``step`` counts completed trainer steps, ``lineage`` counts resumes from a checkpoint.
 
-    Written ``lineage.step`` wherever an engine wants a string.
+    Engines get it as the string ``lineage.step``.
     """
 
     lineage: int = 0
@@ -50,7 +54,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False
 
     @classmethod
     def parse(cls, text: str) -> "Version":
-        """The inverse of ``str``. Raises ValueError on anything else."""
+        """Parse the form that ``str`` writes. Raises ValueError for another one."""
         lineage, _, step = text.partition(".")
         return cls(int(lineage), int(step))
 
@@ -64,26 +68,31 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One prompt with what is needed to act on it and to score it. Task source -> queue -> agent worker."""
+    """One prompt with all that a worker needs to act on it and to score it. Task source -> queue -> agent worker.
+
+    ``prompt`` holds chat messages. The config's ``agent`` and ``tools`` apply unless they are given. ``source`` is the
+    data set of data.path, or empty for a producer's task.
+    """
 
     task_id: str
     data_source: str
-    prompt: list[dict[str, Any]]  # chat messages: role, content
+    prompt: list[dict[str, Any]]
     ground_truth: str
     ability: str = ""
-    agent: str = ""  # the loop's name; empty: the config's
-    tools: list[str] | None = None  # None: the config's
+    agent: str = ""
+    tools: list[str] | None = None
     extra: dict[str, Any] = {}
-    priority: float = 0.0  # queue.sampling=priority trains higher ones first
-    source: str = ""  # the data set of data.path that it is from; empty: a producer made it
+    # With queue.sampling=priority, higher ones are trained first.
+    priority: float = 0.0
+    source: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """The distribution from which tokens were drawn. temperature 0 is greedy."""
+    """The distribution of sampled tokens. Temperature 0 is greedy; top_k is off with 0."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0
     min_p: float = 0.0
 
     @property
@@ -97,7 +106,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-# Why a call is malformed: it never ends, is no JSON, names no function, has no object as arguments, or another shape.
+# Why a call is malformed: it never ends, is not JSON, names no function, has no object as arguments, or another shape.
 CallProblem = Literal["unclosed", "bad_json", "no_name", "bad_arguments", "bad_structure"]
 # The finish reason of an episode that ran out of time.
 TIMEOUT = "timeout"
@@ -105,75 +114,97 @@ CALL_PROBLEMS: tuple[CallProblem, ...] = get_args(CallProblem)
 
 
 class ToolCall(msgspec.Struct, kw_only=True, gc=False):
-    """One call that the model asked for, and what came of it. Agent loop -> viewer, reward."""
+    """One call that the model asked for, with its outcome. Agent loop -> viewer, reward.
+
+    ``arguments`` are JSON, or the whole text of a malformed call, which has a ``problem``. If the policy saw only the
+    beginning of a result, ``cut`` is the length of the whole. ``error`` is empty if the call succeeded. ``reward`` is
+    part of its turn's reward.
+    """
 
     name: str
-    arguments: str  # JSON; of a malformed call all of its text
+    arguments: str
     result: str = ""
-    cut: int = 0  # characters of the whole result, of which the policy saw the beginning; 0: it saw all
-    error: str = ""  # empty: the call succeeded
-    problem: CallProblem | None = None  # of a malformed call
-    reward: float | None = None  # part of its turn's reward
-    reason: str = ""  # of the reward
+    cut: int = 0
+    error: str = ""
+    problem: CallProblem | None = None
+    reward: float | None = None
+    # The reason for the reward.
+    reason: str = ""
     seconds: float = 0.0
 
 
 class Turn(msgspec.Struct, kw_only=True, gc=False):
-    """One message of the conversation as text, with its place among the tokens. Agent loop -> viewer."""
+    """One message of the conversation as text, and its tokens, token_ids[start:end]. Agent loop -> viewer.
 
-    role: str  # system | user | assistant | tool
+    ``role`` is system, user, assistant or tool.
+    """
+
+    role: str
     text: str
     start: int = 0
-    end: int = 0  # token_ids[start:end]
+    end: int = 0
     tool_calls: list[ToolCall] = []
     reward: float | None = None
-    reason: str = ""  # of the reward
+    # The reason for the reward.
+    reason: str = ""
     seconds: float = 0.0
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an episode did at a time. Agent loop -> viewer."""
+    """One activity of an episode, which ``began`` at a Unix time. Agent loop -> viewer.
+
+    ``name`` is that of the tool, or of the engine (the last one if several sampled the turn).
+    """
 
     kind: Literal["generate", "tool", "environment", "reward"]
-    name: str  # of the engine (the last one, if several sampled the turn), or of the tool
-    began: float  # Unix time
+    name: str
+    began: float
     seconds: float
 
 
 class TrajectoryHeader(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """What admission, batching and status need of a trajectory; the queue never reads more. Agent worker -> queue.
+    """The part of a trajectory that admission, batching and status need; the queue reads no other. Worker -> queue.
 
-    It travels without the names of its fields, since there is one for each row.
+    It travels without the names of its fields, since every row has one. ``partition`` is train or eval.
+    ``turn_rewards`` is their sum over the row's turns. ``tokens_hash`` is the hash of the token ids, for the audit.
+    ``nbytes`` is the size of the payload, which its keeper fills in, and ``shards`` are the ids of the shards that keep
+    it, empty if the queue itself does. ``media`` holds the sha256 of each medium that the row refers to.
+    ``prompt_tokens`` precede the first sampled token; ``prompt_crc32`` is their checksum. Readers compare
+    ``payload_xxh3``, XXH3 with 64 bits, with the encoded row.
     """
 
     group_id: int
     sample: int
     attempt: int
-    partition: str  # train | eval
+    partition: str
     episode_id: str
     segment: int
-    role: str = ""  # in an episode of several roles, the one that the row is of
+    # The row's role, in an episode of several roles.
+    role: str = ""
     tokens: int
     sampled: int
     reward: float
     finish_reason: str
     versions: list[VersionRun]
     reward_parts: dict[str, float] = {}
-    turn_rewards: float = 0.0  # their sum over the row's turns
-    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
-    baseline: bool = False  # a greedy episode that the others are compared with; never trained
-    tokens_hash: str  # of the payload's token ids, for the audit
-    nbytes: int = 0  # of the payload; filled by whoever keeps it
-    shards: list[str] = []  # that keep the payload, by id; empty: the queue itself does
-    media: list[str] = []  # sha256 of each that the row refers to
-    prompt_tokens: int = 0  # before the first sampled one
-    prompt_crc32: int = 0  # of those
-    payload_xxh3: int = 0  # XXH3 of the encoded row, 64 bits, for whoever reads it
-    traced: bool = False  # the episode has a trace
+    turn_rewards: float = 0.0
+    # False if a scorer failed, so that the row has no reward to learn from.
+    scored: bool = True
+    # A greedy episode that the others are compared with. It is never trained.
+    baseline: bool = False
+    tokens_hash: str
+    nbytes: int = 0
+    shards: list[str] = []
+    media: list[str] = []
+    prompt_tokens: int = 0
+    prompt_crc32: int = 0
+    payload_xxh3: int = 0
+    # Whether the episode has a trace.
+    traced: bool = False
 
     @property
     def prompt(self) -> tuple[int, bool, int, int]:
-        """Equal for rows of a group that begin with the same prompt and are sampled at the same temperature."""
+        """A key that rows of a group share if they begin with the same prompt, sampled at the same temperature."""
         return self.group_id, self.baseline, self.prompt_tokens, self.prompt_crc32
 
     @property
@@ -183,11 +214,14 @@ class TrajectoryHeader(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An image or the like that a row refers to. Its bytes are kept once for all rows of a group."""
+    """An image or the like that a row refers to. Its bytes are kept once for all rows of a group.
 
-    sha256: str  # of the bytes, as 64 hexadecimal digits
+    ``sha256`` has 64 hexadecimal digits. ``position`` is that of the first token that stands for it.
+    """
+
+    sha256: str
     mime: str
-    position: int  # of the token that stands for it, or of the first
+    position: int
 
     @classmethod
     def of(cls, data: bytes, mime: str, position: int) -> "Media":
@@ -196,9 +230,9 @@ class Media(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def media_sample(sha256: str) -> int:
-    """Under which number the bytes of a medium are kept beside a group's samples: below 0, from 60 bits of the hash.
+    """The sample number of a medium's bytes beside a group's samples: negative, from 60 bits of the hash.
 
-    Raises ProtocolError if it is no hash.
+    Raises ProtocolError for an invalid hash.
     """
     if len(sha256) != 64 or sha256.strip("0123456789abcdef"):
         raise ProtocolError(f"{sha256[:80]!r} is no SHA-256: 64 digits from 0 to f")
@@ -206,10 +240,10 @@ def media_sample(sha256: str) -> int:
 
 
 def role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int, str], float]:
-    """Return what each role of each episode earned, by (group, sample, role), if it was scored: its outcome and the
-    rewards of its turns, in all its rows. An episode without roles has one, called "".
+    """Return the reward of each scored role of each episode, by (group, sample, role): its outcome and the rewards of
+    its turns, in all its rows. An episode without roles has one, called "".
 
-    That is what estimators compare; only ``gdpo`` looks at parts instead.
+    Estimators compare these rewards; only ``gdpo`` looks at parts instead.
     """
     rewards: dict[tuple[int, int, str], float] = {}
     for header in headers:
@@ -220,8 +254,7 @@ def role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int, st
 
 
 def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int], float]:
-    """Return the reward of each episode, all of whose rows were scored, by (group, sample): the mean of what its roles
-    earned."""
+    """Return the reward of each fully scored episode, by (group, sample): the mean of its roles' rewards."""
     headers = list(headers)
     unscored = {(header.group_id, header.sample) for header in headers if not header.scored}
     earned: dict[tuple[int, int], list[float]] = {}
@@ -231,7 +264,7 @@ def episode_rewards(headers: Iterable[TrajectoryHeader]) -> dict[tuple[int, int]
 
 
 def mean_role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[str, float]:
-    """Return the mean reward of each role over the episodes in which it was scored; nothing if there are no roles."""
+    """Return the mean reward of each role over the episodes that scored it; empty for episodes without roles."""
     earned: dict[str, list[float]] = {}
     for (_, _, role), reward in sorted(role_rewards(headers).items()):
         if role:
@@ -240,8 +273,7 @@ def mean_role_rewards(headers: Iterable[TrajectoryHeader]) -> dict[str, float]:
 
 
 def has_signal(group: Sequence[TrajectoryHeader]) -> bool:
-    """Whether a role earned something else in one scored episode of a group than in another; what is not a number
-    differs from all.
+    """Whether a role's reward differs between two scored episodes of a group. NaN differs from all rewards.
 
     Without a difference every group-relative advantage is 0 (DAPO, arXiv:2503.14476, section 3.2). The queue refills
     by it, and the trainer counts by it.
@@ -259,7 +291,14 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     token_ids int32[T]; loss_mask bool[T], true only where the policy sampled; logprobs float32[T] under the sampling
     distribution, 0 where the mask is false. For ``constrained`` tokens that is the policy's distribution over the
     tokens that a grammar allowed, renormalised. routed_experts uint8 or uint16[R, layers, k], the experts of a mixture
-    that the row's first R tokens went through in the engine; what no later token was sampled from has none.
+    that the row's first R tokens went through in the engine, up to the last one that a later token was sampled from;
+    None if no engine recorded them.
+
+    ``constrained`` are runs (start, end) of sampled tokens that a grammar's mask restricted. ``reward_reasons`` are
+    those of parts, or of an agent program's whole reward as ``reward``. finish_reason: stop, length, max_turns,
+    tool_calls, abort, error or timeout. ``error`` says why the episode or its scoring failed, if it did. ``timings``
+    are seconds: generate, tools, environment, reward, total. The last row of a conversation has its ``activities``.
+    ``data_source`` is the task's.
     """
 
     task_id: str
@@ -268,29 +307,33 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
     attempt: int
     episode_id: str
     segment: int = 0
-    role: str = ""  # in an episode of several roles, the one that the row is of
+    # The row's role, in an episode of several roles.
+    role: str = ""
     partition: str = "train"
     token_ids: np.ndarray
     loss_mask: np.ndarray
     logprobs: np.ndarray
     versions: list[VersionRun]
-    constrained: list[tuple[int, int]] = []  # runs (start, end) of sampled tokens that a grammar's mask restricted
+    constrained: list[tuple[int, int]] = []
     sampling: Sampling
     reward: float
     reward_parts: dict[str, float] = {}
-    reward_reasons: dict[str, str] = {}  # of parts; of an agent program's whole reward, as ``reward``
-    scored: bool = True  # false: a scorer failed, so that there is no reward to learn from
-    baseline: bool = False  # a greedy episode that the others are compared with; never trained
-    finish_reason: str = "stop"  # stop | length | max_turns | tool_calls | abort | error | timeout
-    error: str = ""  # why the episode or its scoring failed; empty: it did not
+    reward_reasons: dict[str, str] = {}
+    # False if a scorer failed, so that the row has no reward to learn from.
+    scored: bool = True
+    # A greedy episode that the others are compared with. It is never trained.
+    baseline: bool = False
+    finish_reason: str = "stop"
+    error: str = ""
     turns: list[Turn] = []
-    timings: dict[str, float] = {}  # seconds: generate, tools, environment, reward, total
-    activities: list[Activity] = []  # those of a conversation, in its last row
+    timings: dict[str, float] = {}
+    activities: list[Activity] = []
     media: list[Media] = []
-    routed_experts: np.ndarray | None = None  # None: no engine recorded them
+    routed_experts: np.ndarray | None = None
     ground_truth: str = ""
-    data_source: str = ""  # the task's
-    traced: bool = False  # the episode has a trace
+    data_source: str = ""
+    # Whether the episode has a trace.
+    traced: bool = False
 
     @property
     def key(self) -> RowKey:
@@ -305,7 +348,8 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
         """
         self._check_arrays()
         ids, mask = self.token_ids, self.loss_mask
-        prompt = int(mask.argmax()) if len(mask) else 0  # 0 also if nothing was sampled
+        # Also 0 if no token was sampled.
+        prompt = int(mask.argmax()) if len(mask) else 0
         return TrajectoryHeader(
             group_id=self.group_id,
             sample=self.sample,
@@ -351,9 +395,9 @@ class Trajectory(msgspec.Struct, kw_only=True, gc=False):
             )
 
     def tokens_hash(self) -> str:
-        """XXH3 of the token ids, 128 bits as hexadecimal digits: the same wherever the same tokens are.
+        """XXH3 of the token ids, 128 bits as hexadecimal digits, equal on every machine.
 
-        It tells what went wrong by itself, not what a forger made: whoever could forge tokens makes the hash, too.
+        It detects accidents, not forgery: a process that can forge tokens can make the hash, too.
         """
         return xxh3_128_hexdigest(np.ascontiguousarray(self.token_ids, _INT32).data)
 
@@ -367,22 +411,25 @@ def by_role(rows: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 class RuleRun(msgspec.Struct, frozen=True, array_like=True):
-    """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by ``rule``."""
+    """Sampled tokens number ``start`` to ``end`` (exclusive) were masked, or given weight 0, by a correction rule."""
 
-    rule: str  # of configs/schema/algorithm.py's RULES
+    rule: str
     start: int
     end: int
 
 
 class Explanation(msgspec.Struct, kw_only=True):
-    """What the trainer made of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own
-    fields. Numbers are rounded. Runs of older versions recorded no ``logprobs`` and ``advantages``. Trainer -> viewer.
+    """The trainer's view of a row's sampled tokens; stands as ``correction`` beside a recorded trajectory's own fields.
+
+    Each sampled token has a weight, 0 where it did not train, a log-probability under the policy that the weight
+    compares with the engine's, and an advantage; one number stands for equal ones. Numbers are rounded. Runs of older
+    versions recorded no ``logprobs`` and ``advantages``. Trainer -> viewer.
     """
 
-    weights: list[float]  # of each sampled token; 0 where it did not train
+    weights: list[float]
     rules: list[RuleRun]
-    logprobs: list[float] = []  # of each sampled token, under the policy that its weight compares with the engine's
-    advantages: list[float] = []  # of each sampled token, or one number that all of them have
+    logprobs: list[float] = []
+    advantages: list[float] = []
 
 
 class Reply(msgspec.Struct, kw_only=True, tag=True, gc=False):
@@ -401,9 +448,9 @@ class Done(Reply):
 
 
 class Refused(Reply):
-    """The request was understood and does not apply; nothing changed."""
+    """The request was understood and does not apply; nothing changed. Codes are ``fenced``, ``schema`` and others."""
 
-    code: str  # e.g. fenced, unknown_group, wrong_step, schema
+    code: str
     reason: str
 
 
@@ -414,18 +461,21 @@ class Malformed(Reply):
 
 
 class LeasedGroup(msgspec.Struct, kw_only=True, gc=False):
-    """Samples of one group to generate. The attempt number fences: an older one is refused."""
+    """Samples of one group to generate. The attempt number fences: an older one is refused.
+
+    Engines older than ``min_version`` must not serve it. The episodes of ``traced`` samples have a trace.
+    """
 
     group_id: int
     partition: str
     attempt: int
     samples: list[int]
     task: Task
-    min_version: Version  # engines older than this must not serve it
-    traced: list[int] = []  # the samples whose episodes have a trace
+    min_version: Version
+    traced: list[int] = []
 
     def trace(self, sample: int) -> str:
-        """Return the name under which spans of a sample's episode are added; empty if it has no trace."""
+        """Return the name of a sample's trace, or an empty one if its episode has no trace."""
         return f"{self.group_id}.{sample}.{self.attempt}" if sample in self.traced else ""
 
 
@@ -437,9 +487,9 @@ class Leased(Reply):
 
 
 class NotReady(Reply):
-    """Nothing yet; ask again. ``why`` names what is being waited for and for how long.
+    """Nothing yet; ask again. ``why`` names the missing groups and how long they have been missing.
 
-    ``unattended_s``: as in StatusReport. Of an evaluation, ``finished`` of ``groups`` are.
+    ``unattended_s`` is that of StatusReport. Of an evaluation, ``finished`` of ``groups`` are finished.
     """
 
     why: str
@@ -449,38 +499,41 @@ class NotReady(Reply):
 
 
 class Reserved(Reply):
-    """The batch of a step or an evaluation: headers ordered by (group, sample, segment)."""
+    """The batch of a step or an evaluation: headers ordered by (group, sample, segment), and tasks by group.
+
+    ``failed`` samples of an evaluation, (group, sample), were given up.
+    """
 
     step: int
     headers: list[TrajectoryHeader]
-    tasks: dict[int, Task] = {}  # by group, for records and replays
-    failed: list[tuple[int, int]] = []  # (group, sample) of an evaluation that were given up
+    tasks: dict[int, Task] = {}
+    failed: list[tuple[int, int]] = []
 
 
 class Renewed(Reply):
-    """The leases are kept, except ``gone``: samples that others play by now, so that their rows would be refused."""
+    """The leases are kept, except ``gone`` samples, which others play by now: their rows would be refused."""
 
     gone: list[SampleKey] = []
 
 
 class Taken(Reply):
-    """Of each sample of a Put, in order: None if it was taken, now or before, else why it is not wanted."""
+    """The answer for each sample of a Put, in order: None if it was taken, now or before, or its refusal."""
 
     refused: list[Refused | None]
 
 
 class FetchedRows(Reply, tag="Rows"):
-    """The rows that were asked for, in the same order; a payload frame behind this one holds one or several."""
+    """The lengths in bytes of the requested rows, in the same order. Each payload frame holds one or several rows."""
 
-    lengths: list[int]  # bytes of each row
+    lengths: list[int]
 
 
 class Elsewhere(Reply):
-    """The rows that were asked for are with payload shards: attempt and shards of each, in the same order."""
+    """The requested rows are with payload shards: attempt and live shards of each, in the same order; urls by id."""
 
     attempts: list[int]
-    shards: list[list[str]]  # ids of those that live
-    urls: dict[str, str]  # by id
+    shards: list[list[str]]
+    urls: dict[str, str]
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -492,7 +545,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardList(Reply):
-    """The payload shards, each payload being kept by ``replicas`` of them; 0: the queue keeps them itself."""
+    """The payload shards. ``replicas`` of them keep each payload; it is 0 if the queue keeps them itself."""
 
     revision: int
     replicas: int
@@ -518,7 +571,8 @@ class Resumed(Reply):
     readmitted: int
 
 
-LENT = "lent-"  # what the names of engines begin with that run on the trainer's devices while it waits
+# The prefix in the names of engines that run on the trainer's devices while it waits.
+LENT = "lent-"
 
 
 class EngineRecord(msgspec.Struct, kw_only=True):
@@ -543,12 +597,19 @@ class EngineList(Reply):
     published: Version
 
 
-# Before a cause, the name of the counter of attempts at training samples that failed by it.
+# The prefix in the names of counters of failed attempts at training samples. The cause follows.
 FAILED = "failed/"
 
 
 class StatusReport(Reply):
-    """Groups by state, slots, leases, counters, and the age of what is waited for longest."""
+    """Groups by state, slots, leases, counters, and the age of the oldest lease.
+
+    ``max_staleness`` is the bound of admission now, which the trainer may have tightened. ``counters`` are dropped,
+    dead_letters, redelivered, fenced, malformed and others, and FAILED with each cause. If only gateways lease,
+    ``unattended_s`` counts the seconds in which no agent program has played or asked. ``last_failure`` is the beginning
+    of the newest dead letter's error. ``scored`` and ``unscored`` count samples since the queue was started.
+    ``flush_s`` is the slowest flush of journal and ledger in about a minute.
+    """
 
     published: Version
     waiting: int
@@ -558,23 +619,22 @@ class StatusReport(Reply):
     committed: int
     slots_used: int
     slots: int
-    max_staleness: int  # for which groups are admitted now; the configured one unless the trainer tightened it
+    max_staleness: int
     admitted: int
     payload_bytes: int
-    counters: dict[str, int]  # dropped, dead_letters, redelivered, fenced, malformed, ...; FAILED and a cause
+    counters: dict[str, int]
     oldest_lease_s: float
     workers: int
     finished: bool
-    unattended_s: float = 0.0  # for which no agent program has played or asked, where only gateways lease
-    last_failure: str = ""  # the beginning of the newest dead letter's error
-    scored: int = 0  # samples with and without a reward, since the queue was started
+    unattended_s: float = 0.0
+    last_failure: str = ""
+    scored: int = 0
     unscored: int = 0
-    # Of the journal and the ledger, the slowest of about a minute.
     flush_s: float = 0.0
 
 
 class LeaseRecord(msgspec.Struct, kw_only=True):
-    """Who has been generating a group, and for how many seconds."""
+    """The worker that has been generating a group for so many seconds."""
 
     group_id: int
     worker: str
@@ -582,12 +642,15 @@ class LeaseRecord(msgspec.Struct, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, kw_only=True):
-    """A worker that was heard of within the lease time, with the samples that it generates."""
+    """A worker that was heard of within the lease time, with the number of its samples, and of their groups.
+
+    It took the oldest of these groups ``oldest_s`` ago, which is 0 without a group.
+    """
 
     worker: str
     samples: int
-    groups: int  # of which they are
-    oldest_s: float  # since it took the first of these groups; 0 without one
+    groups: int
+    oldest_s: float
 
 
 class DeadLetter(msgspec.Struct, kw_only=True):
@@ -599,42 +662,54 @@ class DeadLetter(msgspec.Struct, kw_only=True):
 
 
 class ConsumerRecord(msgspec.Struct, kw_only=True):
-    """A reader of what is trained: it acknowledged ``position``, ``behind`` groups are to be read."""
+    """A reader of trained groups: it acknowledged ``position`` and is ``behind`` by so many groups.
+
+    ``skipped`` groups were dropped before it acknowledged them.
+    """
 
     name: str
     position: int
     behind: int
-    skipped: int  # groups that were given up before it acknowledged them
+    skipped: int
 
 
 class Inspection(Reply):
-    """The status with what is not counted but listed. Ages count from the change of state, or the queue's start."""
+    """The status and the lists beside it. Ages count from the change of state, or the queue's start.
+
+    ``submitted`` tasks are not admitted yet. ``ages_s`` has the age of the oldest group in each state, and ``rates``
+    groups_ready, groups_reserved, rows and bytes per second over the last minute. The newest ``dead_letters`` come
+    oldest first. ``shards`` are live ones. ``kept_bytes`` are kept for consumers only. At most 1000 ``workers`` are
+    listed, by name.
+    """
 
     status: StatusReport
-    group_size: int  # samples of a training group
+    group_size: int
     draining: bool
-    submitted: int  # tasks handed over that are not admitted yet
+    submitted: int
     oldest_lease: LeaseRecord | None
-    ages_s: dict[str, float]  # of the group that has been longest in its state, by state
-    rates: dict[str, float]  # per second over the last minute: groups_ready, groups_reserved, rows, bytes
-    dead_letters: list[DeadLetter]  # the newest, oldest first
-    shards: list[ShardRecord] = []  # payload shards that live
+    ages_s: dict[str, float]
+    rates: dict[str, float]
+    dead_letters: list[DeadLetter]
+    shards: list[ShardRecord] = []
     consumers: list[ConsumerRecord] = []
-    kept_bytes: int = 0  # for consumers only
-    workers: list[WorkerRecord] = []  # by name, at most 1000
+    kept_bytes: int = 0
+    workers: list[WorkerRecord] = []
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
-    """One group of a GroupList, or the one peeked at."""
+    """One group of a GroupList or of Peeked, which has been in its state for ``age_s``.
+
+    Of its samples, so many are ``here``, and ``workers`` generate the others.
+    """
 
     group_id: int
     partition: str
     state: str
     task_id: str
     samples: int
-    here: int  # of these
-    workers: list[str]  # that generate the others
-    age_s: float  # in this state
+    here: int
+    workers: list[str]
+    age_s: float
     nbytes: int
 
 
@@ -654,16 +729,16 @@ class Peeked(Reply):
 
 
 class Subscription(Reply):
-    """The consumer's place: it reads what comes after ``position``; ``skipped`` groups were given up before."""
+    """The consumer's position, after which it reads; ``skipped`` groups were dropped before."""
 
     position: int
     skipped: int
 
 
 class DeliveredGroup(msgspec.Struct, kw_only=True):
-    """One group that was trained; headers ordered by (sample, segment)."""
+    """One trained group; headers ordered by (sample, segment). ``position`` counts committed groups from 1."""
 
-    position: int  # counts the groups that were committed, from 1
+    position: int
     step: int
     group_id: int
     task: Task
@@ -671,10 +746,13 @@ class DeliveredGroup(msgspec.Struct, kw_only=True):
 
 
 class Delivered(Reply):
-    """Groups for a consumer, none if none came within the wait. ``finished``: nor will any."""
+    """Groups for a consumer, empty if none came within the wait. After ``finished``, none will come.
+
+    Since the consumer subscribed, ``skipped`` groups were dropped before it acknowledged them.
+    """
 
     groups: list[DeliveredGroup]
-    skipped: int  # groups given up before the consumer acknowledged them, since it subscribed
+    skipped: int
     finished: bool = False
 
 
@@ -685,7 +763,7 @@ R = TypeVar("R")
 
 
 class Request(msgspec.Struct, Generic[R], tag=True, gc=False):
-    """Base of all requests; ``R`` is what the client returns. The envelope around a request carries its id."""
+    """Base of all requests; the client returns an ``R``. The envelope around a request carries its id."""
 
 
 class LongPoll(Request[R], Generic[R]):
@@ -708,8 +786,9 @@ class Hello(Request[Welcome], kw_only=True):
     name: str
     key: str = ""
 
+    # A secret must not get into a log.
     def __repr__(self) -> str:
-        return f"Hello(schema={self.schema}, role={self.role!r}, name={self.name!r})"  # a secret belongs in no log
+        return f"Hello(schema={self.schema}, role={self.role!r}, name={self.name!r})"
 
     def __rich_repr__(self) -> list[tuple[str, object]]:
         return [("schema", self.schema), ("role", self.role), ("name", self.name)]
@@ -732,7 +811,7 @@ class Lease(LongPoll[Leased]):
 class Renew(Request[Renewed]):
     """Keep this worker's leases alive. Agent worker -> queue.
 
-    Leases that ``held`` has not listed for a lease time end: the worker has forgotten them. None: all are held.
+    Leases that ``held`` has not listed for a lease time end: the worker has forgotten them. None stands for all.
     """
 
     worker: str
@@ -870,7 +949,7 @@ class Retire(Request[Done]):
 
 
 class Tighten(Request[Done]):
-    """Admit only what keeps staleness within ``max_staleness`` or the configured bound, whichever is smaller.
+    """Admit groups for the smaller of ``max_staleness`` and the configured bound.
 
     Holds until the next Tighten or Resume. Trainer -> queue.
     """
@@ -952,11 +1031,11 @@ class Inspect(Request[Inspection]):
 
 
 class ListGroups(Request[GroupList]):
-    """Read groups with an id above ``after``, in order, at most ``limit``. Any role -> queue."""
+    """Read groups with an id above ``after``, in order, at most ``limit``, of any state or one. Any role -> queue."""
 
     after: int = -1
     limit: int = 1000
-    state: str = ""  # waiting | leased | ready | reserved | committed; empty: any
+    state: str = ""
 
 
 class Peek(Request[Peeked | Refused]):
@@ -969,7 +1048,8 @@ class Subscribe(Request[Subscription]):
     """Create a reader of trained groups, unless one of this name exists. A logger or evaluator -> queue."""
 
     consumer: str
-    oldest: bool = False  # start at the oldest group still here instead of at the next one to be trained
+    # Start at the oldest group that is here, instead of the next one to be trained.
+    oldest: bool = False
 
 
 class Read(LongPoll[Delivered]):
@@ -992,7 +1072,7 @@ class Acknowledge(Request[Done]):
 
 
 class Unsubscribe(Request[Done]):
-    """Forget a consumer and what was kept for it. Any role -> queue."""
+    """Forget a consumer and the groups that were kept for it. Any role -> queue."""
 
     consumer: str
 

@@ -12,7 +12,8 @@ import msgspec
 from rl_async.files import UNDECODABLE
 
 INDEX = "model.safetensors.index.json"
-MOST_HEADER = 100_000_000  # bytes, as the format's own library has it
+# Bytes, as in the format's own library.
+MOST_HEADER = 100_000_000
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -28,7 +29,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name. Raises ValueError, naming the file, for what is no safetensors file."""
+    """Return the tensors of a file by name. Raises ValueError, naming the file, unless it is a safetensors file."""
     with file.open("rb") as content:
         size, length = file.stat().st_size, int.from_bytes(content.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER):

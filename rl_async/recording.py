@@ -18,7 +18,8 @@ from rl_async.files import DAMAGE, UNDECODABLE, make_durable_folder, written_who
 from rl_async.messages import Explanation, Task, Trajectory
 
 KEY = "rollout.replay"
-PARTIAL = "partial"  # in the name of an evaluation's file that lacks episodes
+# In the name of an evaluation's file that lacks episodes.
+PARTIAL = "partial"
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -30,7 +31,8 @@ class TrainedRow(msgspec.Struct, frozen=True):
     sample: int
     segment: int
     tokens_hash: str = ""
-    tokens_sha256: str | msgspec.UnsetType = msgspec.UNSET  # in files of older versions, in its place
+    # Replaces ``tokens_hash`` in files of older versions.
+    tokens_sha256: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def write_trajectories(
@@ -44,7 +46,8 @@ def write_trajectories(
     make_durable_folder(path.parent)
     with written_whole(path, durable=True) as temporary, gzip.open(temporary, "wb", compresslevel=1) as file:
         for number, row in enumerate(rows):
-            line = msgspec.structs.asdict(row) | {"routed_experts": None}  # hundreds of numbers per token
+            # Routed experts would be hundreds of numbers per token.
+            line = msgspec.structs.asdict(row) | {"routed_experts": None}
             if explanations is not None:
                 line["correction"] = explanations[number]
             file.write(msgspec.json.encode(line, enc_hook=_array_to_list) + b"\n")
@@ -70,7 +73,8 @@ def forget_trained(run: Path, until: int) -> None:
     """Delete what was recorded of the training of steps before ``until``, by any rank in any lineage."""
     for path in (run / "trajectories").glob("step-*.jsonl.gz"):
         if _step(path) < until:
-            path.unlink(missing_ok=True)  # another rank may delete it, too
+            # Another rank may delete it, too.
+            path.unlink(missing_ok=True)
 
 
 def files_of_step(folder: Path, step: int) -> list[Path]:
@@ -114,7 +118,7 @@ class RecordedGroup(NamedTuple):
 
 
 class Recording:
-    """The groups that the run in ``folder`` trained. Every method raises ConfigError for what cannot be replayed."""
+    """The groups that the run in ``folder`` trained. Every method raises ConfigError if a step cannot be replayed."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -216,7 +220,8 @@ def _grouped(step: int, rows: Iterable[TrainedRow]) -> list[RecordedGroup]:
 
 
 def _trained_rows(path: Path) -> Iterator[TrainedRow]:
-    lines = path.read_bytes().split(b"\n")[:-1]  # the last may have been torn by a kill
+    # A kill may have torn the last line.
+    lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
             yield msgspec.json.decode(line, type=TrainedRow)
@@ -245,5 +250,6 @@ def _array_to_list(value: Any) -> Any:
 
 def _list_to_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
-        return np.asarray(value, dtype=np.float64)  # exact for int32, bool and float32, to which the caller narrows it
+        # Exact for int32, bool and float32, to which the caller narrows it.
+        return np.asarray(value, dtype=np.float64)
     raise NotImplementedError(f"cannot decode {kind}")

@@ -25,8 +25,10 @@ from rl_async.errors import ConfigError
 
 T = TypeVar("T")
 
-TEMPLATE_S = 1.0  # of computing, for a few short messages
-LONG = 10_000  # characters
+# Seconds of computing, for a few short messages.
+TEMPLATE_S = 1.0
+# Characters.
+LONG = 10_000
 _SKELETON = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "x"})
 
 
@@ -39,7 +41,8 @@ class TemplateTokens:
         printed = {i for text in _printed(tokenizer) for i in self._backend.encode(text, add_special_tokens=False).ids}
         control = {i: token for i, token in added.items() if token.special or i in printed}
         self._control = frozenset(control)
-        nonce = f"rlasync{secrets.token_hex(16)}"  # which no text from outside can contain
+        # No text from outside can contain it.
+        nonce = f"rlasync{secrets.token_hex(16)}"
         self._nonce, self._nothing = nonce, f"{nonce}nothing"
         contents = [token.content for token in control.values()]
         self._marks = {content: f"{nonce}mark{number}of" for number, content in enumerate(contents)}
@@ -50,13 +53,15 @@ class TemplateTokens:
         self._beginnings = frozenset(content[:size] for content in contents for size in range(1, len(content)))
         self._longest = max(map(len, contents), default=0)
         self._plain, self._ids = self._plain_backend(control)
-        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, of bytes in byte-level vocabularies
+        # In characters, which stand for bytes in byte-level vocabularies.
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
 
     def _plain_backend(self, control: dict[int, AddedToken]) -> tuple[Tokenizer, dict[int, int]]:
         """Return a copy of the tokenizer that knows control tokens by secret names only, and the ids behind these."""
         plain = Tokenizer.from_str(self._backend.to_str())
         plain.add_special_tokens([_as_special(token) for token in control.values()])
-        plain.encode_special_tokens = True  # as the text that they are
+        # Special tokens are encoded as plain text.
+        plain.encode_special_tokens = True
         plain.add_tokens(
             [
                 AddedToken(
@@ -91,12 +96,14 @@ class TemplateTokens:
         marked = self._token.sub(lambda match: self._marks[match[0]], text)
         kept = marked.rstrip()
         for size in range(min(self._longest - 1, len(kept)), 0, -1):
-            if kept[-size:] in self._beginnings:  # of a token that what the template prints next could complete
+            # The text that the template prints next could complete a token.
+            if kept[-size:] in self._beginnings:
                 return kept + self._nothing + marked[len(kept) :]
         normalizer = self._backend.normalizer
         if marked == text and normalizer is not None and self._token.search(normalizer.normalize_str(text)):
             start = len(text) - len(text.lstrip()) + 1
-            return text[:start] + self._nothing + text[start:]  # look-alikes, which normalisation makes tokens of
+            # Normalisation would turn look-alikes into tokens.
+            return text[:start] + self._nothing + text[start:]
         return marked
 
     def least(self, printed: str) -> int:
@@ -156,7 +163,8 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text without adding special tokens. A long one does not keep other threads from running."""
     if len(text) < LONG:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
-    return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)  # unlike encode, it releases the GIL
+    # Unlike encode, encode_batch releases the GIL.
+    return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
 
 def _without_prefix(part: Any) -> Any:
@@ -230,5 +238,6 @@ def _printed(tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
                     tokenizer.apply_chat_template(list(_SKELETON[:count]), tokenize=False, add_generation_prompt=True)
                 )
             yield text
-        except (jinja2.TemplateError, ValueError):  # a template without tool results, say
+        # The template may have no tool results.
+        except (jinja2.TemplateError, ValueError):
             continue

@@ -21,7 +21,8 @@ from torch.nn.functional import linear
 from rl_async.accelerators import accelerator_here
 from rl_async.errors import UserError
 
-ON_THE_HOST = ("can't allocate memory", "not enough memory")  # what PyTorch's allocators for the host say
+# Messages of PyTorch's allocators for the host.
+ON_THE_HOST = ("can't allocate memory", "not enough memory")
 
 log = logging.getLogger("rl_async.device")
 
@@ -93,7 +94,8 @@ def has_flash_attention(device: torch.device) -> bool:
     return bool(module.get_device_capability(device) >= here.flash_capability)
 
 
-_changing = threading.Lock()  # two threads would restore each other's setting
+# Two threads would restore each other's setting.
+_changing = threading.Lock()
 
 
 def widened(weight: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ def bfloat16_products(kind: torch.dtype) -> Iterator[None]:
     if kind != torch.bfloat16:
         yield
         return
-    mkldnn: Any = torch.backends.mkldnn  # its types do not have all of it
+    # Its type stubs are incomplete.
+    mkldnn: Any = torch.backends.mkldnn
     with _changing:
         before = mkldnn.matmul.fp32_precision
         mkldnn.matmul.fp32_precision = "bf16"
@@ -141,9 +144,11 @@ def bfloat16_products(kind: torch.dtype) -> Iterator[None]:
             mkldnn.matmul.fp32_precision = before
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # [B, heads, L, D] and what each token sees
+# Of [B, heads, L, D] tensors and a mask.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-BLOCK = 512  # queries of a block at least; narrow windows would otherwise make many small calls
+# A block has at least so many queries: narrow windows would otherwise make many small calls.
+BLOCK = 512
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int | None, attend: Attend) -> Tensor:

@@ -21,13 +21,17 @@ from typing import Any
 from rl_async.errors import ConfigError
 
 VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-SHARE = "OTEL_TRACES_SAMPLER_ARG"  # of OpenTelemetry's TraceIdRatioBased sampler
+# Of OpenTelemetry's TraceIdRatioBased sampler.
+SHARE = "OTEL_TRACES_SAMPLER_ARG"
 INSTALL = "python -m pip install 'rl-async[otel]'"
-EPISODE, AGENT = "episode", "invoke_agent"  # spans that have others within them
+# Spans that have others within them.
+EPISODE, AGENT = "episode", "invoke_agent"
 HEADER = "traceparent"
-BURST_S = 60  # of traces at the limit, that may begin at once: the episodes of a step do
+# The episodes of a step begin at once, so that the traces of so many seconds may do so.
+BURST_S = 60
 FLUSH_MS = 10_000
-WAITING, AT_ONCE = 1 << 17, 1 << 11  # spans: a step ends with one for each of its episodes at once
+# Spans in the queue and in one export: a step ends with one for each of its episodes at once.
+WAITING, AT_ONCE = 1 << 17, 1 << 11
 
 Value = str | int | float | list[str]
 
@@ -58,11 +62,11 @@ class TraceLimit:
 
 
 class Spans:
-    """Sends spans of one process to a collector, in the background; what the collector does not take is dropped.
+    """Sends spans of one process to a collector, in the background; spans that the collector refuses are dropped.
 
-    ``endpoint``: of the collector; empty: as OpenTelemetry's variables say. ``run`` tells runs apart. Of the episodes
-    whose traces this process begins, no more get one than ``limit`` allows, and of these the share that OpenTelemetry's
-    variable OTEL_TRACES_SAMPLER_ARG asks for, by default 1.
+    An empty ``endpoint`` leaves the collector's address to OpenTelemetry's variables. ``run`` tells runs apart. This
+    process begins at most as many traces as ``limit`` allows, for the share of episodes that OpenTelemetry's variable
+    OTEL_TRACES_SAMPLER_ARG asks for, by default 1.
     """
 
     def __init__(self, endpoint: str, run: str, role: str, limit: float | None = None) -> None:
@@ -78,7 +82,8 @@ class Spans:
 
     def begins(self, episode: str) -> bool:
         """Whether the episode, which begins now, has a trace."""
-        sampled = int.from_bytes(self._trace(episode)[8:]) < self._sampled_below  # as TraceIdRatioBased
+        # As TraceIdRatioBased does.
+        sampled = int.from_bytes(self._trace(episode)[8:]) < self._sampled_below
         return sampled and self._limit.take(time.monotonic())
 
     def traceparent(self, episode: str, key: str) -> str:
@@ -99,7 +104,7 @@ class Spans:
         error: str,
         about: Mapping[str, Value],
     ) -> None:
-        """Add a span; ``key`` names it within the trace, empty: nobody refers to it."""
+        """Add a span; other spans refer to it by its ``key``, if it has one."""
         trace = self._trace(episode)
         above = _context(trace, parent) if parent else None
         self._send(name, _context(trace, key), above, times, error, about)
@@ -186,8 +191,8 @@ def is_wanted(endpoint: str) -> bool:
 def traced(endpoint: str, folder: Path | None, role: str, limit: float | None = None) -> Iterator[None]:
     """Send the spans of this process while the block runs, if the run is traced.
 
-    ``folder``: the run's; None in a process that only adds spans below those that requests name. ``limit``: traces that
-    this process begins per second; None: all.
+    ``folder`` is the run's, or None in a process that only adds spans below those that requests name. With a ``limit``
+    this process begins at most so many traces per second.
     """
     global _spans
     if not is_wanted(endpoint):
@@ -195,7 +200,8 @@ def traced(endpoint: str, folder: Path | None, role: str, limit: float | None = 
         return
     run = ""
     if folder is not None:
-        began = (folder / "config.yaml").stat().st_mtime_ns  # another for a run of the same name, and after --resume
+        # It differs for another run of the same name, and after --resume.
+        began = (folder / "config.yaml").stat().st_mtime_ns
         run = f"{folder.resolve()} {began}"
     _spans = Spans(endpoint, run, role, limit)
     try:
@@ -236,7 +242,7 @@ def add(
     error: str = "",
     ended: int = 0,
 ) -> None:
-    """Add a span to the trace of an episode (empty: it has none), from ``began`` until ``ended`` (0: now)."""
+    """Add a span to the trace of an episode, unless its name is empty, from ``began`` until ``ended`` or now."""
     if _spans and began and episode:
         _spans.add(episode, name, key, parent, (began, ended or time.time_ns()), error, about)
 
@@ -244,7 +250,7 @@ def add(
 def add_below(
     traceparent: str, name: str, began: int, ended: int, about: Mapping[str, Value], *, error: str = ""
 ) -> None:
-    """Add a span below the one that a request's header HEADER names; empty: it has none."""
+    """Add a span below the one that a request's header HEADER names, unless that is empty."""
     if _spans and traceparent:
         _spans.add_below(traceparent, name, (began, ended), error, about)
 
@@ -253,7 +259,7 @@ def add_below(
 def span(
     episode: str, name: str, about: Mapping[str, Value], *, key: str = "", parent: str = AGENT
 ) -> Iterator[dict[str, Value]]:
-    """Span the block, with the attributes ``about`` and those that the block adds to what it is given.
+    """Span the block, with the attributes ``about`` and those that the block adds to the dict it gets.
 
     Within it, requests are made with the header ``above``, if it has a ``key``. An ``error.type`` among the attributes
     marks the span as failed, and so does an exception.

@@ -36,7 +36,7 @@ def find_neighbours(folder: Path = Path()) -> None:
 def load_user_object(reference: str, key: str) -> Any:
     """Load the object that ``reference`` names.
 
-    Raises ConfigError naming the config key ``key``, and what is missing: the file, the module or the name.
+    Raises ConfigError naming the config key ``key``, and the missing file, module or name.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -66,7 +66,8 @@ def _load_file(path: Path, reference: str, key: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     with ExitStack() as undo:
         sys.modules[module_name] = module
-        undo.callback(sys.modules.pop, module_name)  # the next call must not find a partly loaded module
+        # The next call must not find a partly loaded module.
+        undo.callback(sys.modules.pop, module_name)
         try:
             spec.loader.exec_module(module)
         except SyntaxError as error:

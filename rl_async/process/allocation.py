@@ -6,8 +6,10 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_OWN_MAPPING = 1 << 25  # bytes; the largest that glibc takes
+# From malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# The largest number of bytes that glibc takes.
+_OWN_MAPPING = 1 << 25
 
 
 class _Collector:
@@ -16,7 +18,8 @@ class _Collector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks = 0
-        self._enabled = False  # before the first of these blocks
+        # Before the first of these blocks.
+        self._enabled = False
 
     def hold(self) -> None:
         with self._lock:
@@ -36,7 +39,7 @@ _collector = _Collector()
 
 
 def reuse_freed_memory() -> None:
-    """Let malloc keep freed memory for what comes next, up to 64 MiB at the end of the heap.
+    """Let malloc keep freed memory for later use, up to 64 MiB at the end of the heap.
 
     By default glibc gives blocks of 128 KiB and more back at once, and touching new pages costs several times as much
     as copying a row into pages that are there. It comes to these thresholds by itself in a process that has freed a

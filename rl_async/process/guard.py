@@ -1,9 +1,9 @@
 """Runs a server for an agent worker, an MCP server or an environment host, and ends all its processes with the worker:
 ``python guard.py WORKER_PID FOLDER COMMAND...``.
 
-The server inherits the pipes of this process, which reads and writes nothing itself. When the worker dies, however it
-dies, the kernel sends this process a signal; it then kills the server and whatever the server started, also what left
-its process group, and deletes FOLDER, which it made. It needs the standard library alone, so that it starts in
+The server inherits the pipes of this process, which reads and writes nothing itself. When the worker dies for any
+reason, the kernel sends this process a signal; it then kills the server and all processes that the server started, even
+outside its process group, and deletes FOLDER, which it made. It needs the standard library alone, so that it starts in
 milliseconds (``python -I -S``).
 """
 
@@ -17,17 +17,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+# From prctl(2).
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 END, CHILD = signal.SIGTERM, signal.SIGCHLD
-CANNOT_START = 127  # as shells have it
-GONE_S = 10.0  # within which what was killed has ended
+# As in shells.
+CANNOT_START = 127
+# Killed processes have ended within this.
+GONE_S = 10.0
 
 
 def main() -> int:
     """Run the server until it ends or this process is asked to; return the server's exit code."""
     worker, folder, *command = sys.argv[1:]
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become children of this process
+    # Orphans of the server become children of this process.
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {END, CHILD})
     libc.prctl(PR_SET_PDEATHSIG, END)
     if os.getppid() != int(worker):
@@ -44,7 +48,8 @@ def main() -> int:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr)
         return CANNOT_START
     finally:
-        for stream in (0, 1):  # the server alone holds them, so that its end closes them
+        # The server alone holds these streams, so that its end closes them.
+        for stream in (0, 1):
             os.close(stream)
     try:
         while signal.sigwait({END, CHILD}) == CHILD:
@@ -93,7 +98,8 @@ def children() -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with suppress(OSError):  # it has ended
+            # The process may have ended.
+            with suppress(OSError):
                 fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(fields[1]) == os.getpid():
                     found.append(int(entry))

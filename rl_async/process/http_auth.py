@@ -1,4 +1,4 @@
-"""Who may use a run's HTTP servers: whoever has the token in a file of the run folder, and no web page.
+"""Access to a run's HTTP servers, for programs with the token in a file of the run folder, and not for web pages.
 
     RUN/keys/engines.token    engines and the reward model; agent workers, trainer and launcher send it
     RUN/keys/gateway.token    the gateway; agent programs send it as their API key
@@ -6,7 +6,7 @@
     RUN/keys/ranks.token      what trainer ranks tell each other to send to engines; no HTTP
 
 A server takes a request only if it carries the token (``Authorization: Bearer``, or ``x-api-key`` as Anthropic's client
-sends it), names a host by which the server may be called, and has no ``Origin``, which only browsers send. Health
+sends it), names an allowed host of the server, and has no ``Origin``, which only browsers send. Health
 probes (``GET /health``) need no token. Servers that do not know the run folder find the file by the variable
 TOKEN_FILE; the token itself is in no command line, environment or log.
 
@@ -25,8 +25,9 @@ from typing import Any, Literal
 
 from rl_async.errors import EXIT_USER, UserError
 
-TOKEN_FILE = "RL_ASYNC_TOKEN_FILE"  # environment variable: path of the file with the token
-HOSTS = "RL_ASYNC_HTTP_HOSTS"  # environment variable: further host names by which a server may be called
+# Environment variables: the path of the file with the token, and more host names by which clients may call a server.
+TOKEN_FILE = "RL_ASYNC_TOKEN_FILE"
+HOSTS = "RL_ASYNC_HTTP_HOSTS"
 HEALTH = "/health"
 METRICS = "/metrics"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -66,7 +67,7 @@ def make_tokens(folder: Path) -> list[Path]:
 
 
 def read_token(path: Path) -> str:
-    """Read a token. Raises UserError, naming the file, if there is none."""
+    """Read a token. Raises UserError, naming the file, if it holds none."""
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +80,7 @@ def read_token(path: Path) -> str:
 
 
 def run_token(run: Path, audience: Audience) -> str:
-    """Read the run's token for these servers. Raises UserError if there is none."""
+    """Read the run's token for these servers. Raises UserError if it is missing."""
     return read_token(token_file(run, audience))
 
 
@@ -99,13 +100,16 @@ def check_token() -> None:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """Return the headers with which a client sends its token; none for an empty one."""
+    """Return a client's headers for its token, if it has one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class Access:
-    """Decides which requests a server takes. ``names``: host names by which it may be called, besides the loopback ones
-    and the address at which a request arrives. ``metrics``: a token that opens ``GET /metrics`` alone; empty: none."""
+    """Decides which requests a server takes.
+
+    ``names`` are allowed host names, besides the loopback ones and the address at which a request arrives. ``metrics``
+    is an optional token for ``GET /metrics`` alone.
+    """
 
     def __init__(self, token: str, names: Iterable[str] = (), *, metrics: str = "") -> None:
         if not token:
@@ -132,7 +136,7 @@ class Access:
         return cls(run_token(run, audience), names, metrics=run_token(run, "metrics"))
 
     def refusal(self, method: str, path: str, address: str | None, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and the reason with which to refuse a request; None if it may pass.
+        """Return the status and the reason of a refusal, or None if the request may pass.
 
         ``address`` is the server's own, at which the request arrived; header names are in lower case.
         """

@@ -29,17 +29,21 @@ from rl_async.process.http_auth import Access, App, RequireToken, answer, run_to
 from rl_async.process.role import bind, heeded
 from rl_async.process.run_files import Target, listed
 
-HEAD_BYTES = 1 << 17  # of a request before its body; the parser itself has no bound, and reads before any check
-HEAD_S = 60.0  # within which a request's head must be complete, counted from the connection for the first
-BODY_BYTES = 1 << 24  # a prompt of 2 million token ids
-BODY_S = 60.0  # within which a body must be complete
-LATE = 408  # status of the answer to one that is not
+# A request's head before its body. The parser itself has no bound, and reads before any check.
+HEAD_BYTES = 1 << 17
+# For a request's head, counted from the connection for the first request.
+HEAD_S = 60.0
+# A prompt of 2 million token ids.
+BODY_BYTES = 1 << 24
+# For a body to be complete, or the answer has status LATE.
+BODY_S = 60.0
+LATE = 408
 Handler = Callable[[Request], Awaitable[Any]]
 
 
 class BoundedHead(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which refuses a request whose head or trailers are longer than HEAD_BYTES, hangs up on
-    one whose head takes longer than HEAD_S, and answers bytes that are no HTTP in JSON."""
+    one whose head takes longer than HEAD_S, and answers invalid HTTP in JSON."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -57,7 +61,8 @@ class BoundedHead(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _hang_up(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else there are only a few bytes behind a request
+        # Otherwise only a few bytes follow a request.
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
     def _in_time(self) -> None:
@@ -70,7 +75,8 @@ class BoundedHead(HttpToolsProtocol):
         if self._in_head:
             if self._late is None:
                 self._late = self.loop.call_later(HEAD_S, self._hang_up)
-            self._head_bytes += len(data)  # with a part of the body, at most what is received at once
+            # It may include a part of the body, at most as much as is received at once.
+            self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"the request's head has more than {HEAD_BYTES} bytes")
@@ -122,7 +128,8 @@ def server_of(app: App, access: Access, **settings: Any) -> uvicorn.Server:
         http=BoundedHead,
         ws="none",
         log_level="warning",
-        log_config=None,  # our own format
+        # Logging has its own format.
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=1,
         **{"lifespan": "off", **settings},
@@ -143,7 +150,8 @@ def application(routes: Mapping[str, Handler], **settings: Any) -> Starlette:
         },
         **settings,
     )
-    app.router.redirect_slashes = False  # a redirect would repeat the client's Host
+    # A redirect would repeat the client's Host.
+    app.router.redirect_slashes = False
     return app
 
 
@@ -200,7 +208,8 @@ def _failed(request: Request, error: Exception) -> Response:
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    # The client is gone and does not read it.
+    return Response(status_code=499)
 
 
 HOST = "127.0.0.1"

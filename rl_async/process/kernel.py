@@ -41,7 +41,7 @@ class ProcStat(msgspec.Struct, frozen=True):
 
 
 def read_stat(pid: int) -> ProcStat:
-    """Read the current state of a process; GONE if there is none."""
+    """Read the current state of a process; GONE if it does not exist."""
     with suppress(FileNotFoundError, ProcessLookupError):
         # The name is in brackets and may contain anything; fields are counted after the last bracket (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

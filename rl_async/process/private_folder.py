@@ -21,9 +21,12 @@ from typing import BinaryIO
 
 from rl_async.errors import UserError
 
-RENDEZVOUS = "RL_ASYNC_RENDEZVOUS"  # variable: the file by which ranks meet, new for each of their starts
-LONGEST = 107  # bytes of a socket file's path (unix(7))
-LOCK = "lock"  # held by the launcher while the run lasts
+# Environment variable: the file through which ranks meet, new for each of their starts.
+RENDEZVOUS = "RL_ASYNC_RENDEZVOUS"
+# Bytes of a socket file's path (unix(7)).
+LONGEST = 107
+# The launcher holds it while the run lasts.
+LOCK = "lock"
 
 log = logging.getLogger("rl_async.launcher")
 
@@ -72,7 +75,7 @@ def make_private(folder: Path) -> None:
 
 
 def require_private(folder: Path) -> None:
-    """Raise UserError if another user may have put something into a folder, FileNotFoundError if there is none."""
+    """Raise UserError if another user may have put a file into a folder, FileNotFoundError if it does not exist."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -126,7 +129,8 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 SEGMENT_PREFIX = "RL_ASYNC_SHARED_MEMORY"
-SEGMENTS = Path("/dev/shm")  # on Linux
+# On Linux.
+SEGMENTS = Path("/dev/shm")
 
 
 def prefix_for(file: Path) -> str:
@@ -142,6 +146,7 @@ def segment_name() -> str:
 def sweep_segments(prefix: str) -> None:
     """Unlink this user's segments with this prefix, whose process must have ended; mappings of them stay."""
     for segment in SEGMENTS.glob(f"{prefix}*"):
-        with suppress(FileNotFoundError):  # the resource tracker was faster
+        # The resource tracker may be faster.
+        with suppress(FileNotFoundError):
             if segment.lstat().st_uid == os.getuid():
                 segment.unlink()

@@ -75,9 +75,11 @@ def watch_lifeline() -> None:
         return
 
     def watch(read_end: int) -> None:
-        os.read(read_end, 1)  # blocks until the write end closes
+        # Blocks until the write end closes.
+        os.read(read_end, 1)
         print("the supervisor is gone; exiting", file=sys.stderr, flush=True)
-        if os.getpgrp() == os.getpid():  # the supervisor gives each of its children a group of its own
+        # The supervisor gives each of its children a group of its own.
+        if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
@@ -94,7 +96,8 @@ def setup_logging(role: str, level: int = logging.INFO) -> logging.Logger:
     return logging.getLogger(f"rl_async.{role}")
 
 
-STACKS = "RL_ASYNC_STACKS"  # variable with the path of the file, set by the supervisor
+# Environment variable with the path of the file, set by the supervisor.
+STACKS = "RL_ASYNC_STACKS"
 ASK = signal.SIGUSR1
 FRAME = re.compile(r'\s+File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
 
@@ -113,9 +116,11 @@ def answer_with_stacks() -> None:
     faulthandler writes from the signal handler itself, so it works in a process that is stuck in C code too. It would
     read other threads' frames while they run, and so ends a busy process with SIGSEGV now and then.
     """
-    path = os.environ.pop(STACKS, None)  # not inherited by the processes that this one starts
+    # The processes that this one starts do not inherit it.
+    path = os.environ.pop(STACKS, None)
     if path is not None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)  # open as long as the process lives
+        # Open as long as the process lives.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         faulthandler.register(ASK, file=descriptor, all_threads=False)
 
 
@@ -142,9 +147,11 @@ def py_spy() -> str | None:
 
 
 STANDARD = (0, 1, 2)
-PIECE = select.PIPE_BUF  # a pipe that poll(2) calls writable takes as many bytes without blocking
+# A pipe that poll(2) calls writable takes so many bytes without blocking.
+PIECE = select.PIPE_BUF
 KEPT_BYTES = 1 << 18
-LAST_S = 5.0  # for a slow reader, at the end
+# For a slow reader, at the end.
+LAST_S = 5.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -247,7 +254,8 @@ def open_missing() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            # open takes the lowest free number.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def steady_errors() -> None:
@@ -361,7 +369,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     """
     try:
         code = main()
-    except SystemExit as ended:  # a signal's handler, or argparse
+    # A signal's handler, or argparse, may raise it.
+    except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             raise
         code = ended.code or 0

@@ -1,4 +1,4 @@
-"""Files in a run's folder by which its processes tell one another, and the commands, what they do.
+"""Files in a run's folder that tell its processes, and the commands, where processes are and what they do.
 
     RUN/endpoints.json             addresses, for programs that join the run
     RUN/prometheus/NAME.json       addresses for Prometheus, in the format of ``file_sd_configs``
@@ -30,7 +30,7 @@ ENDPOINTS_FILE = "endpoints.json"
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of a run; empty for what the run does not have."""
+    """Addresses of a run; those that it does not have are empty."""
 
     queue: str
     reward_model: str = ""
@@ -64,7 +64,8 @@ TARGETS_FOLDER = "prometheus"
 class Target(msgspec.Struct, frozen=True):
     """One process: ``name`` and ``role`` become labels of everything that it reports."""
 
-    address: str  # HOST:PORT
+    # HOST:PORT.
+    address: str
     role: str
     name: str
 
@@ -116,7 +117,8 @@ Part = Literal[
     "bucket",
     "published",
 ]
-Parts = Mapping[Part, int]  # bytes
+# In bytes.
+Parts = Mapping[Part, int]
 
 TRAINER_REMEDY: Mapping[Part, str] = {
     "runtime": "use fewer trainer.ranks on this device",
@@ -160,8 +162,10 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class DeviceBudget(msgspec.Struct, frozen=True):
-    """The holders of one device's memory. ``capacity``: what it has, in bytes; None: unknown. ``limit``: the share of
-    that with which the run plans."""
+    """The holders of one device's memory.
+
+    ``capacity`` is its size in bytes, if it is known, and ``limit`` the part that the run plans with.
+    """
 
     device: str
     capacity: int | None
@@ -179,7 +183,7 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     devices: tuple[DeviceBudget, ...] = ()
 
     def of(self, process: str) -> tuple[DeviceBudget, Holder] | None:
-        """Return the budget of a process, and its device's; None if there is none."""
+        """Return the budget of a process, and its device's, if it has one."""
         found = ((device, holder) for device in self.devices for holder in device.holders)
         return next(((device, holder) for device, holder in found if holder.process == process), None)
 
@@ -201,19 +205,22 @@ OLDER = ".older"
 
 
 class Entered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A lane, such as a trainer rank or an engine, has entered a stage."""
+    """A lane, such as a trainer rank or an engine, has entered a stage, at a Unix time. An idle lane has no stage.
 
-    writer: str  # whose file it is in
+    ``writer`` has the file. The stage may belong to a ``step``, or be about a ``version`` of the weights.
+    """
+
+    writer: str
     lane: str
-    at: float  # Unix time
-    stage: str = ""  # empty: it does nothing
-    step: int = -1  # to which the stage belongs
-    version: str = ""  # of the weights that it is about
+    at: float
+    stage: str = ""
+    step: int = -1
+    version: str = ""
     about: str = ""
 
 
 def enter(run: Path, writer: str, lane: str, stage: str, *, step: int = -1, version: str = "", about: str = "") -> None:
-    """Append a line to the file of ``writer``, by which no other process writes. Costs about 50 µs."""
+    """Append a line to the file of ``writer``, which only this process writes. Costs about 50 µs."""
     folder = run / TIMELINE_FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{writer}.jsonl"
@@ -221,7 +228,8 @@ def enter(run: Path, writer: str, lane: str, stage: str, *, step: int = -1, vers
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
-        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # by a power cut
+        # A power cut may have torn the last line.
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         os.write(file, b"\n" * torn + msgspec.json.encode(line) + b"\n")
     finally:
         os.close(file)
@@ -237,14 +245,16 @@ class TimelineReader:
 
     def __init__(self, run: Path) -> None:
         self._folder, self._lock = run / TIMELINE_FOLDER, threading.Lock()
-        self._files: dict[bytes, _Read] = {}  # by the first line, which a file keeps when it becomes the older one
+        # By the first line, which a file keeps when it becomes the older one.
+        self._files: dict[bytes, _Read] = {}
 
     def read(self) -> list[Entered]:
         """Return everything that the files hold, oldest first. Lines that a power cut tore are left out."""
         with self._lock:
             found: dict[bytes, _Read] = {}
             for path in self._folder.glob("*.jsonl"):
-                with suppress(FileNotFoundError), path.open("rb") as file:  # it has become the older one
+                # The file may have become the older one.
+                with suppress(FileNotFoundError), path.open("rb") as file:
                     first = file.readline()
                     found[first] = self._files.get(first, _Read(0, [])).advanced(file)
             self._files = found
@@ -275,18 +285,19 @@ def read_timeline(run: Path) -> list[Entered]:
 Phase = Literal[
     "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
 ]
-PHASES: tuple[str, ...] = get_args(Phase)  # in the order of a step
+# In the order of a step.
+PHASES: tuple[str, ...] = get_args(Phase)
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank does, and since when (Unix time). ``step`` counts from 0."""
+    """The phase that a rank is in ``since`` a Unix time. ``step`` counts from 0. ``host`` is the machine's name."""
 
     rank: int
     pid: int
     step: int
     phase: str
     since: float
-    host: str = ""  # the machine's name
+    host: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -313,7 +324,7 @@ def read_beats(run: Path) -> list[Beat]:
 
 
 def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[Beat]:
-    """Return the ranks that probably did not arrive in the collective in which rank ``mine`` waits.
+    """Return the ranks that probably did not arrive in the collective that rank ``mine`` waits in.
 
     ``states`` are process states by rank. These are the ranks that cannot run; else those that are behind; else all
     others, since a phase has several collectives.
@@ -327,7 +338,8 @@ def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[
 
 def who_is_missing(run: Path, mine: int, world: int) -> str:
     """Describe which of the ``world`` ranks did not arrive, and why, after a collective of rank ``mine`` failed."""
-    beats = [beat for beat in read_beats(run) if beat.rank < world]  # a run may continue with fewer ranks
+    # A run may continue with fewer ranks.
+    beats = [beat for beat in read_beats(run) if beat.rank < world]
     states = {beat.rank: state_of(beat.pid) if beat.host == socket.gethostname() else REMOTE for beat in beats}
     return "; ".join(
         f"rank {beat.rank} (pid {beat.pid}) did not arrive: it {describe(states[beat.rank])}, "
