@@ -23,7 +23,7 @@ from rl_async.trainer.batch_layout import MiniBatch, RowCost
 from rl_async.trainer.batches import Batch, QueueSource, agreed, assemble, take_batch
 from rl_async.trainer.ranks import DataParallel, StopRequest, pure_data_parallel
 from rl_async.trainer.records import Recorder
-from rl_async.transfer_queue.conversations import announced_rows, parcel
+from rl_async.transfer_queue.client import announced_rows, parcel
 from tests.conftest import make_rows
 from tests.support.batches import whole_batch
 
