@@ -33,11 +33,11 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Sampling, Task, Trajectory, Version, VersionRun
+from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batch_layout import RowCost, layout
 from rl_async.trainer.batches import Batch, plan_batch
-from rl_async.trainer.models import Models
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.update import update

@@ -40,10 +40,10 @@ from rl_async.launcher.plan.memory import LOGITS_CHUNK, size_of
 from rl_async.rollout_server.embedded.core import EngineCore
 from rl_async.rollout_server.embedded.engine_thread import EngineThread
 from rl_async.torch_shared import pick_device
+from rl_async.trainer.actor_critic import device_name
 from rl_async.trainer.backend import Outputs
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.models import device_name
 from rl_async.trainer.packing import collate
 from rl_async.weight_sync.layout import TensorSpec, fsdp2, whole
 from rl_async.weight_sync.reshard import PointToPoint, plan, reshard

@@ -2,7 +2,7 @@
 
 In: micro-batches (``Tensors``) and a loss function. Out: ``Outputs`` per token, updated weights, and ``ShardedWeights``
 that say which rank holds what. ``update.py`` and fine-tuning's loop call it. To add a backend, implement ``Backend``,
-build it in ``models.py``, and run ``tests/contracts/backends``.
+build it in ``actor_critic.py``, and run ``tests/contracts/backends``.
 """
 
 import math

@@ -30,12 +30,12 @@ from rl_async.process.private_folder import RENDEZVOUS, require_private
 from rl_async.process.run_files import beat, enter, read_budget
 from rl_async.rollout_server.pool import connect
 from rl_async.trainer import batches
+from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import KlController
 from rl_async.trainer.checkpoints import Saver, drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.guard import Guard
-from rl_async.trainer.models import Models, build_models
 from rl_async.trainer.monitoring import EngineLoads, MemoryWatch, QueueDepth, RankCollector, StepProfiler
 from rl_async.trainer.publishing import (
     PROMPT_TOKENS,

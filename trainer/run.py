@@ -11,13 +11,13 @@ from rl_async.configs.derived import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
 from rl_async.process.run_files import Phase, beat
+from rl_async.trainer.actor_critic import Models, compute_rates, device_name
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.losses import KlController
 from rl_async.trainer.batches import BatchSource
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver
 from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.guard import Guard
-from rl_async.trainer.models import Models, compute_rates, device_name
 from rl_async.trainer.monitoring import EngineLoads, MemoryWatch, QueueDepth, StepProfiler
 from rl_async.trainer.publishing import Publisher
 from rl_async.trainer.ranks import StopRequest, as_rank_0

@@ -21,6 +21,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import TrajectoryHeader, episode_rewards
+from rl_async.trainer.actor_critic import CriticUpdate, Models, critic_update, model_flops
 from rl_async.trainer.algorithms import advantages as shaping
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
@@ -30,7 +31,6 @@ from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import Backend, LossFn, OutputName, Outputs, Reference
 from rl_async.trainer.batch_layout import cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, assemble, gather
-from rl_async.trainer.models import CriticUpdate, Models, critic_update, model_flops
 from rl_async.trainer.packing import collate, empty_tensors
 from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.records import TokenOutcomes, attributed

@@ -24,8 +24,8 @@ from benchmarks.processes.trainer_arms import long_tailed, micro_batches, rows_o
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.backend import Backend, Outputs
-from rl_async.trainer.models import build_models
 from rl_async.weight_sync.buckets import unpack
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 

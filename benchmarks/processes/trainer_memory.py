@@ -22,9 +22,9 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.memory import model_size, tiny_shape, trainer_bytes
 from rl_async.trainer import rank as trainer_process  # what a rank imports
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
-from rl_async.trainer.models import build_models
 from rl_async.trainer.update import update
 
 DEADLINE_S = 600

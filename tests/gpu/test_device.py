@@ -12,10 +12,10 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Sampling
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.batches import Batch, plan_batch
-from rl_async.trainer.models import build_models
 from rl_async.trainer.update import update
 from rl_async.weight_sync.buckets import unpack
 from tests.conftest import make_rows

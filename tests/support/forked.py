@@ -29,7 +29,7 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).parents[2]
 IMPORTED = [
     *("transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "aiohttp.web"),
-    *("tests.conftest", "rl_async.trainer.models", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
+    *("tests.conftest", "rl_async.trainer.actor_critic", "rl_async.trainer.train", "rl_async.weight_sync.coordinator"),
     *("rl_async.rollout_server.pool", "rl_async.transfer_queue.client"),
     *("rl_async.launcher.runs.launch", "rl_async.launcher.runs.finetune"),
     *(["rl_async.trainer.megatron.backend"] if importlib.util.find_spec("megatron") else []),

@@ -28,6 +28,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged
 from rl_async.files import append_lines, replace_file
 from rl_async.process.run_files import Phase, beat
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
 from rl_async.trainer.batch_layout import layout
 from rl_async.trainer.checkpoints import (
@@ -43,7 +44,6 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.export import export
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, batch_of, steps_per_epoch, total_steps
-from rl_async.trainer.models import build_models
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import StopRequest, ranks_joined
 from rl_async.trainer.records import append_evaluation, next_lineage, require_newest

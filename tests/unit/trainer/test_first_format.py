@@ -14,6 +14,7 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.checkpoints import (
     FORMAT,
     MOMENT,
@@ -25,7 +26,6 @@ from rl_async.trainer.checkpoints import (
 )
 from rl_async.trainer.export import SHARDS, export
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.models import Models, build_models
 from tests.contracts.trainer.workers.critic import CRITICS, state, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # where a schedule goes on from

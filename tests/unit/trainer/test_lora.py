@@ -15,9 +15,9 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import LoraConfig, TrainerConfig
 from rl_async.errors import UserError
+from rl_async.trainer.actor_critic import PolicyBase, build_models
 from rl_async.trainer.export import write_model
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.models import PolicyBase, build_models
 from tests.conftest import VOCAB
 from tests.contracts.backends.models import loss_of, make_model, micro_batches, whole_batch
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64

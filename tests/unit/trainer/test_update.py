@@ -25,6 +25,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import RewardsMissing
 from rl_async.messages import Sampling, Trajectory, Turn, Version, VersionRun
+from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.algorithms import advantages
 from rl_async.trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from rl_async.trainer.algorithms.algorithm import build, padded_estimator
@@ -33,7 +34,6 @@ from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.backend import LossFn, Outputs
 from rl_async.trainer.batch_layout import RowCost
 from rl_async.trainer.batches import Batch, plan_batch
-from rl_async.trainer.models import Models, build_models
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.records import explain

@@ -15,12 +15,12 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig, CriticConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, load_checkpoint
 from rl_async.trainer.export import WHOLE
 from rl_async.trainer.model import MODEL_FOLDER, VALUE_HEAD_FILE
-from rl_async.trainer.models import Models, build_models
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights

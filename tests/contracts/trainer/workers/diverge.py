@@ -9,10 +9,10 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
+from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.models import Models
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights

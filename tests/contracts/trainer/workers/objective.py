@@ -21,12 +21,12 @@ from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.messages import Trajectory
+from rl_async.trainer.actor_critic import Models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import AGGREGATIONS
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, policy_outputs
 from rl_async.trainer.batch_layout import MiniBatch, RowCost
 from rl_async.trainer.batches import Batch
-from rl_async.trainer.models import Models
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel, pure_data_parallel
 from rl_async.trainer.update import update

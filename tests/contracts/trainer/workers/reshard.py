@@ -12,9 +12,9 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, load_checkpoint
 from rl_async.trainer.fsdp2 import Fsdp2Backend
-from rl_async.trainer.models import build_models
 from tests.contracts.trainer.workers.critic import train
 
 

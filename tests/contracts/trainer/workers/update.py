@@ -14,9 +14,9 @@ from rl_async.configs.schema.algorithm import AlgorithmConfig, CorrectionOptions
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
+from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.batches import Batch, plan_batch
-from rl_async.trainer.models import build_models
 from rl_async.trainer.update import update
 from tests.conftest import make_rows
 from tests.support.whole_weights import whole_weights

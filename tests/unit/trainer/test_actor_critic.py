@@ -15,12 +15,7 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.algorithm import AdvantageOptions, CriticConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
-from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
-from rl_async.trainer.algorithms.rows import Rows
-from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
-from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
-from rl_async.trainer.batches import Batch, MicroBatch
-from rl_async.trainer.models import (
+from rl_async.trainer.actor_critic import (
     CriticUpdate,
     Models,
     compute_rates,
@@ -30,6 +25,11 @@ from rl_async.trainer.models import (
     peak_flops,
     policy_training,
 )
+from rl_async.trainer.algorithms.advantages import AdvantageInputs, gae
+from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.backend import Backend, LossFn, Outputs, learning_rate_factor
+from rl_async.trainer.batch_layout import MiniBatch, row_cost_of
+from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.trainer.ranks import DataParallel
 
