@@ -64,7 +64,7 @@ def count_gpus(environment: Mapping[str, str] = os.environ, devices: Path = DEVI
 
 
 def select_devices(indices: Iterable[int], devices: Path = DEVICES) -> dict[str, str]:
-    """Return the variables by which a process gets these of the machine's accelerators."""
+    """Return the environment variables that give a process these of the machine's accelerators."""
     return {accelerator_here(devices).visible: ",".join(map(str, indices))}
 
 

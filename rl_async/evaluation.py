@@ -82,7 +82,7 @@ def mean_change_of(values: Sequence[float]) -> Interval:
     That is the normal one after adding two tasks to the ``n`` of the sample, with changes of 1, -1, 0 and 0 counted
     half each: Agresti and Min (2005), Statistics in Medicine 24, for differences of matched shares. Its width follows
     how many tasks changed and by how much, and does not shrink to nothing where none did, as Student's does. For
-    numbers that are no differences of single answers it is a little too wide.
+    numbers other than differences of single answers it is a little too wide.
 
     Other numbers have Student's interval, which has no bounds for fewer than three numbers or for equal ones.
     """

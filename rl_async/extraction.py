@@ -1,6 +1,6 @@
 """Finds the answer in what a model said, before a scorer compares it: steps of a chain, each a rule of its own.
 
-A chain is what ``reward.functions[].extract`` holds: every step works on what the step before found, and a step of
+``reward.functions[].extract`` holds a chain: every step works on the text that the step before found, and a step of
 several names takes the first that finds something. To add a rule, write its function here and add it to `RULES`.
 """
 

@@ -93,7 +93,7 @@ def _delete(path: Path) -> None:
 def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Write ``content`` to ``path`` so that a reader sees all of the old file or all of the new one.
 
-    ``durable``: also after a power cut, and what is there when this returns stays.
+    A ``durable`` write holds after a power cut, too, and is on the disk when this returns.
     """
     with written_whole(path, durable=durable) as temporary:
         temporary.write_bytes(content)

@@ -158,7 +158,7 @@ class Heartbeats:
 class Gateway:
     """The gateway at ``url``, which must answer within ``start_s``.
 
-    ``token_file`` has its token; None: the environment variable RL_ASYNC_TOKEN_FILE names the file. Once the gateway
+    ``token_file`` has its token; by default the variable RL_ASYNC_TOKEN_FILE names the file. Once the gateway
     has answered, it counts as ended with its run if it does not answer for ``gone_s``; within that time the launcher
     restarts a gateway that died.
     """

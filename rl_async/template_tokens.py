@@ -119,7 +119,7 @@ class TemplateTokens:
         return self.encode_outside(self._named(printed))
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Encode pieces of what the template printed as the one text that they are.
+        """Encode pieces of the template's output as one text.
 
         Returns the tokens, and for each whether a piece that is true has a part of it.
         """
@@ -153,7 +153,7 @@ class TemplateTokens:
         return self._mark.sub(lambda match: self._unmarked[match[0]], named)
 
     def encode_outside(self, text: str) -> list[int]:
-        """Encode text as plain text, whatever it contains."""
+        """Encode text as plain text, even if it spells special tokens."""
         ids = encode(self._plain, text)
         # Some models (Unigram, WordLevel) hold control tokens as ordinary pieces, too: such a piece is left out.
         return [self._ids.get(i, i) for i in ids if i not in self._control]

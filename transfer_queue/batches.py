@@ -9,22 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from rl_async import messages as m
 from rl_async.errors import DataError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Done, NotReady, Refused, Reserved, Resumed, Task, Version
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.admission import Candidate, choose, is_blocked, may_lease
 from rl_async.transfer_queue.book import EVAL, EVAL_GROUPS, TRAIN, Book, Group, Sample, State, given_up_text
 from rl_async.transfer_queue.delivery import Delivery, TaskSource
-from rl_async.transfer_queue.transitions import (
-    Admitted,
-    Effects,
-    EvalAnswered,
-    EvalClosed,
-    EvalOpened,
-    ReadmittedGroup,
-    Transition,
-)
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +23,7 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     next_group: int
     cursor: bytes
-    groups: list[ReadmittedGroup]
+    groups: list[t.ReadmittedGroup]
 
 
 def decode_snapshot(body: bytes, step: int) -> QueueSnapshot:
@@ -66,7 +57,7 @@ class BatchesState(msgspec.Struct, kw_only=True):
     batches: dict[int, StepBatch]
     next_step: int
     retired: int
-    resumed: tuple[int, int, Resumed] | None
+    resumed: tuple[int, int, m.Resumed] | None
 
 
 class Batches:
@@ -90,7 +81,7 @@ class Batches:
         # Steps before this one are forgotten.
         self._retired = 0
         # Step, lineage and answer of the newest resume.
-        self._resumed: tuple[int, int, Resumed] | None = None
+        self._resumed: tuple[int, int, m.Resumed] | None = None
         self.effects: t.Effects = {
             t.BatchReserved: self.batch_reserved,
             t.BatchCommitted: self.batch_committed,
@@ -102,7 +93,7 @@ class Batches:
 
     # --- reserve, commit, publish, retire ---------------------------------------------------------------------------
 
-    def reserve(self, step: int, now: float) -> Reserved | NotReady | Refused:
+    def reserve(self, step: int, now: float) -> m.Reserved | m.NotReady | m.Refused:
         """Fix the batch of ``step``, or say which groups are missing. A repeated request gets the same answer.
 
         Only members whose payloads were lost with their shard come with other rows, which were generated since.
@@ -112,10 +103,12 @@ class Batches:
             lost = [group_id for group_id in batch.groups if group_id in self._book.regenerating]
             return self._not_ready(step, lost, now) if lost else self._answer(step, batch)
         if step != self._book.next_step:
-            return Refused(code="wrong_step", reason=f"the next step to reserve is {self._book.next_step}, not {step}")
+            return m.Refused(
+                code="wrong_step", reason=f"the next step to reserve is {self._book.next_step}, not {step}"
+            )
         if self.is_short(step):
             return self._not_ready(step, self._book.first_unfinished(step), now)
-        if isinstance(members := self._members(step, now), NotReady):
+        if isinstance(members := self._members(step, now), m.NotReady):
             return members
         settings = self._book.settings
         left = min(self._book.refills_left + settings.max_refills, settings.refill_allowance)
@@ -130,7 +123,7 @@ class Batches:
             or is_blocked(counts.unfinished, counts.ready, counts.pinned, step, book.settings)
         )
 
-    def _members(self, step: int, now: float) -> list[int] | NotReady:
+    def _members(self, step: int, now: float) -> list[int] | m.NotReady:
         """Choose the groups pinned to the step, and others for the remaining seats, in a walk over all open groups."""
         book, settings = self._book, self._book.settings
         pinned: Counter[int] = Counter()
@@ -182,7 +175,7 @@ class Batches:
             source=group.task.source,
         )
 
-    def _not_ready(self, step: int, blocked_by: list[int], now: float) -> NotReady:
+    def _not_ready(self, step: int, blocked_by: list[int], now: float) -> m.NotReady:
         book = self._book
         why = (
             f"step {step} needs {book.settings.batch_groups} groups: {book.count(State.READY)} ready, "
@@ -201,67 +194,67 @@ class Batches:
             ages = [book.leases.age(worker, group.group_id, now) for worker in workers]
             why += f"; first unfinished: group {group.group_id} with {here} of {len(group.samples)} samples"
             why += f", leased by {', '.join(workers)} for {max(ages):.0f} s" if workers else ", leased by nobody"
-        return NotReady(why=why)
+        return m.NotReady(why=why)
 
-    def _answer(self, step: int, batch: StepBatch) -> Reserved | Refused:
+    def _answer(self, step: int, batch: StepBatch) -> m.Reserved | m.Refused:
         groups = [self._book.groups[group_id] for group_id in batch.groups]
         partial = [group.group_id for group in groups if group.lacks_rows()]
         if partial and not batch.committed:
-            return Refused(code="incomplete", reason=f"samples of the groups {partial} of step {step} are missing")
-        return Reserved(
+            return m.Refused(code="incomplete", reason=f"samples of the groups {partial} of step {step} are missing")
+        return m.Reserved(
             step=step,
             headers=[header for group in groups for header in group.headers()],
             tasks={group.group_id: group.task for group in groups},
         )
 
-    def commit(self, step: int) -> Done | Refused:
+    def commit(self, step: int) -> m.Done | m.Refused:
         """Record that the batch of ``step`` was trained."""
         batch = self._batches.get(step)
         if batch is None:
             if 0 <= step < self._retired:
-                return Done()
-            return Refused(code="wrong_step", reason=f"step {step} has no batch")
+                return m.Done()
+            return m.Refused(code="wrong_step", reason=f"step {step} has no batch")
         if not batch.committed:
             self._change(t.BatchCommitted(step=step))
-        return Done()
+        return m.Done()
 
-    def publish(self, version: Version) -> Done | Refused:
+    def publish(self, version: m.Version) -> m.Done | m.Refused:
         """Record that engines serve ``version``: the groups of all steps before it free their slots."""
         book = self._book
         if refused := book.fence(version.lineage):
             return refused
         if book.published is not None and version < book.published:
-            return Refused(code="wrong_step", reason=f"{book.published} is published already")
+            return m.Refused(code="wrong_step", reason=f"{book.published} is published already")
         trained = [(step, batch) for step, batch in self._batches.items() if step < version.step]
         untrained = [step for step, batch in trained if not batch.committed]
         if untrained or version.step > self._book.next_step:
             first = min(untrained, default=book.next_step)
-            return Refused(code="wrong_step", reason=f"{version} before step {first}")
+            return m.Refused(code="wrong_step", reason=f"{version} before step {first}")
         if version != book.published:
             released = [group for _, batch in trained if not batch.released for group in batch.groups]
             self._change(t.Published(version=version, released=released))
-        return Done()
+        return m.Done()
 
-    def retire(self, step: int) -> Done | Refused:
+    def retire(self, step: int) -> m.Done | m.Refused:
         """Forget groups and payloads of the steps before ``step``: a durable checkpoint includes them."""
         if step > self._book.next_step or any(not b.committed for s, b in self._batches.items() if s < step):
-            return Refused(code="wrong_step", reason=f"not every step before {step} was trained")
+            return m.Refused(code="wrong_step", reason=f"not every step before {step} was trained")
         if step <= self._retired:
-            return Done()
+            return m.Done()
         ended = [batch for at, batch in self._batches.items() if at < step and not batch.retired]
         forgotten, kept = self._divide([group for batch in ended for group in batch.groups])
         self._change(t.Retired(step=step, groups=forgotten, shelved=kept))
-        return Done()
+        return m.Done()
 
-    def tighten(self, max_staleness: int) -> Done | Refused:
+    def tighten(self, max_staleness: int) -> m.Done | m.Refused:
         """Lower the bound of admission. Admitted groups stay, so it takes effect gradually."""
         book = self._book
         if max_staleness < 0:
-            return Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
+            return m.Refused(code="bad_bound", reason=f"max_staleness={max_staleness} is negative")
         bound = min(max_staleness, book.settings.max_staleness)
         if bound != book.max_staleness:
             self._change(t.Tightened(max_staleness=bound))
-        return Done()
+        return m.Done()
 
     # --- checkpoint and resume --------------------------------------------------------------------------------------
 
@@ -279,12 +272,12 @@ class Batches:
         )
         return msgspec.msgpack.encode(snapshot)
 
-    def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+    def resume(self, step: int, lineage: int, snapshot: bytes) -> m.Resumed | m.Refused:
         """Go back to ``step`` completed steps. Nothing is leased until the new lineage publishes a version."""
         if self.has_resumed(step, lineage):
             return self._resume_answer()
         if self._resumed is not None and lineage == self._book.lineage:
-            return Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
+            return m.Refused(code="wrong_lineage", reason=f"lineage {self._book.lineage} has begun")
         untouched = self._book.next_group == 0 and self._book.next_step == 0
         if untouched or (snapshot and not self._reaches(step)):
             return self._restore(step, lineage, snapshot)
@@ -299,12 +292,12 @@ class Batches:
         trained = all(batch.committed for at, batch in self._batches.items() if at < step)
         return trained and self._retired <= step <= self._book.next_step
 
-    def _roll_back(self, step: int, lineage: int) -> Resumed | Refused:
+    def _roll_back(self, step: int, lineage: int) -> m.Resumed | m.Refused:
         """Give the steps from ``step`` on the same batches again, made of the trajectories that are still here."""
         book = self._book
         if not self._reaches(step):
             reason = f"step {step} is not between the steps retired ({self._retired}) and trained here"
-            return Refused(code="wrong_step", reason=reason)
+            return m.Refused(code="wrong_step", reason=reason)
         # Samples in generation would continue with weights older than their lease promised.
         too_new = book.published is not None and book.published.step > step
         bound = book.settings.max_staleness
@@ -315,14 +308,14 @@ class Batches:
             self._delivery.revoke_all()
         return self._resume_answer()
 
-    def _restore(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+    def _restore(self, step: int, lineage: int, snapshot: bytes) -> m.Resumed | m.Refused:
         """Continue a queue that is gone, or whose journal ends before the checkpoint.
 
         Its unfinished groups are generated again, under their old ids.
         """
         book = self._book
         if not snapshot and step != 0:
-            return Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
+            return m.Refused(code="no_snapshot", reason="this queue is new, and the checkpoint has no queue snapshot")
         if not snapshot:
             state = QueueSnapshot(next_group=0, cursor=book.cursor, groups=[])
         else:
@@ -330,7 +323,7 @@ class Batches:
                 state = decode_snapshot(snapshot, step)
                 self._source.seek(state.cursor)
             except (*UNDECODABLE, ValueError, DataError) as error:
-                return Refused(code="bad_snapshot", reason=str(error))
+                return m.Refused(code="bad_snapshot", reason=str(error))
         self._change(
             t.RolledBack(
                 step=step,
@@ -346,7 +339,7 @@ class Batches:
         )
         return self._resume_answer()
 
-    def _resume_answer(self) -> Resumed:
+    def _resume_answer(self) -> m.Resumed:
         assert self._resumed is not None
         return self._resumed[2]
 
@@ -414,7 +407,7 @@ class Batches:
         book.max_staleness = event.max_staleness
         self._unpin_surplus()
         kept = 0 if event.fresh else len(book.open)
-        self._resumed = (event.step, event.lineage, Resumed(kept=kept, readmitted=len(event.readmitted)))
+        self._resumed = (event.step, event.lineage, m.Resumed(kept=kept, readmitted=len(event.readmitted)))
 
     def _reopen(self, step: int) -> None:
         for at in range(step, self._book.next_step):
@@ -471,44 +464,44 @@ class EvalRound(msgspec.Struct):
 class EvalRounds:
     """Evaluations by id. One whose result was read is forgotten when the next begins."""
 
-    def __init__(self, book: Book, change: Callable[[Transition], None], tasks: Sequence[Task]) -> None:
+    def __init__(self, book: Book, change: Callable[[t.Transition], None], tasks: Sequence[m.Task]) -> None:
         self._book, self._change, self._tasks = book, change, tasks
         self._evals: dict[int, EvalRound] = {}
-        self.effects: Effects = {EvalOpened: self.opened, EvalAnswered: self.answered, EvalClosed: self.closed}
+        self.effects: t.Effects = {t.EvalOpened: self.opened, t.EvalAnswered: self.answered, t.EvalClosed: self.closed}
 
-    def open(self, eval_id: int) -> Done | Refused:
+    def open(self, eval_id: int) -> m.Done | m.Refused:
         """Admit the held-out tasks, unless the evaluation exists."""
         if eval_id in self._evals:
-            return Done()
+            return m.Done()
         if self._book.finished:
-            return Refused(code="finished", reason="the run is over")
+            return m.Refused(code="finished", reason="the run is over")
         self.close_answered()
         samples = self._book.settings.eval_samples
         first = self._book.next_eval_group
         groups = list(range(first, first + len(self._tasks)))
         for group_id, task in zip(groups, self._tasks, strict=True):
-            self._change(Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
-        self._change(EvalOpened(eval_id=eval_id, groups=groups))
-        return Done()
+            self._change(t.Admitted(group=group_id, partition=EVAL, samples=samples, task=task))
+        self._change(t.EvalOpened(eval_id=eval_id, groups=groups))
+        return m.Done()
 
-    def result(self, eval_id: int, so_far: bool = False) -> Reserved | NotReady | Refused:
+    def result(self, eval_id: int, so_far: bool = False) -> m.Reserved | m.NotReady | m.Refused:
         """The trajectories of an evaluation: those ``so_far``, or all once none is missing."""
         evaluation = self._evals.get(eval_id)
         if evaluation is None:
-            return Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
+            return m.Refused(code="unknown_eval", reason=f"there is no evaluation {eval_id}, or it was answered before")
         groups = [self._book.groups[group_id] for group_id in evaluation.groups]
         unfinished = [group for group in groups if group.state is not State.READY]
         if unfinished and not so_far:
             first = unfinished[0]
-            return NotReady(
+            return m.NotReady(
                 why=f"{len(unfinished)} of {len(groups)} groups of evaluation {eval_id} are unfinished, "
                 f"the first is {first.group_id} ({first.state})",
                 finished=len(groups) - len(unfinished),
                 groups=len(groups),
             )
         if not unfinished and not evaluation.answered:
-            self._change(EvalAnswered(eval_id=eval_id))
-        return Reserved(
+            self._change(t.EvalAnswered(eval_id=eval_id))
+        return m.Reserved(
             step=eval_id,
             headers=[header for group in groups for header in group.headers()],
             tasks={group.group_id: group.task for group in groups},
@@ -526,19 +519,19 @@ class EvalRounds:
             self._close(eval_id)
 
     def _close(self, eval_id: int) -> None:
-        self._change(EvalClosed(eval_id=eval_id, groups=self._evals[eval_id].groups))
+        self._change(t.EvalClosed(eval_id=eval_id, groups=self._evals[eval_id].groups))
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def opened(self, event: EvalOpened) -> None:
+    def opened(self, event: t.EvalOpened) -> None:
         """Apply `EvalOpened`: the groups just admitted form an evaluation."""
         self._evals[event.eval_id] = EvalRound(event.groups)
 
-    def answered(self, event: EvalAnswered) -> None:
+    def answered(self, event: t.EvalAnswered) -> None:
         """Apply `EvalAnswered`: the evaluation may be forgotten when the next begins."""
         self._evals[event.eval_id].answered = True
 
-    def closed(self, event: EvalClosed) -> None:
+    def closed(self, event: t.EvalClosed) -> None:
         """Apply `EvalClosed`: forget the evaluation and its groups."""
         del self._evals[event.eval_id]
         for group_id in event.groups:

@@ -113,7 +113,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # An empty system message replaces the template's own, and a tool may return nothing.
 MAY_BE_EMPTY = ("system", "developer", "tool")
-# Keys of a message whose values are text, keys of a call, and keys or columns of what no model here reads.
+# Keys of a message whose values are text, keys of a call, and keys or columns of media that no model here reads.
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _CALL = ("id", "type", "index", "name", "arguments")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")

@@ -120,7 +120,7 @@ class ClientVerbs:
     eval_result = _verb(m.AwaitEvaluation)
     finish = _verb(m.Finish)
 
-    # Other readers of what is trained.
+    # Readers of trained groups beside the trainer.
     subscribe = _verb(m.Subscribe)
     read = _verb(m.Read)
     acknowledge = _verb(m.Acknowledge)

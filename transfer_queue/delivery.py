@@ -9,7 +9,6 @@ import msgspec
 from rl_async import messages as m
 from rl_async.configs.derived import code_problem
 from rl_async.errors import DataError
-from rl_async.messages import Done, Refused, Task
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.admission import is_short_of_bytes, may_admit, may_lease, may_lease_for
 from rl_async.transfer_queue.book import (
@@ -27,7 +26,6 @@ from rl_async.transfer_queue.book import (
     State,
     leased_group,
 )
-from rl_async.transfer_queue.transitions import Drained, Effects, Requeued, Submitted, Transition
 
 # Tasks that wait to be admitted are held in memory.
 MOST_SUBMITTED = 100_000
@@ -41,7 +39,7 @@ class TaskSource(Protocol):
     ``seek(cursor())`` makes ``next`` repeat itself exactly, for the same steps.
     """
 
-    def next(self, step: int) -> Task | None:
+    def next(self, step: int) -> m.Task | None:
         """The next task, which is expected to be trained by ``step``; None at the end.
 
         Raises DataError naming an invalid row.
@@ -60,10 +58,10 @@ class TaskSource(Protocol):
 class TaskList:
     """Yields given tasks, once each. Implements TaskSource."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[m.Task]) -> None:
         self._tasks, self._taken = tasks, 0
 
-    def next(self, step: int = 0) -> Task | None:
+    def next(self, step: int = 0) -> m.Task | None:
         """The next task, the same at any step; None after the last."""
         if self._taken >= len(self._tasks):
             return None
@@ -94,18 +92,18 @@ class GrowingTaskList(TaskList):
         self._taken = int(cursor)
 
 
-def numbered(number: int) -> Task:
+def numbered(number: int) -> m.Task:
     """A task that consists of its number."""
-    return Task(task_id=f"t{number}", data_source="", prompt=[], ground_truth="")
+    return m.Task(task_id=f"t{number}", data_source="", prompt=[], ground_truth="")
 
 
 class Counted:
     """Makes endless tasks from their numbers, from 0. Implements TaskSource."""
 
-    def __init__(self, make: Callable[[int], Task] = numbered) -> None:
+    def __init__(self, make: Callable[[int], m.Task] = numbered) -> None:
         self._make, self.taken = make, 0
 
-    def next(self, step: int = 0) -> Task:
+    def next(self, step: int = 0) -> m.Task:
         """The next task, the same at any step."""
         self.taken += 1
         return self._make(self.taken - 1)
@@ -122,11 +120,11 @@ class Counted:
 class Tasks:
     """Yields submitted tasks, then the source's. Slots and the bound on staleness do not depend on the order."""
 
-    def __init__(self, book: Book, change: Callable[[Transition], None], source: TaskSource) -> None:
+    def __init__(self, book: Book, change: Callable[[t.Transition], None], source: TaskSource) -> None:
         self._book, self._change, self._source = book, change, source
-        self.effects: Effects = {Submitted: self.submitted, Requeued: self.requeued, Drained: self.drained}
+        self.effects: t.Effects = {t.Submitted: self.submitted, t.Requeued: self.requeued, t.Drained: self.drained}
 
-    def take(self) -> tuple[Task, bytes, bool] | None:
+    def take(self) -> tuple[m.Task, bytes, bool] | None:
         """The next task, the source's cursor after it, and whether it was submitted. The caller must admit it."""
         book = self._book
         if book.submitted:
@@ -134,31 +132,31 @@ class Tasks:
         task = self._source.next(book.next_step + len(book.open) // book.settings.batch_groups)
         return None if task is None else (task, self._source.cursor(), False)
 
-    def refused(self, tasks: Sequence[Task]) -> Refused | None:
+    def refused(self, tasks: Sequence[m.Task]) -> m.Refused | None:
         """Refuse a client's tasks if one names code that is not listed in the config."""
         for task in tasks:
             if problem := code_problem(task, self._book.settings.code):
-                return Refused(code="code", reason=f"task {task.task_id:.80}: {problem}")
+                return m.Refused(code="code", reason=f"task {task.task_id:.80}: {problem}")
         return None
 
-    def submit(self, tasks: Sequence[Task], request: bytes = b"") -> Done | Refused:
+    def submit(self, tasks: Sequence[m.Task], request: bytes = b"") -> m.Done | m.Refused:
         """Queue tasks for admission; the same ``request`` again changes nothing."""
         book = self._book
         if request in book.submissions:
-            return Done()
+            return m.Done()
         if refused := self.refused(tasks):
             return refused
         if book.settings.replays:
-            return Refused(code="replay", reason="this run trains recorded groups alone (rollout.replay)")
+            return m.Refused(code="replay", reason="this run trains recorded groups alone (rollout.replay)")
         if book.finished:
-            return Refused(code="finished", reason="the run is over")
+            return m.Refused(code="finished", reason="the run is over")
         if len(book.submitted) + len(tasks) > MOST_SUBMITTED:
             reason = f"{len(book.submitted)} submitted tasks wait, and at most {MOST_SUBMITTED} may; submit more later"
-            return Refused(code="full", reason=reason)
-        self._change(Submitted(tasks=list(tasks), request=request))
-        return Done()
+            return m.Refused(code="full", reason=reason)
+        self._change(t.Submitted(tasks=list(tasks), request=request))
+        return m.Done()
 
-    def requeue(self, group: int, request: bytes = b"") -> Done | Refused:
+    def requeue(self, group: int, request: bytes = b"") -> m.Done | m.Refused:
         """Queue the task of a dead letter first, as a new group: the old one's slot is gone, and its attempts fenced.
 
         The new group waits for a slot as any other does, so the bound on staleness and the length of the run hold.
@@ -166,32 +164,32 @@ class Tasks:
         """
         book = self._book
         if request in book.submissions:
-            return Done()
+            return m.Done()
         if group not in book.dead_letters:
             known = ", ".join(map(str, book.dead_letters)) or "none"
-            return Refused(code="unknown_group", reason=f"group {group} is not a dead letter; those kept: {known}")
+            return m.Refused(code="unknown_group", reason=f"group {group} is not a dead letter; those kept: {known}")
         if book.finished:
-            return Refused(code="finished", reason="the run is over")
+            return m.Refused(code="finished", reason="the run is over")
         if len(book.open) >= book.wanted:
             reason = f"all groups of the run are admitted, so group {group} could not be trained any more"
-            return Refused(code="too_late", reason=reason)
-        self._change(Requeued(group=group, request=request))
-        return Done()
+            return m.Refused(code="too_late", reason=reason)
+        self._change(t.Requeued(group=group, request=request))
+        return m.Done()
 
-    def drain(self, on: bool) -> Done:
+    def drain(self, on: bool) -> m.Done:
         """Stop admission, or resume it with ``on=False``."""
         if on != self._book.draining:
-            self._change(Drained(on=on))
-        return Done()
+            self._change(t.Drained(on=on))
+        return m.Done()
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def submitted(self, event: Submitted) -> None:
+    def submitted(self, event: t.Submitted) -> None:
         """Apply `Submitted`: queue the tasks before those of the source."""
         self._book.submitted.extend(event.tasks)
         self._remember(event.request)
 
-    def requeued(self, event: Requeued) -> None:
+    def requeued(self, event: t.Requeued) -> None:
         """Apply `Requeued`: queue the task of a dead letter first."""
         book = self._book
         book.submitted.appendleft(book.dead_letters.pop(event.group).task)
@@ -205,7 +203,7 @@ class Tasks:
             if len(submissions) > REMEMBERED:
                 submissions.popitem(last=False)
 
-    def drained(self, event: Drained) -> None:
+    def drained(self, event: t.Drained) -> None:
         """Apply `Drained`: admission stops, or resumes."""
         self._book.draining = event.on
 

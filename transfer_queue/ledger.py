@@ -27,19 +27,7 @@ import msgspec
 
 from rl_async.errors import DataError, JournalError, UserError
 from rl_async.files import UNDECODABLE, drop_torn_line, force_to_disk
-from rl_async.transfer_queue.transitions import (
-    Admitted,
-    BatchCommitted,
-    BatchReserved,
-    DeadLettered,
-    GroupDropped,
-    GroupReady,
-    RolledBack,
-    RunFinished,
-    SamplesStored,
-    ShardLost,
-    Transition,
-)
+from rl_async.transfer_queue import transitions as t
 
 log = logging.getLogger("rl_async.queue")
 
@@ -107,7 +95,7 @@ class Ledger:
         self._file.truncate(offset)
         self._known = known
 
-    def catch_up(self, transitions: Iterable[Transition], *, may_cut: bool = True) -> Iterator[Transition]:
+    def catch_up(self, transitions: Iterable[t.Transition], *, may_cut: bool = True) -> Iterator[t.Transition]:
         """Yield transitions of the journal, while writing missing lines and cutting off surplus ones.
 
         Raises JournalError if surplus lines may not be cut: the journal has lost transitions that were acknowledged.
@@ -143,7 +131,7 @@ class Ledger:
         """The number of transitions seen so far."""
         return self._seq
 
-    def append(self, transition: Transition) -> None:
+    def append(self, transition: t.Transition) -> None:
         """Add the transition's line, if it has one, to the next flush."""
         seq, self._seq = self._seq, self._seq + 1
         line = _LINES.get(type(transition))
@@ -254,7 +242,7 @@ def _numbered(path: Path, offset: int = 0) -> Iterator[tuple[int, _Numbered | No
             offset += len(line)
 
 
-def _admit(event: Admitted) -> dict[str, Any]:
+def _admit(event: t.Admitted) -> dict[str, Any]:
     return {
         "event": "admit",
         "group": event.group,
@@ -264,17 +252,17 @@ def _admit(event: Admitted) -> dict[str, Any]:
     }
 
 
-def _put(event: SamplesStored) -> dict[str, Any]:
+def _put(event: t.SamplesStored) -> dict[str, Any]:
     """One line for all samples: (group, sample, the hash of each row's tokens by segment)."""
     stored = [(rows[0].group_id, rows[0].sample, [header.tokens_hash for header in rows]) for rows in event.samples]
     return {"event": "put", "stored": stored}
 
 
-def _lost(event: ShardLost) -> dict[str, Any]:
+def _lost(event: t.ShardLost) -> dict[str, Any]:
     return {"event": "lost", "shard": event.shard_id, "rows": event.samples}
 
 
-def _resume(event: RolledBack) -> dict[str, Any]:
+def _resume(event: t.RolledBack) -> dict[str, Any]:
     return {
         "event": "resume",
         "step": event.step,
@@ -285,17 +273,17 @@ def _resume(event: RolledBack) -> dict[str, Any]:
     }
 
 
-_LINES: dict[type[Transition], Callable[[Any], dict[str, Any]]] = {
-    Admitted: _admit,
-    SamplesStored: _put,
-    GroupReady: lambda event: {"event": "ready", "group": event.group},
-    BatchReserved: lambda event: {"event": "reserve", "step": event.step, "groups": event.groups},
-    BatchCommitted: lambda event: {"event": "commit", "step": event.step},
-    GroupDropped: lambda event: {"event": "drop", "group": event.group, "reason": event.reason},
-    DeadLettered: lambda event: {"event": "dead_letter", "group": event.group, "error": event.error},
-    RolledBack: _resume,
-    ShardLost: _lost,
-    RunFinished: lambda event: {"event": "finish", "left": event.left},
+_LINES: dict[type[t.Transition], Callable[[Any], dict[str, Any]]] = {
+    t.Admitted: _admit,
+    t.SamplesStored: _put,
+    t.GroupReady: lambda event: {"event": "ready", "group": event.group},
+    t.BatchReserved: lambda event: {"event": "reserve", "step": event.step, "groups": event.groups},
+    t.BatchCommitted: lambda event: {"event": "commit", "step": event.step},
+    t.GroupDropped: lambda event: {"event": "drop", "group": event.group, "reason": event.reason},
+    t.DeadLettered: lambda event: {"event": "dead_letter", "group": event.group, "error": event.error},
+    t.RolledBack: _resume,
+    t.ShardLost: _lost,
+    t.RunFinished: lambda event: {"event": "finish", "left": event.left},
 }
 
 

@@ -16,43 +16,11 @@ from itertools import takewhile
 
 import msgspec
 
+from rl_async import messages as m
 from rl_async.configs.engines import ENGINES
-from rl_async.messages import (
-    ConsumerRecord,
-    Delivered,
-    DeliveredGroup,
-    Done,
-    Elsewhere,
-    EngineList,
-    EngineRecord,
-    Refused,
-    RowKey,
-    ShardList,
-    ShardRecord,
-    Subscription,
-    Swept,
-    Task,
-    TrajectoryHeader,
-    Version,
-    media_sample,
-)
+from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.book import Book
-from rl_async.transfer_queue.transitions import (
-    Acknowledged,
-    Effects,
-    EngineChanged,
-    EngineRemoved,
-    EnginesChanged,
-    Missed,
-    Retired,
-    RolledBack,
-    ShardLost,
-    ShardsChanged,
-    Subscribed,
-    Transition,
-    Unsubscribed,
-)
 
 MOST_CONSUMERS = 64
 # Groups of one answer.
@@ -70,8 +38,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 class Kept(msgspec.Struct, frozen=True, array_like=True):
     """A group on the shelf. ``nbytes`` counts its rows, its headers and its task."""
 
-    task: Task
-    headers: list[TrajectoryHeader]
+    task: m.Task
+    headers: list[m.TrajectoryHeader]
     nbytes: int
 
 
@@ -95,7 +63,7 @@ class ConsumersState(msgspec.Struct, kw_only=True):
 class Consumers:
     """Readers by name. A verb decides and emits a transition; the methods named in the past tense apply it."""
 
-    def __init__(self, book: Book, change: Callable[[Transition], None]) -> None:
+    def __init__(self, book: Book, change: Callable[[t.Transition], None]) -> None:
         self._book, self._change = book, change
         # By position, and the positions by group.
         self._log: dict[int, Entry] = {}
@@ -109,30 +77,30 @@ class Consumers:
         # Bytes of the groups on the shelf.
         self.kept_bytes = 0
         self._cursors: dict[str, Cursor] = {}
-        self.effects: Effects = {
-            Subscribed: self.subscribed,
-            Acknowledged: self.acknowledged,
-            Unsubscribed: self.unsubscribed,
-            Missed: self.missed,
+        self.effects: t.Effects = {
+            t.Subscribed: self.subscribed,
+            t.Acknowledged: self.acknowledged,
+            t.Unsubscribed: self.unsubscribed,
+            t.Missed: self.missed,
         }
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
-    def subscribe(self, consumer: str, oldest: bool) -> Subscription | Refused:
+    def subscribe(self, consumer: str, oldest: bool) -> m.Subscription | m.Refused:
         """Make a consumer, unless it exists, that reads from the newest or the ``oldest`` group of the log on."""
         if consumer not in self._cursors:
             if not _NAME.fullmatch(consumer):
                 reason = f"consumer {consumer!r}: a name has 1 to 100 letters, digits, and the characters . _ -"
-                return Refused(code="bad_name", reason=reason)
+                return m.Refused(code="bad_name", reason=reason)
             if len(self._cursors) >= MOST_CONSUMERS:
                 reason = f"there are {MOST_CONSUMERS} consumers; unsubscribe one of: {', '.join(sorted(self._cursors))}"
-                return Refused(code="full", reason=reason)
+                return m.Refused(code="full", reason=reason)
             position = self._first - 1 if oldest else self._end
-            self._change(Subscribed(consumer=consumer, position=position))
+            self._change(t.Subscribed(consumer=consumer, position=position))
         cursor = self._cursors[consumer]
-        return Subscription(position=cursor.position, skipped=cursor.skipped)
+        return m.Subscription(position=cursor.position, skipped=cursor.skipped)
 
-    def read(self, consumer: str, after: int, max_groups: int) -> Delivered | Refused:
+    def read(self, consumer: str, after: int, max_groups: int) -> m.Delivered | m.Refused:
         """The groups after ``after`` or the cursor, the later of the two, in order of training."""
         cursor = self._cursors.get(consumer)
         if cursor is None:
@@ -143,9 +111,9 @@ class Consumers:
         stop = min(self._end + 1, start + max(1, min(max_groups, MOST_READ)))
         groups = [self._delivered(position) for position in range(start, stop)]
         finished = self._book.finished and start > self._end
-        return Delivered(groups=groups, skipped=cursor.skipped, finished=finished)
+        return m.Delivered(groups=groups, skipped=cursor.skipped, finished=finished)
 
-    def acknowledge(self, consumer: str, position: int) -> Done | Refused:
+    def acknowledge(self, consumer: str, position: int) -> m.Done | m.Refused:
         """Move the consumer's cursor to ``position``; an earlier position changes nothing."""
         cursor = self._cursors.get(consumer)
         if cursor is None:
@@ -154,15 +122,15 @@ class Consumers:
             return self._beyond(position)
         if position > cursor.position:
             freed = self._read_by_all({**self._positions(), consumer: position})
-            self._change(Acknowledged(consumer=consumer, position=position, freed=freed))
-        return Done()
+            self._change(t.Acknowledged(consumer=consumer, position=position, freed=freed))
+        return m.Done()
 
-    def unsubscribe(self, consumer: str) -> Done:
+    def unsubscribe(self, consumer: str) -> m.Done:
         """Forget a consumer and the groups that were kept for it alone; an unknown one is already forgotten."""
         if consumer in self._cursors:
             left = {name: at for name, at in self._positions().items() if name != consumer}
-            self._change(Unsubscribed(consumer=consumer, freed=self._read_by_all(left)))
-        return Done()
+            self._change(t.Unsubscribed(consumer=consumer, freed=self._read_by_all(left)))
+        return m.Done()
 
     def divide(self, retired: Sequence[int]) -> tuple[list[int], list[int]]:
         """Split groups that the trainer retires into those to forget and those to keep for consumers."""
@@ -182,21 +150,21 @@ class Consumers:
             excess -= kept.nbytes
             freed.append(group)
         if freed:
-            self._change(Missed(freed=freed))
+            self._change(t.Missed(freed=freed))
 
-    def records(self) -> list[ConsumerRecord]:
+    def records(self) -> list[m.ConsumerRecord]:
         """Name, position and backlog of each consumer, for inspection."""
         return [
-            ConsumerRecord(name=name, position=at.position, behind=self._end - at.position, skipped=at.skipped)
+            m.ConsumerRecord(name=name, position=at.position, behind=self._end - at.position, skipped=at.skipped)
             for name, at in sorted(self._cursors.items())
         ]
 
-    def headers_of(self, group: int) -> list[TrajectoryHeader]:
+    def headers_of(self, group: int) -> list[m.TrajectoryHeader]:
         """Headers of the rows of a group on the shelf."""
         kept = self.shelf.get(group)
         return [] if kept is None else kept.headers
 
-    def kept_samples(self) -> list[TrajectoryHeader]:
+    def kept_samples(self) -> list[m.TrajectoryHeader]:
         """The first header of each sample on the shelf."""
         return [header for kept in self.shelf.values() for header in kept.headers if header.segment == 0]
 
@@ -215,41 +183,41 @@ class Consumers:
         lowest = min(positions.values(), default=self._end)
         return list(takewhile(lambda group: self._places[group] <= lowest, self.shelf))
 
-    def _delivered(self, position: int) -> DeliveredGroup:
+    def _delivered(self, position: int) -> m.DeliveredGroup:
         entry = self._log[position]
         kept = self.shelf.get(entry.group)
         if kept is None:
             group = self._book.groups[entry.group]
             kept = Kept(group.task, group.headers(), 0)
-        return DeliveredGroup(
+        return m.DeliveredGroup(
             position=position, step=entry.step, group_id=entry.group, task=kept.task, headers=kept.headers
         )
 
-    def _beyond(self, position: int) -> Refused:
+    def _beyond(self, position: int) -> m.Refused:
         reason = f"the newest position is {self._end}, and {position} was given, perhaps by a queue before this one"
-        return Refused(code="bad_position", reason=reason)
+        return m.Refused(code="bad_position", reason=reason)
 
-    def _unknown(self, consumer: str) -> Refused:
+    def _unknown(self, consumer: str) -> m.Refused:
         known = ", ".join(sorted(self._cursors)) or "none"
-        return Refused(code="unknown_consumer", reason=f"no consumer {consumer!r}; subscribed: {known}")
+        return m.Refused(code="unknown_consumer", reason=f"no consumer {consumer!r}; subscribed: {known}")
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def subscribed(self, event: Subscribed) -> None:
+    def subscribed(self, event: t.Subscribed) -> None:
         """Apply `Subscribed`: add a cursor."""
         self._cursors[event.consumer] = Cursor(event.position)
 
-    def acknowledged(self, event: Acknowledged) -> None:
+    def acknowledged(self, event: t.Acknowledged) -> None:
         """Apply `Acknowledged`: move a cursor forward."""
         self._cursors[event.consumer].position = event.position
         self._forget(event.freed)
 
-    def unsubscribed(self, event: Unsubscribed) -> None:
+    def unsubscribed(self, event: t.Unsubscribed) -> None:
         """Apply `Unsubscribed`: remove a cursor."""
         del self._cursors[event.consumer]
         self._forget(event.freed)
 
-    def missed(self, event: Missed) -> None:
+    def missed(self, event: t.Missed) -> None:
         """Apply `Missed`: move consumers that have not read these groups past them."""
         last = self._places[event.freed[-1]]
         for cursor in self._cursors.values():
@@ -269,7 +237,7 @@ class Consumers:
                 self._log[self._end] = Entry(step, group)
                 self._places[group] = self._end
 
-    def retired(self, event: Retired) -> None:
+    def retired(self, event: t.Retired) -> None:
         """Apply `Retired`: drop groups from the log, or keep them on the shelf; they are still in the book."""
         for group_id in event.shelved:
             group = self._book.groups[group_id]
@@ -286,7 +254,7 @@ class Consumers:
         self.shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
         self.kept_bytes -= gone
 
-    def rolled_back(self, event: RolledBack) -> None:
+    def rolled_back(self, event: t.RolledBack) -> None:
         """Apply `RolledBack`: a queue that starts over has no earlier rows, so consumers skip to the end of the log."""
         if not event.fresh:
             return
@@ -343,62 +311,62 @@ _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 class Engines:
     """Engines by id. The revision grows with every change, publications included."""
 
-    def __init__(self, change: Callable[[Transition], None]) -> None:
+    def __init__(self, change: Callable[[t.Transition], None]) -> None:
         self._change = change
-        self._engines: dict[str, EngineRecord] = {}
+        self._engines: dict[str, m.EngineRecord] = {}
         # The reply for this revision, made at the first request.
-        self._list: EngineList | None = None
+        self._list: m.EngineList | None = None
         self.revision = 0
-        self.effects: Effects = {
-            EnginesChanged: self.changed,
-            EngineChanged: self.engine_changed,
-            EngineRemoved: self.engine_removed,
+        self.effects: t.Effects = {
+            t.EnginesChanged: self.changed,
+            t.EngineChanged: self.engine_changed,
+            t.EngineRemoved: self.engine_removed,
         }
 
-    def listed(self, published: Version) -> EngineList:
+    def listed(self, published: m.Version) -> m.EngineList:
         """The registry as a reply, in order of registration: the same object until it changes. Not to be modified."""
         if self._list is None or self._list.published != published:
             engines = list(self._engines.values())
-            self._list = EngineList(revision=self.revision, engines=engines, published=published)
+            self._list = m.EngineList(revision=self.revision, engines=engines, published=published)
         return self._list
 
-    def register(self, engine_id: str, url: str, kind: str) -> Done | Refused:
+    def register(self, engine_id: str, url: str, kind: str) -> m.Done | m.Refused:
         """Add an engine, unless it is registered. It gets no traffic before it confirms a version."""
         known = self._engines.get(engine_id)
         if kind not in ENGINES or not _URL.fullmatch(url):
             reason = f"engine {engine_id} at {url!r} of kind {kind!r}: give http://HOST:PORT and one of {list(ENGINES)}"
-            return Refused(code="bad_engine", reason=reason)
+            return m.Refused(code="bad_engine", reason=reason)
         if known is None:
-            self._set(EngineRecord(engine_id=engine_id, url=url, kind=kind))
+            self._set(m.EngineRecord(engine_id=engine_id, url=url, kind=kind))
         elif (known.url, known.kind) != (url, kind):
-            return Refused(code="conflict", reason=f"engine {engine_id} is registered at {known.url} ({known.kind})")
-        return Done()
+            return m.Refused(code="conflict", reason=f"engine {engine_id} is registered at {known.url} ({known.kind})")
+        return m.Done()
 
-    def remove(self, engine_id: str) -> Done:
+    def remove(self, engine_id: str) -> m.Done:
         """Forget an engine; an unknown one is already forgotten."""
         if engine_id in self._engines:
-            self._change(EngineRemoved(revision=self.revision + 1, engine_id=engine_id))
-        return Done()
+            self._change(t.EngineRemoved(revision=self.revision + 1, engine_id=engine_id))
+        return m.Done()
 
-    def confirm(self, engine_id: str, version: Version) -> Done | Refused:
+    def confirm(self, engine_id: str, version: m.Version) -> m.Done | m.Refused:
         """Record that an engine serves ``version``. A late confirmation of an older one changes nothing."""
         known = self._engines.get(engine_id)
         if known is None:
-            return Refused(code="unknown_engine", reason=f"engine {engine_id} is not registered")
+            return m.Refused(code="unknown_engine", reason=f"engine {engine_id} is not registered")
         raised = _raised(known, version)
         if raised is not known:
             self._set(raised)
-        return Done()
+        return m.Done()
 
-    def withdraw(self, engine_ids: Iterable[str]) -> Done:
+    def withdraw(self, engine_ids: Iterable[str]) -> m.Done:
         """Take engines out of traffic until they confirm a version again; unknown ones are passed over."""
         gone = [self._engines[name] for name in engine_ids if name in self._engines]
         for engine in gone:
             if engine.version is not None:
                 self._set(msgspec.structs.replace(engine, version=None))
-        return Done()
+        return m.Done()
 
-    def published(self, engine_ids: Iterable[str], version: Version) -> None:
+    def published(self, engine_ids: Iterable[str], version: m.Version) -> None:
         """Record that these engines confirmed the published ``version``; engines removed meanwhile are passed over."""
         serving = set(engine_ids)
         self._announce(
@@ -414,33 +382,33 @@ class Engines:
         if self._engines:
             self._announce([])
 
-    def _set(self, engine: EngineRecord) -> None:
-        self._change(EngineChanged(revision=self.revision + 1, engine=engine))
+    def _set(self, engine: m.EngineRecord) -> None:
+        self._change(t.EngineChanged(revision=self.revision + 1, engine=engine))
 
-    def _announce(self, records: Sequence[EngineRecord]) -> None:
-        self._change(EnginesChanged(revision=self.revision + 1, engines=[*records]))
+    def _announce(self, records: Sequence[m.EngineRecord]) -> None:
+        self._change(t.EnginesChanged(revision=self.revision + 1, engines=[*records]))
 
-    def changed(self, event: EnginesChanged) -> None:
+    def changed(self, event: t.EnginesChanged) -> None:
         """Apply `EnginesChanged`: replace the registry."""
         self.revision, self._list = event.revision, None
         self._engines = {engine.engine_id: engine for engine in event.engines}
 
-    def engine_changed(self, event: EngineChanged) -> None:
+    def engine_changed(self, event: t.EngineChanged) -> None:
         """Apply `EngineChanged`: add the engine, or replace its record."""
         self.revision, self._list = event.revision, None
         self._engines[event.engine.engine_id] = event.engine
 
-    def engine_removed(self, event: EngineRemoved) -> None:
+    def engine_removed(self, event: t.EngineRemoved) -> None:
         """Apply `EngineRemoved`: forget the engine."""
         self.revision, self._list = event.revision, None
         self._engines.pop(event.engine_id, None)
 
-    def dump(self) -> EnginesChanged:
+    def dump(self) -> t.EnginesChanged:
         """The state, as the transition that would lead to it."""
-        return EnginesChanged(revision=self.revision, engines=[*self._engines.values()])
+        return t.EnginesChanged(revision=self.revision, engines=[*self._engines.values()])
 
 
-def _raised(engine: EngineRecord, version: Version) -> EngineRecord:
+def _raised(engine: m.EngineRecord, version: m.Version) -> m.EngineRecord:
     """The record with ``version``, or unchanged if its version is not older."""
     behind = engine.version is None or engine.version < version
     return msgspec.structs.replace(engine, version=version) if behind else engine
@@ -450,75 +418,75 @@ class ShardsState(msgspec.Struct, kw_only=True):
     """The registry, without the times of signs of life."""
 
     revision: int
-    shards: list[ShardRecord]
+    shards: list[m.ShardRecord]
 
 
 class Shards:
     """Payload shards by id. A lost shard never comes back under its id: it starts again without rows."""
 
-    def __init__(self, book: Book, change: Callable[[Transition], None], consumers: Consumers) -> None:
+    def __init__(self, book: Book, change: Callable[[t.Transition], None], consumers: Consumers) -> None:
         self._book, self._change, self._consumers = book, change, consumers
-        self._shards: dict[str, ShardRecord] = {}
+        self._shards: dict[str, m.ShardRecord] = {}
         self._heard: dict[str, float] = {}
         self.revision = 0
-        self.effects: Effects = {ShardsChanged: self.changed, ShardLost: self.shard_lost}
+        self.effects: t.Effects = {t.ShardsChanged: self.changed, t.ShardLost: self.shard_lost}
 
-    def list(self) -> ShardList:
+    def list(self) -> m.ShardList:
         """The registry of payload shards, as a reply."""
-        return ShardList(
+        return m.ShardList(
             revision=self.revision, replicas=self._book.settings.replicas, shards=list(self._shards.values())
         )
 
-    def register(self, record: ShardRecord, now: float) -> Done | Refused:
+    def register(self, record: m.ShardRecord, now: float) -> m.Done | m.Refused:
         """Add a shard, unless it is registered. It replaces another of its name, which is lost."""
         if not self._book.settings.replicas:
-            return Refused(code="shards", reason="this queue keeps its payloads itself (queue.shards=0)")
+            return m.Refused(code="shards", reason="this queue keeps its payloads itself (queue.shards=0)")
         if record.shard_id not in self._shards:
             for shard_id in [key for key, other in self._shards.items() if other.name == record.name]:
                 self._lose(shard_id)
-            self._change(ShardsChanged(revision=self.revision + 1, shards=[*self._shards.values(), record]))
+            self._change(t.ShardsChanged(revision=self.revision + 1, shards=[*self._shards.values(), record]))
         self._heard[record.shard_id] = now
-        return Done()
+        return m.Done()
 
     def hear(self, shard_id: str, now: float) -> None:
         """Note a sign of life of a registered shard."""
         if shard_id in self._shards:
             self._heard[shard_id] = now
 
-    def sweep(self, shard_id: str, groups: Sequence[int]) -> Swept | Refused:
+    def sweep(self, shard_id: str, groups: Sequence[int]) -> m.Swept | m.Refused:
         """Say which of these groups are gone. A parked request does not count as a sign of life."""
         if shard_id not in self._shards:
-            return Refused(
+            return m.Refused(
                 code=wire.SHARD_LOST,
                 reason=f"shard {shard_id} is not registered; it must start again without rows",
             )
-        return Swept(
+        return m.Swept(
             gone=[group for group in groups if group not in self._book.groups and group not in self._consumers.shelf]
         )
 
-    def misplaced(self, headers: Sequence[TrajectoryHeader]) -> Refused | None:
+    def misplaced(self, headers: Sequence[m.TrajectoryHeader]) -> m.Refused | None:
         """Refuse the rows of a sample that no registered shard keeps."""
         shards = headers[0].shards
         if any(header.shards != shards or header.nbytes <= 0 for header in headers):
-            return Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")
+            return m.Refused(code="rows", reason="the rows of a sample lie on the same shards, and none is empty")
         if any(shard_id in self._shards for shard_id in shards):
             return None
-        return Refused(code=wire.SHARD_LOST, reason=f"of the shards {shards} none is known")
+        return m.Refused(code=wire.SHARD_LOST, reason=f"of the shards {shards} none is known")
 
-    def places(self, rows: Sequence[RowKey]) -> Elsewhere | Refused:
+    def places(self, rows: Sequence[m.RowKey]) -> m.Elsewhere | m.Refused:
         """The attempts and shards that hold these rows."""
         attempts: list[int] = []
         shards: list[list[str]] = []
         for key in rows:
             header = self._header(key)
-            if isinstance(header, Refused):
+            if isinstance(header, m.Refused):
                 return header
             attempts.append(header.attempt)
             shards.append([shard_id for shard_id in header.shards if shard_id in self._shards])
         urls = {shard_id: self._shards[shard_id].url for shard_id in {each for some in shards for each in some}}
-        return Elsewhere(attempts=attempts, shards=shards, urls=urls)
+        return m.Elsewhere(attempts=attempts, shards=shards, urls=urls)
 
-    def _header(self, key: RowKey) -> TrajectoryHeader | Refused:
+    def _header(self, key: m.RowKey) -> m.TrajectoryHeader | m.Refused:
         group_id, index, segment = key
         group = self._book.groups.get(group_id)
         if index < 0:
@@ -528,20 +496,20 @@ class Shards:
         else:
             headers = group.samples[index].headers if 0 <= index < len(group.samples) else []
             if not headers and 0 <= index < len(group.samples):
-                return Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
+                return m.Refused(code=wire.ROWS_LOST, reason=f"sample {index} of group {group_id} is generated again")
         if not 0 <= segment < len(headers):
-            return Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
+            return m.Refused(code="unknown_row", reason=f"no row (group, sample, segment) {key}")
         return headers[segment]
 
-    def _medium(self, key: RowKey) -> TrajectoryHeader | Refused:
+    def _medium(self, key: m.RowKey) -> m.TrajectoryHeader | m.Refused:
         """A header with the shards of a medium: those of the rows that refer to it, as attempt 0."""
         group_id, index, segment = key
         group = self._book.groups.get(group_id)
         headers = self._consumers.headers_of(group_id) if group is None else group.headers()
         for header in headers if segment == 0 else []:
-            if index in map(media_sample, header.media) and not self._shards.keys().isdisjoint(header.shards):
+            if index in map(m.media_sample, header.media) and not self._shards.keys().isdisjoint(header.shards):
                 return msgspec.structs.replace(header, attempt=0)
-        return Refused(code="unknown_row", reason=f"no medium {key}")
+        return m.Refused(code="unknown_row", reason=f"no medium {key}")
 
     def expire(self, now: float) -> None:
         """Remove the shards that were silent for the lease time."""
@@ -574,16 +542,16 @@ class Shards:
         here += [(header.group_id, header.sample, header) for header in self._consumers.kept_samples()]
         samples = [(group, index) for group, index, header in here if left.isdisjoint(header.shards)]
         if shard_id or samples:
-            self._change(ShardLost(shard_id=shard_id, samples=samples))
+            self._change(t.ShardLost(shard_id=shard_id, samples=samples))
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def changed(self, event: ShardsChanged) -> None:
+    def changed(self, event: t.ShardsChanged) -> None:
         """Apply `ShardsChanged`: replace the registry."""
         self.revision = event.revision
         self._shards = {shard.shard_id: shard for shard in event.shards}
 
-    def shard_lost(self, event: ShardLost) -> None:
+    def shard_lost(self, event: t.ShardLost) -> None:
         """Apply `ShardLost`: remove the shard; samples without another copy wait again."""
         self.revision += 1
         self._shards.pop(event.shard_id, None)
@@ -609,4 +577,4 @@ class Shards:
 
     def load(self, state: ShardsState) -> None:
         """Restore a dumped state; only a new store can."""
-        self.changed(ShardsChanged(revision=state.revision, shards=state.shards))
+        self.changed(t.ShardsChanged(revision=state.revision, shards=state.shards))

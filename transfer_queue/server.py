@@ -38,7 +38,6 @@ from rl_async.configs.schema.queue import QueueConfig, QueueLimits
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE
-from rl_async.messages import Task, Version
 from rl_async.process.private_folder import make_private
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
@@ -49,7 +48,6 @@ from rl_async.transfer_queue.delivery import TaskList
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.store import Feed, Rates, Store
-from rl_async.transfer_queue.transitions import Transition
 from rl_async.transfer_queue.verbs import ENGINES_CHANGE, VERBS, Announcing, Incoming, Leasing, Response, Serving, Verb
 
 log = logging.getLogger("rl_async.queue")
@@ -357,7 +355,7 @@ class QueueServer:
         self._began = now
 
     def _clock(self) -> float:
-        """Seconds for which the queue has served."""
+        """The time that the queue has served, in seconds."""
         self._latest = max(self._latest, self._read_clock() - self._held_up_s)
         return self._latest
 
@@ -471,8 +469,8 @@ def recover(
     return ledger.count
 
 
-def _of_this_run(dump: bytes, transitions: Iterable[Transition], known: bool, run_id: str) -> Iterator[Transition]:
-    """The transitions; raises JournalError if there are any and the ledger never followed this journal."""
+def _of_this_run(dump: bytes, transitions: Iterable[t.Transition], known: bool, run_id: str) -> Iterator[t.Transition]:
+    """Yield the transitions; raise JournalError unless they are none or the ledger has followed this journal."""
     empty = not dump
     for transition in transitions:
         empty = False
@@ -738,7 +736,7 @@ def standalone_settings(
 
 def serve_standalone(
     settings: QueueSettings,
-    tasks: Sequence[Task],
+    tasks: Sequence[m.Task],
     *,
     address: str = LOOPBACK,
     folder: Path | None = None,
@@ -766,7 +764,7 @@ def serve_standalone(
             recover(store, journal, ledger, time.monotonic())
             flush = JournalRecorder(store, journal, ledger).flush
         if store.status(time.monotonic()).published.step < 0:
-            store.publish(Version(0, 0), [])
+            store.publish(m.Version(0, 0), [])
         flush()
         socket = stack.enter_context(bind(stack.enter_context(zmq.Context()), address))
         listening(socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
@@ -775,7 +773,7 @@ def serve_standalone(
 
 @contextlib.contextmanager
 def serve(
-    tasks: Sequence[Task] = (),
+    tasks: Sequence[m.Task] = (),
     *,
     group_size: int = 1,
     batch_groups: int = 1,

@@ -19,28 +19,13 @@ from itertools import islice
 
 import msgspec
 
-from rl_async.messages import (
-    Done,
-    EngineList,
-    GroupList,
-    GroupRecord,
-    Inspection,
-    LeaseRecord,
-    Peeked,
-    Refused,
-    Resumed,
-    StatusReport,
-    Task,
-    Version,
-    WorkerRecord,
-)
+from rl_async import messages as m
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.batches import Batches, BatchesState, EvalRound, EvalRounds
 from rl_async.transfer_queue.book import EVAL_GROUPS, TRAIN, Book, BookState, Grant, Group, State
 from rl_async.transfer_queue.delivery import Delivery, Tasks, TaskSource
 from rl_async.transfer_queue.registry import Consumers, ConsumersState, Engines, Shards, ShardsState
-from rl_async.transfer_queue.transitions import BatchReserved, GroupReady, SamplesStored, Transition
 
 # A worker that was silent for this long is gone.
 HEARD_S = 60.0
@@ -90,22 +75,22 @@ WINDOW_S = 60
 NAMES = ("groups_ready", "groups_reserved", "rows", "bytes")
 
 
-def oldest_lease(book: Book, now: float) -> LeaseRecord | None:
+def oldest_lease(book: Book, now: float) -> m.LeaseRecord | None:
     """The oldest lease that has not ended."""
     oldest = book.leases.oldest()
     if oldest is None:
         return None
     worker, group = oldest
-    return LeaseRecord(group_id=group, worker=worker, age_s=book.leases.age(worker, group, now))
+    return m.LeaseRecord(group_id=group, worker=worker, age_s=book.leases.age(worker, group, now))
 
 
-def list_workers(book: Book, now: float) -> list[WorkerRecord]:
+def list_workers(book: Book, now: float) -> list[m.WorkerRecord]:
     """The workers heard of with the number of their leases, by name, at most MOST_LISTED."""
-    records: list[WorkerRecord] = []
+    records: list[m.WorkerRecord] = []
     for worker in book.leases.names()[:MOST_LISTED]:
         held = book.leases.held(worker)
         oldest = max((book.leases.age(worker, group, now) for group in held), default=0.0)
-        records.append(WorkerRecord(worker=worker, samples=sum(held.values()), groups=len(held), oldest_s=oldest))
+        records.append(m.WorkerRecord(worker=worker, samples=sum(held.values()), groups=len(held), oldest_s=oldest))
     return records
 
 
@@ -119,31 +104,31 @@ def oldest_ages(book: Book, now: float) -> dict[str, float]:
     return {state: oldest[state] for state in State if state in oldest}
 
 
-def group_list(book: Book, after: int, limit: int, state: str, now: float) -> GroupList | Refused:
+def group_list(book: Book, after: int, limit: int, state: str, now: float) -> m.GroupList | m.Refused:
     """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED; of every state if it is empty."""
     if state and state not in list(State):
-        return Refused(code="unknown_state", reason=f"no state {state!r}; there are: {', '.join(State)}")
+        return m.Refused(code="unknown_state", reason=f"no state {state!r}; there are: {', '.join(State)}")
     limit = max(1, min(limit, MOST_LISTED))
     ids = (i for i in sorted(book.groups) if i > after and (not state or book.groups[i].state == state))
     found = [_record(book, book.groups[group_id], now) for group_id in islice(ids, limit + 1)]
-    return GroupList(groups=found[:limit], more=len(found) > limit)
+    return m.GroupList(groups=found[:limit], more=len(found) > limit)
 
 
-def peek(book: Book, group_id: int, now: float) -> Peeked | Refused:
+def peek(book: Book, group_id: int, now: float) -> m.Peeked | m.Refused:
     """One group with the headers of its finished rows; Refused if it is not here."""
     group = book.groups.get(group_id)
     if group is not None:
-        return Peeked(group=_record(book, group, now), task=group.task, headers=group.headers())
+        return m.Peeked(group=_record(book, group, now), task=group.task, headers=group.headers())
     letter = book.dead_letters.get(group_id)
     if letter is not None:
-        return Refused(code="dead_letter", reason=f"group {group_id} is a dead letter: {letter.error}")
+        return m.Refused(code="dead_letter", reason=f"group {group_id} is a dead letter: {letter.error}")
     admitted = 0 <= group_id < book.next_group or EVAL_GROUPS <= group_id < book.next_eval_group
     reason = "was trained and retired, dropped, or its evaluation is over" if admitted else "was never admitted"
-    return Refused(code="unknown_group", reason=f"group {group_id} is not here: it {reason}")
+    return m.Refused(code="unknown_group", reason=f"group {group_id} is not here: it {reason}")
 
 
-def _record(book: Book, group: Group, now: float) -> GroupRecord:
-    return GroupRecord(
+def _record(book: Book, group: Group, now: float) -> m.GroupRecord:
+    return m.GroupRecord(
         group_id=group.group_id,
         partition=group.partition,
         state=group.state,
@@ -164,17 +149,17 @@ class Rates:
         # Oldest first.
         self._seconds: deque[tuple[int, Counter[str]]] = deque()
 
-    def see(self, transition: Transition, now: float) -> None:
+    def see(self, transition: t.Transition, now: float) -> None:
         """Count the rows or groups of a transition; training groups only."""
         match transition:
-            case SamplesStored(samples=samples):
+            case t.SamplesStored(samples=samples):
                 nbytes = [header.nbytes for rows in samples if rows[0].partition == TRAIN for header in rows]
                 counts = self._second(now)
                 counts["rows"] += len(nbytes)
                 counts["bytes"] += sum(nbytes)
-            case GroupReady(partition=partition) if partition == TRAIN:
+            case t.GroupReady(partition=partition) if partition == TRAIN:
                 self._second(now)["groups_ready"] += 1
-            case BatchReserved(groups=groups):
+            case t.BatchReserved(groups=groups):
                 self._second(now)["groups_reserved"] += len(groups)
 
     def _second(self, now: float) -> "Counter[str]":
@@ -200,14 +185,14 @@ class Rates:
 class Feed:
     """Hands every transition to every consumer, in order of subscription, before the store continues."""
 
-    def __init__(self, *consumers: Callable[[Transition], None]) -> None:
+    def __init__(self, *consumers: Callable[[t.Transition], None]) -> None:
         self._consumers = list(consumers)
 
-    def subscribe(self, consumer: Callable[[Transition], None]) -> None:
+    def subscribe(self, consumer: Callable[[t.Transition], None]) -> None:
         """Add a consumer; it sees only later transitions."""
         self._consumers.append(consumer)
 
-    def __call__(self, transition: Transition) -> None:
+    def __call__(self, transition: t.Transition) -> None:
         for consumer in self._consumers:
             consumer(transition)
 
@@ -234,7 +219,7 @@ class Store:
         self,
         settings: QueueSettings,
         source: TaskSource,
-        eval_tasks: Sequence[Task],
+        eval_tasks: Sequence[m.Task],
         emit: Callable[[t.Transition], None],
     ) -> None:
         self.settings, self._emit, self._source = settings, emit, source
@@ -338,44 +323,44 @@ class Store:
 
     # --- trainer ----------------------------------------------------------------------------------------------------
 
-    def publish(self, version: Version, engines: Sequence[str]) -> Done | Refused:
+    def publish(self, version: m.Version, engines: Sequence[str]) -> m.Done | m.Refused:
         """Record that these engines serve ``version``: slots are freed, and groups are leased under it."""
         before = self.book.published
         answer = self.batches.publish(version)
-        if isinstance(answer, Done) and self.book.published != before:
+        if isinstance(answer, m.Done) and self.book.published != before:
             self.engines.published(engines, version)
         return answer
 
-    def retire(self, step: int) -> Done | Refused:
+    def retire(self, step: int) -> m.Done | m.Refused:
         """Forget the steps before ``step``, except for groups that consumers have not read."""
         answer = self.batches.retire(step)
         self.consumers.trim()
         return answer
 
-    def resume(self, step: int, lineage: int, snapshot: bytes) -> Resumed | Refused:
+    def resume(self, step: int, lineage: int, snapshot: bytes) -> m.Resumed | m.Refused:
         """Go back to a checkpoint; evaluations of the lost lineage are forgotten."""
         repeated = self.batches.has_resumed(step, lineage)
         answer = self.book.replaced(lineage) or self.batches.resume(step, lineage, snapshot)
-        if isinstance(answer, Resumed) and not repeated:
+        if isinstance(answer, m.Resumed) and not repeated:
             self.evals.close_all()
             self.engines.unpublished()
         return answer
 
-    def finish(self) -> Done:
+    def finish(self) -> m.Done:
         """End the run: nothing more is admitted or leased."""
         if not self.book.finished:
             self.evals.close_answered()
             self._change(t.RunFinished(left=sorted(group.group_id for group in self.book.untrained())))
-        return Done()
+        return m.Done()
 
-    def engine_list(self) -> EngineList:
+    def engine_list(self) -> m.EngineList:
         """The registry. Before the first publication of a lineage, ``published`` has step -1."""
         return self.engines.listed(self._published())
 
-    def status(self, now: float) -> StatusReport:
+    def status(self, now: float) -> m.StatusReport:
         """Counts of training groups, and counters: journaled ones since the run began, others since the start."""
         book = self.book
-        return StatusReport(
+        return m.StatusReport(
             published=self._published(),
             waiting=book.count(State.WAITING),
             leased=book.count(State.LEASED),
@@ -399,9 +384,9 @@ class Store:
             flush_s=self.flush_s,
         )
 
-    def inspect(self, now: float, rates: dict[str, float]) -> Inspection:
+    def inspect(self, now: float, rates: dict[str, float]) -> m.Inspection:
         """The status with lists of dead letters, shards, consumers and workers, and the caller's ``rates``."""
-        return Inspection(
+        return m.Inspection(
             status=self.status(now),
             group_size=self.book.settings.group_size,
             draining=self.book.draining,
@@ -420,5 +405,5 @@ class Store:
         """Add one to an unjournaled counter of the status report."""
         self.book.unjournaled_counters[counter] += 1
 
-    def _published(self) -> Version:
-        return self.book.published or Version(self.book.lineage, -1)
+    def _published(self) -> m.Version:
+        return self.book.published or m.Version(self.book.lineage, -1)

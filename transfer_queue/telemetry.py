@@ -16,23 +16,10 @@ from rl_async.errors import ProtocolError, QueueLost, RequestRefused
 from rl_async.messages import TrajectoryHeader
 from rl_async.process.http_server import answering, by_label, gauge, metrics_text
 from rl_async.tracing import EPISODE
+from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.book import TRAIN, State
 from rl_async.transfer_queue.client import SyncQueueClient
-from rl_async.transfer_queue.transitions import (
-    Admitted,
-    BatchCommitted,
-    BatchReserved,
-    DeadLettered,
-    GroupDropped,
-    GroupReady,
-    LeaseGiven,
-    LeaseLost,
-    RolledBack,
-    SampleFailed,
-    SamplesStored,
-    Transition,
-)
 
 # The queue must answer a scrape within this.
 ANSWER_S = 5.0
@@ -139,30 +126,30 @@ class QueueTraces:
         self._groups: dict[int, _Group] = {}
         self._steps: dict[int, list[int]] = {}
 
-    def __call__(self, transition: Transition) -> None:
+    def __call__(self, transition: t.Transition) -> None:
         match transition:
-            case Admitted(group=number, partition=partition):
+            case t.Admitted(group=number, partition=partition):
                 self._groups[number] = _Group(partition)
-            case LeaseGiven(group=number, traced=[_, *_] as traced, attempt=attempt):
+            case t.LeaseGiven(group=number, traced=[_, *_] as traced, attempt=attempt):
                 self._leased(number, traced, attempt)
-            case SamplesStored(samples=stored):
+            case t.SamplesStored(samples=stored):
                 for headers in stored:
                     if headers[0].traced:
                         self._stored(headers[0])
-            case SampleFailed(group=number, sample=sample, error=error):
+            case t.SampleFailed(group=number, sample=sample, error=error):
                 self._given_up(number, [sample], error)
-            case LeaseLost(group=number, samples=samples, worker=worker):
+            case t.LeaseLost(group=number, samples=samples, worker=worker):
                 self._given_up(number, samples, f"worker {worker} lost its lease")
-            case GroupDropped(group=number, reason=reason) | DeadLettered(group=number, error=reason):
+            case t.GroupDropped(group=number, reason=reason) | t.DeadLettered(group=number, error=reason):
                 self._ended(number, {"rl_async.dropped": reason}, reason)
-            case GroupReady(group=number, partition=partition) if partition != TRAIN:
+            case t.GroupReady(group=number, partition=partition) if partition != TRAIN:
                 self._ended(number, {})
-            case RolledBack():
+            case t.RolledBack():
                 self._groups.clear()
                 self._steps.clear()
-            case BatchReserved(step=step, groups=groups):
+            case t.BatchReserved(step=step, groups=groups):
                 self._reserved(step, groups)
-            case BatchCommitted(step=step):
+            case t.BatchCommitted(step=step):
                 for number in self._steps.pop(step, []):
                     self._ended(number, {"rl_async.step": step})
 

@@ -18,15 +18,13 @@ from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.configs.derived import unbounded
 from rl_async.errors import ProtocolError
-from rl_async.messages import Lease, Leased
-from rl_async.transfer_queue import store as observe
 from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.roles import EVERYBODY, Role
 from rl_async.transfer_queue.delivery import Delivery
 from rl_async.transfer_queue.journal.journal import FREEING, Journal
 from rl_async.transfer_queue.registry import Engines
-from rl_async.transfer_queue.store import Store
+from rl_async.transfer_queue.store import Rates, Store, group_list, peek
 
 # Each answer postpones the next announcement by this. It takes 60 us of processor time, the reader's next question
 # included, and several times as long where cores are shared. Until all readers have asked again, other requests wait
@@ -74,22 +72,22 @@ class Leasing:
         self._sent_to: OrderedDict[bytes, set[bytes]] = OrderedDict()
         # Requests that were answered without groups.
         self._empty: OrderedDict[bytes, None] = OrderedDict()
-        # The turn in which each worker last got groups.
+        # The turn of each worker's last groups.
         self._served: OrderedDict[str, int] = OrderedDict()
         self._turn = 0
 
     def turn(self, worker: str) -> int:
-        """The turn in which the worker last got groups, from 1; 0 before its first."""
+        """The turn of the worker's last groups, from 1; 0 before its first."""
         return self._served.get(worker, 0)
 
-    def lease(self, request_id: bytes, identity: bytes, request: Lease, now: float, *, last: bool) -> Leased | None:
+    def lease(self, request_id: bytes, identity: bytes, request: m.Lease, now: float, *, last: bool) -> m.Leased | None:
         """Lease groups to the request. Returns None to keep it waiting, but not at the ``last`` try.
 
         A request that was answered without groups gets none again: its worker may have gone on to the next one and
         would never hear of groups that went to a late copy.
         """
         if request_id in self._empty:
-            return Leased(groups=[])
+            return m.Leased(groups=[])
         reply = self._delivery.lease(request.worker, request.max_groups, now, request_id, request.task)
         if self._delivery.grants.get(request_id) is not None:
             self._turn += 1
@@ -141,7 +139,7 @@ class Serving(NamedTuple):
     journal: Journal
     leasing: Leasing
     announcing: Announcing
-    rates: observe.Rates
+    rates: Rates
     clock: Callable[[], float]
 
 
@@ -544,7 +542,7 @@ _VERBS = (
         waits=lambda _, reply: not reply.gone,
         arrive=_sweep_arrived,
     ),
-    # other readers of what is trained
+    # readers of trained groups beside the trainer
     _verb(m.Subscribe, READS, lambda s, r, _: s.consumers.subscribe(r.consumer, r.oldest)),
     _poll(
         m.Read,
@@ -561,8 +559,8 @@ _VERBS = (
     _verb(m.Drain, OPERATES, lambda s, r, _: s.tasks.drain(r.on)),
     _verb(m.Status, EVERYBODY, lambda s, _, now: s.status(now)),
     Verb(m.Inspect, READS, lambda q, _, __: Response(q.store.inspect(q.clock(), q.rates.per_second(q.clock())))),
-    _verb(m.ListGroups, READS, lambda s, r, now: observe.group_list(s.book, r.after, r.limit, r.state, now)),
-    _verb(m.Peek, READS, lambda s, r, now: observe.peek(s.book, r.group_id, now)),
+    _verb(m.ListGroups, READS, lambda s, r, now: group_list(s.book, r.after, r.limit, r.state, now)),
+    _verb(m.Peek, READS, lambda s, r, now: peek(s.book, r.group_id, now)),
 )
 
 # Resume names the lineage that it begins.

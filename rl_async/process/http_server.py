@@ -271,7 +271,7 @@ def exposed(wanted: bool, run: Path, role: str, name: str, *collectors: Collecto
 
 @contextlib.contextmanager
 def answering(port: int, key: str, token: str, render: Callable[[], bytes]) -> Iterator[int]:
-    """Answer scrapes that carry ``token`` with what ``render`` returns, on loopback while the block runs.
+    """Answer scrapes that carry ``token`` with the text of ``render``, on loopback while the block runs.
 
     Yields the port, a free one if ``port`` is 0. One scrape at a time calls ``render``, in a thread. Raises UserError,
     naming the config's ``key``, if the port cannot be had.

@@ -74,7 +74,7 @@ def catches(pid: int, signal_number: int) -> bool:
 
 
 def waits_in(pid: int) -> str:
-    """Return the kernel function in which the main thread sleeps; empty if it runs or is hidden."""
+    """Return the kernel function that the main thread sleeps in; empty if it runs or is hidden."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/wchan").read_text().strip()
         return "" if name == "0" else name

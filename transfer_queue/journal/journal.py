@@ -38,20 +38,8 @@ from rl_async.codec import Frame
 from rl_async.errors import JournalError, UserError
 from rl_async.files import UNDECODABLE, force_to_disk, make_durable_folder
 from rl_async.messages import RowKey
+from rl_async.transfer_queue import transitions as t
 from rl_async.transfer_queue import wire
-from rl_async.transfer_queue.transitions import (
-    Acknowledged,
-    DeadLettered,
-    EvalClosed,
-    GroupDropped,
-    Missed,
-    Retired,
-    RolledBack,
-    SamplesStored,
-    Transition,
-    TransitionType,
-    Unsubscribed,
-)
 
 # --- the interface ----------------------------------------------------------------------------------------------------
 
@@ -68,7 +56,7 @@ class Recovered(NamedTuple):
 
     dump: bytes
     dumped: int
-    transitions: Iterator[Transition]
+    transitions: Iterator[t.Transition]
 
 
 class Journal(Protocol):
@@ -86,7 +74,7 @@ class Journal(Protocol):
         """Read the flushed record. Call it once, before anything else."""
         ...
 
-    def append(self, transition: Transition) -> None:
+    def append(self, transition: t.Transition) -> None:
         """Record one transition, and free the payloads that it makes unreachable."""
         ...
 
@@ -153,21 +141,21 @@ ALL_GROUPS = None
 # Giving memory back takes milliseconds, which fewer freed bytes are not worth.
 TRIM_BYTES = 1 << 24
 
-_FREES: dict[type[Transition], Callable[[Any], Sequence[int] | None]] = {
-    GroupDropped: lambda event: (event.group,),
-    DeadLettered: lambda event: (event.group,),
-    Retired: lambda event: event.groups,
-    EvalClosed: lambda event: event.groups,
-    Acknowledged: lambda event: event.freed,
-    Unsubscribed: lambda event: event.freed,
-    Missed: lambda event: event.freed,
-    RolledBack: lambda event: ALL_GROUPS if event.fresh else (),
+_FREES: dict[type[t.Transition], Callable[[Any], Sequence[int] | None]] = {
+    t.GroupDropped: lambda event: (event.group,),
+    t.DeadLettered: lambda event: (event.group,),
+    t.Retired: lambda event: event.groups,
+    t.EvalClosed: lambda event: event.groups,
+    t.Acknowledged: lambda event: event.freed,
+    t.Unsubscribed: lambda event: event.freed,
+    t.Missed: lambda event: event.freed,
+    t.RolledBack: lambda event: ALL_GROUPS if event.fresh else (),
 }
 # The transitions that may free payloads.
 FREEING = frozenset(_FREES)
 
 
-def freed_by(transition: Transition) -> Sequence[int] | None:
+def freed_by(transition: t.Transition) -> Sequence[int] | None:
     """The groups whose payloads cannot be requested after this; ALL_GROUPS after a fresh start."""
     frees = _FREES.get(type(transition))
     return () if frees is None else frees(transition)
@@ -239,7 +227,7 @@ class MemoryJournal:
         """Return an empty record: nothing outlives the process."""
         return Recovered(b"", 0, iter(()))
 
-    def append(self, transition: Transition) -> None:
+    def append(self, transition: t.Transition) -> None:
         """Free payloads only: no later process could read the transition."""
         self._payloads.free(freed_by(transition))
 
@@ -269,7 +257,7 @@ class MemoryJournal:
 
 # Beyond this size a new file is begun.
 SEGMENT_BYTES = 1 << 25
-# The buffers of one write, of which Linux takes 1024.
+# The buffers of one write. Linux takes 1024.
 _MOST_BUFFERS = 512
 
 
@@ -486,7 +474,7 @@ def failed(path: Path, error: OSError) -> JournalError:
 Key = tuple[int, int]
 FOREVER = 1 << 62
 
-_transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
+_transition: msgspec.msgpack.Decoder[t.Transition] = msgspec.msgpack.Decoder(t.TransitionType)
 _place = msgspec.msgpack.Decoder(SegmentPlace)
 
 
@@ -515,7 +503,7 @@ class History:
 
     def _read(self, db: sqlite3.Connection) -> None:
         (self._end,) = db.execute("SELECT coalesce(max(seq) + 1, ?) FROM log", (self._dumped,)).fetchone()
-        kinds = [SamplesStored.__name__, *(kind.__name__ for kind in FREEING)]
+        kinds = [t.SamplesStored.__name__, *(kind.__name__ for kind in FREEING)]
         query = f"SELECT seq, body FROM log WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY seq"
         events = [(seq, _transition.decode(body)) for seq, body in db.execute(query, kinds)]
         fresh = max((seq for seq, event in events if freed_by(event) is ALL_GROUPS), default=-1)
@@ -531,7 +519,7 @@ class History:
         for group, samples in here.items():
             self._lives += [_Life((group, sample), born, FOREVER) for sample, born in samples.items()]
 
-    def _born(self, events: list[tuple[int, Transition]]) -> dict[int, dict[int, int]]:
+    def _born(self, events: list[tuple[int, t.Transition]]) -> dict[int, dict[int, int]]:
         """The transition that stored each sample, by group, but for samples on shards.
 
         A medium counts as stored with the first sample of its group.
@@ -540,7 +528,7 @@ class History:
         for group, sample in self._rows:
             born.setdefault(group, {})[sample] = self._dumped - 1
         for seq, event in reversed(events):
-            for headers in event.samples if isinstance(event, SamplesStored) else ():
+            for headers in event.samples if isinstance(event, t.SamplesStored) else ():
                 if not headers[0].shards:
                     samples = born.setdefault(headers[0].group_id, {})
                     samples |= dict.fromkeys([headers[0].sample, *(key for key in samples if key < 0)], seq)
@@ -736,7 +724,7 @@ class SqliteJournal:
         self._seq -= lost
         return History(self._db, dumped)
 
-    def _transitions(self, first: int) -> Iterator[Transition]:
+    def _transitions(self, first: int) -> Iterator[t.Transition]:
         try:
             entries = self._db.execute("SELECT seq, body FROM log ORDER BY seq")
             for _, body in consecutive(entries, first, str(self._path)):
@@ -756,7 +744,7 @@ class SqliteJournal:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def append(self, transition: Transition) -> None:
+    def append(self, transition: t.Transition) -> None:
         """Queue the transition for the next ``flush``."""
         self._pending.append((self._seq, type(transition).__name__, _encode(transition)))
         self._seq += 1
