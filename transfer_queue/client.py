@@ -253,7 +253,7 @@ class Session:
         # Another process under the same name must not keep this one's leases alive.
         self.worker = f"{name}-{os.getpid()}-{secrets.token_hex(3)}"
         shown = keys.secret.decode() if keys is not None and is_file(address) else ""
-        self._hello = m.Hello(schema=m.SCHEMA, role=role, name=name, key=shown)
+        self.hello = m.Hello(schema=m.SCHEMA, role=role, name=name, key=shown)
         self._run_id: str | None = None
 
     def check_place(self) -> None:
@@ -278,11 +278,6 @@ class Session:
             socket.curve_serverkey = self._keys.server
             socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         self.watch.attach(socket)
-
-    def hello(self) -> tuple[bytes, list[Frame]]:
-        """The first message of a connection, with its id."""
-        request_id = self.ids.take()
-        return request_id, wire.encode(request_id, self._hello)
 
     def welcome(self, reply: m.Reply) -> None:
         """Check the answer to hello; remember for ``lost`` that the queue has reached its limit of clients.
@@ -651,8 +646,8 @@ class QueueClient(ClientVerbs):
         loop = asyncio.get_running_loop()
         loop.add_reader(socket.FD, self._receive, socket)
         loop.call_soon(self._receive, socket)
-        self._hello_id, frames = self._session.hello()
-        self._send(frames)
+        self._hello_id = self._session.ids.take()
+        self._send(wire.encode(self._hello_id, self._session.hello))
 
     def _disconnect(self) -> None:
         if self._socket is not None and not self._socket.closed:
