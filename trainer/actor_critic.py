@@ -1,6 +1,6 @@
-"""The models of a step, how the config makes them, what a critic learns, and how many operations their passes take.
+"""Policy, reference and critic: building them from the config, training the critic, and counting model FLOPs.
 
-``build_models`` loads the policy, and the reference and the critic that the algorithm needs. ``CriticUpdate`` has a
+``build_models`` loads the policy, and the reference and the critic that the algorithm needs. ``CriticUpdate`` holds a
 critic's targets, loss and metrics. Model FLOPs and their share of the device's peak (MFU) follow from the batch.
 """
 
@@ -33,19 +33,6 @@ from rl_async.trainer.ranks import DataParallel
 log = logging.getLogger("rl_async.trainer")
 
 
-class PolicyBase:
-    """The policy without its adapters, which needs no memory of its own: a reference for ``trainer.lora``."""
-
-    def __init__(self, policy: Fsdp2Backend) -> None:
-        self.forward, self.row_cost = policy.forward_base, policy.row_cost
-
-    def sleep(self) -> None:
-        """Do nothing: the policy does it."""
-
-    def wake(self) -> None:
-        """Do nothing: the policy does it."""
-
-
 @dataclass(frozen=True)
 class Models:
     """The models of a step. A critic that shares the policy's backbone is not a model of its own."""
@@ -53,23 +40,22 @@ class Models:
     policy: Backend
     reference: Reference | None = None
     critic: Backend | None = None
-    whole_distributions: bool = False  # are computed of every row: [rows, length, vocabulary] in a micro-batch
+    # Whether passes keep log-probabilities of the whole vocabulary, [rows, length, vocabulary] in a micro-batch.
+    whole_distributions: bool = False
 
     @property
     def row_cost(self) -> RowCost:
-        """The policy's cost of a row. It is padded if any of the models pads rows, which then are grouped by length.
-        Rows share prefixes if all models can, and if no distributions are kept, whose memory grows with the rows."""
+        """The policy's cost of a row, padded if any model pads rows, so that rows are grouped by length.
+
+        Rows share prefixes only if all models can, and if no whole distributions are kept: their memory grows with the
+        rows.
+        """
         return replace(
             self.policy.row_cost,
             padded=any(model.row_cost.padded for model in self._all()),
             shares_prefixes=not self.whole_distributions
             and all(model.row_cost.shares_prefixes for model in self._all()),
         )
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        """This process's place among the data-parallel ranks, the same for all models."""
-        return self.policy.data_parallel
 
     def trained(self) -> dict[str, Backend]:
         """Return the models whose weights change, by their folder in a checkpoint."""
@@ -91,12 +77,22 @@ class Models:
 
 
 def build_models(config: RunConfig, device: str) -> Models:
-    """Load the policy, and what the algorithm needs beside it, onto ``device``. A collective.
+    """Load the policy, and the reference and critic that the algorithm needs, onto ``device``. A collective.
 
     Raises UserError naming the key whose model cannot be loaded.
     """
     model, critic, kl = config.model, config.critic, config.algorithm.kl
-    make = functools.partial(BACKENDS[config.trainer.backend](), dtype=compute_type(model), device=device)
+    backend: Callable[..., Backend] = Fsdp2Backend
+    if config.trainer.backend == "megatron":
+        # Megatron-Core warns at every import about Transformer Engine and Apex, which it does without.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+            # Megatron is an optional installation.
+            from rl_async.trainer.megatron.backend import MegatronBackend
+        log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
+        logging.getLogger("megatron").setLevel(logging.WARNING)
+        backend = MegatronBackend
+    make = functools.partial(backend, dtype=compute_type(model), device=device)
     shared = critic is not None and critic.shared
     models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))
     if reference_is_base(config, experts=models.policy.replays_routers):
@@ -112,30 +108,27 @@ def build_models(config: RunConfig, device: str) -> Models:
     return models
 
 
-def _fsdp2() -> Callable[..., Backend]:
-    return Fsdp2Backend
+class PolicyBase:
+    """A reference for ``trainer.lora``: the policy without its adapters, which takes no memory of its own."""
 
+    def __init__(self, policy: Fsdp2Backend) -> None:
+        self.forward, self.row_cost = policy.forward_base, policy.row_cost
 
-def _megatron() -> Callable[..., Backend]:
-    with warnings.catch_warnings():  # at every import: it could use them, and does without
-        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
-        from rl_async.trainer.megatron.backend import MegatronBackend  # an optional installation
-    log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    return MegatronBackend
+    def sleep(self) -> None:
+        """Do nothing: the policy's own call covers its weights."""
 
-
-BACKENDS = {"fsdp2": _fsdp2, "megatron": _megatron}
+    def wake(self) -> None:
+        """Do nothing: the policy's own call covers its weights."""
 
 
 def policy_training(config: RunConfig) -> TrainerConfig:
-    """Return the policy's optimizer settings: its schedule leaves out the steps in which only the critic trains."""
+    """Return the policy's optimizer settings; its schedule skips the steps that train the critic alone."""
     waits = config.critic.warmup_steps if config.critic else 0
     return msgspec.structs.replace(config.trainer, steps=config.trainer.steps - waits)
 
 
 def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
-    """Return the optimizer settings of a critic with a model of its own, all of whose weights train."""
+    """Return the optimizer settings of a critic with a model of its own; all its weights train."""
     return msgspec.structs.replace(
         trainer,
         learning_rate=critic.learning_rate,
@@ -148,19 +141,21 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 
 @dataclass
 class CriticUpdate:
-    """What the critic learns from a batch, [M], and the losses of this rank's mini-batches.
+    """A critic's targets for a batch, [M], and the losses of this rank's mini-batches.
 
-    Every sampled token of a scored row has a target, also those that the correction takes from the policy.
+    ``values`` are float32, from before the step, and so are ``returns``, their targets. Every sampled token of a scored
+    row has a target, also one that the correction masks for the policy. ``losses`` are this rank's, by micro-batch, on
+    the device; ``norms``, by mini-batch, stay empty for a shared critic.
     """
 
     ranks: DataParallel
     config: CriticConfig
-    values: Tensor  # float32, before the step
-    returns: Tensor  # float32
+    values: Tensor
+    returns: Tensor
     mask: Tensor
     rows: Rows
-    losses: list[Tensor] = field(default_factory=list)  # of this rank, by micro-batch; on the device
-    norms: list[float] = field(default_factory=list)  # by mini-batch; none when shared
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     minibatches: int = 0
 
     def wrap_loss(
@@ -171,24 +166,10 @@ class CriticUpdate:
         A critic of its own takes its optimizer step here; a shared one adds its loss to the policy's. Raises
         TrainingDiverged, before the critic's weights change.
         """
-        loss_fn = self._minibatch(parts, rows)
-        self.minibatches += 1
-        if critic is None:
-            return lambda number, outputs: (
-                policy_loss(number, outputs) + self.config.value_coef * loss_fn(number, outputs)
-            )
-        try:
-            _, norm = critic.step([part.tensors for part in parts], loss_fn)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"critic: {error}") from error
-        self.norms.append(norm)
-        return policy_loss
-
-    def _minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int]) -> LossFn:
-        """Make the value loss: a mean over the mini-batch's tokens of all ranks, whatever the policy's aggregation."""
+        # A mean over the mini-batch's tokens of all ranks, regardless of the policy's aggregation.
         counts = count(self.mask[self.rows.positions(rows)], torch.ones(len(rows)), width=1)
 
-        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+        def value_loss_fn(number: int, outputs: Outputs) -> Tensor:
             micro, values = parts[number], outputs.values
             assert values is not None, "a critic gives values"
             per_token = value_loss(values, micro.cut(self.values), micro.cut(self.returns), self.config.clip)
@@ -196,17 +177,29 @@ class CriticUpdate:
             self.losses.append(loss.detach())
             return loss
 
-        return loss_fn
+        self.minibatches += 1
+        if critic is None:
+            coef = self.config.value_coef
+            return lambda number, outputs: policy_loss(number, outputs) + coef * value_loss_fn(number, outputs)
+        try:
+            _, norm = critic.step([part.tensors for part in parts], value_loss_fn)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"critic: {error}") from error
+        self.norms.append(norm)
+        return policy_loss
 
     def _total(self) -> float:
         return sum(torch.stack(self.losses).tolist()) if self.losses else 0.0
 
     def shared_loss(self) -> float:
-        """The part of this rank's policy losses that is the critic's."""
+        """Return the critic's part of this rank's policy losses, 0 for a critic with a model of its own."""
         return self.config.value_coef * self._total() if self.config.shared else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Summarise the step, equal on all ranks. A collective. A shared critic's gradient is in loss/grad_norm."""
+        """Summarise the step, equally on all ranks. A collective.
+
+        The gradient of a shared critic is part of loss/grad_norm.
+        """
         losses = torch.tensor([self._total()], dtype=torch.float64)
         self.ranks.all_reduce(losses)
         tokens = max(int(self.mask.sum()), 1)
@@ -222,7 +215,10 @@ class CriticUpdate:
 
 
 def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
-    """Take the batch's returns as targets for the values that the critic gave before the step; None without one."""
+    """Take the batch's returns as targets for the values that the critic gave before the step.
+
+    Returns None if the run has no critic.
+    """
     if config is None:
         return None
     assert x.values is not None and x.rows is not None
@@ -231,8 +227,10 @@ def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig 
     return CriticUpdate(ranks, config, x.values.to(torch.float32), returns.to(torch.float32), mask, x.rows)
 
 
-# Dense bfloat16 operations per second, by words of the name that PyTorch gives the device; the first that fits counts.
-# From NVIDIA's data sheets, whose figures "with sparsity" are twice these.
+# --- Model FLOPs and MFU
+
+# Dense bfloat16 operations per second by a pattern in PyTorch's name of the device; the first match counts. The figures
+# are from NVIDIA's data sheets, which give twice as much "with sparsity".
 BFLOAT16_PEAKS = (
     ("B200", 2250e12),
     ("H200 NVL", 835e12),
@@ -245,11 +243,12 @@ BFLOAT16_PEAKS = (
     ("L4", 121e12),
     ("RTX 4090", 165.2e12),
 )
-BACKWARD = 2  # times the forward pass: gradients of weights and of inputs
+# A backward pass takes twice a forward pass: it computes the gradients of weights and those of inputs.
+BACKWARD = 2
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return a device's peak by its name; None if it is not known, as for CPUs and for float32."""
+    """Return a device's peak by its name, or None where it is unknown, as for CPUs and for float32."""
     if dtype != "bfloat16":
         return None
     return next((peak for name, peak in BFLOAT16_PEAKS if re.search(rf"\b{name}\b", device)), None)
@@ -258,11 +257,11 @@ def peak_flops(device: str, dtype: str) -> float | None:
 def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: bool, recomputes: bool) -> float:
     """Return the operations that the models' passes over the batch need, on all ranks together.
 
-    The policy: in each epoch a forward pass, and a backward pass if it is trained; one forward pass more if its
-    log-probabilities are computed before. A critic of its own: a forward pass before, and both in each epoch. A
-    reference: a forward pass. Layers that are computed again for the backward pass and padding do not count (Chowdhery
-    et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation), a prompt that is computed once for several
-    rows counts once. ``RowCost`` has the formula of a row.
+    The policy takes a forward pass in each epoch and, if it is trained, a backward pass; it takes one more forward pass
+    if it ``recomputes`` log-probabilities before the epochs. A critic with a model of its own takes a forward pass
+    before the epochs and both passes in each. A reference takes one forward pass. Padding, and layers recomputed for
+    the backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a
+    prompt computed once for several rows counts once. ``RowCost`` has the formula of a row.
     """
     shares = models.row_cost.shares_prefixes
 
@@ -277,12 +276,12 @@ def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: boo
 
 
 def compute_rates(metrics: Mapping[str, float], ranks: int, device: str, dtype: str) -> dict[str, float]:
-    """Return TFLOP/s of each rank during the update, and ``compute/mfu`` if the peak of the ``device`` is known."""
+    """Return each rank's TFLOP/s during the update, and ``compute/mfu`` where the peak of the ``device`` is known."""
     each = metrics["compute/model_flops"] / ranks / max(metrics["time/update_s"], 1e-9)
     peak = peak_flops(device, dtype)
     return {"compute/tflops_per_s": each / 1e12} | ({} if peak is None else {"compute/mfu": each / peak})
 
 
 def device_name(device: str) -> str:
-    """Return the name of a PyTorch device, by which its peak is known."""
+    """Return the name of a PyTorch device, as ``peak_flops`` takes it."""
     return device if device == "cpu" else torch.get_device_module(device).get_device_name(device)

@@ -1,10 +1,10 @@
 """Batches: where they come from, how a rank gets its part, and the tensors that every rank holds whole.
 
 A ``BatchSource`` gives headers and payloads, from the transfer queue or from the recorded trajectories of an earlier
-run. ``take_batch`` makes a ``Batch`` of them with its layout over ranks, and ``assemble`` a ``WholeBatch``, so that
-formulas over the batch need no communication. Only numbers per token are exchanged (log-probabilities, turns, turn
-rewards), never the rows, and they are packed: a tensor of 4 bytes takes 4 bytes of host memory for each token of the
-batch, however long its longest row is. To add a source, implement ``BatchSource`` and choose it in ``rank.py``.
+run. ``take_batch`` lays them out over ranks as a ``Batch``, and ``assemble`` exchanges numbers per token as a
+``WholeBatch``, so that formulas over the batch need no communication. Only log-probabilities, turns and turn rewards
+are exchanged, never the rows, and they are packed: a tensor of 4 bytes takes 4 bytes of host memory for each token of
+the batch, however long its longest row is. To add a source, implement ``BatchSource`` and choose it in ``rank.py``.
 """
 
 import logging
@@ -25,13 +25,14 @@ from torch import Tensor
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RlAsyncError, RowsChanged, RowsLost, UserError
-from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, TrajectoryHeader
+from rl_async.messages import Reserved, RowKey, Trajectory, TrajectoryHeader
 from rl_async.recording import files_of_step, read_trajectories
 from rl_async.trainer.algorithms.correction import grammar_weights
 from rl_async.trainer.algorithms.rows import Rows, on_tokens
 from rl_async.trainer.batch_layout import MiniBatch, RowCost, fresh_runs, layout
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.ranks import DataParallel, StopRequest
+from rl_async.transfer_queue.client import SyncQueueClient
 
 POLL_S = 2.0
 REMIND_S = 1800.0
@@ -39,7 +40,10 @@ log = logging.getLogger("rl_async.trainer")
 
 
 class BatchSource(Protocol):
-    """Batches by step. ``reserve`` answers the same for a step however often it is asked; None if ``stopping``."""
+    """Gives batches by step.
+
+    ``reserve`` returns the same batch for a step however often it is called, or None once ``stopping()`` is true.
+    """
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None: ...
     def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]: ...
@@ -49,101 +53,78 @@ class BatchSource(Protocol):
     def tighten(self, max_staleness: int) -> None: ...
 
 
-class QueueVerbs(Protocol):
-    """The verbs of the queue's blocking client that a batch source uses."""
-
-    def reserve(self, step: int, wait_s: float) -> Reserved | NotReady: ...
-    def fetch_announced(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]: ...
-    def commit(self, step: int) -> Reply: ...
-    def retire(self, step: int) -> Reply: ...
-    def snapshot(self) -> bytes: ...
-    def tighten(self, max_staleness: int) -> Reply: ...
-
-
-class Absence:
-    """Notices that ``what`` waits for agent programs, of which none plays, and logs it: first at once, then rarely."""
-
-    def __init__(self, what: str, clock: Callable[[], float]) -> None:
-        self._what, self._clock = what, clock
-        self._logged = -math.inf
-
-    def lasts(self, reply: NotReady) -> bool:
-        """Whether the queue says that no program plays."""
-        now = self._clock()
-        if reply.unattended_s and now - self._logged > REMIND_S:
-            self._logged = now
-            log.warning(
-                "%s waits without a deadline: no agent program has asked a gateway for an episode for %.0f s; start "
-                "one (docs/how-to/gateway.md), `rl-async gateway ls RUN` shows who plays",
-                self._what,
-                reply.unattended_s,
-            )
-        return reply.unattended_s > 0
-
-
 class QueueSource:
-    """Consumes reserved batches of the transfer queue; waits at most ``timeout_s`` for one, not counting the time for
-    which no agent program plays.
+    """Consumes reserved batches of the transfer queue.
 
-    ``refused`` is called with the step and what came in place of rows whose tokens are not those announced.
+    A batch may take ``timeout_s``, not counting the time in which no agent program asks for episodes.
+    ``on_mismatch(step, hashes)`` is called when fetched rows do not match their announced token hashes.
     """
 
     def __init__(
         self,
-        queue: QueueVerbs,
+        queue: SyncQueueClient,
         timeout_s: float,
-        refused: Callable[[int, Mapping[RowKey, str]], None],
+        on_mismatch: Callable[[int, Mapping[RowKey, str]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue, self._timeout_s, self._refused, self._clock = queue, timeout_s, refused, clock
-        self._step = 0  # reserved last
+        self._queue, self._timeout_s, self._on_mismatch, self._clock = queue, timeout_s, on_mismatch, clock
+        self._reserved_step = 0
 
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
-        """Wait for the batch of ``step``, or until ``stopping``, polled every POLL_S.
+        """Wait for the batch of ``step``, polling the queue and ``stopping`` every POLL_S.
 
         Raises RlAsyncError with what is missing when the deadline passes.
         """
         deadline = self._clock() + self._timeout_s
-        absence = Absence(f"step {step}", self._clock)
+        remind_at = -math.inf
         while True:
             reply = self._queue.reserve(step, POLL_S)
             if isinstance(reply, Reserved):
-                self._step = step
+                self._reserved_step = step
                 return reply
             if stopping():
                 return None
-            if absence.lasts(reply):
-                deadline = self._clock() + self._timeout_s
-            if self._clock() > deadline:
+            now = self._clock()
+            if reply.unattended_s > 0:
+                deadline = now + self._timeout_s
+                if now > remind_at:
+                    remind_at = now + REMIND_S
+                    log.warning(
+                        "step %d waits without a deadline: no agent program has asked a gateway for an episode for "
+                        "%.0f s; start one (docs/how-to/gateway.md), `rl-async gateway ls RUN` shows who plays",
+                        step,
+                        reply.unattended_s,
+                    )
+            if now > deadline:
                 raise RlAsyncError(
                     f"no batch for step {step} within {self._timeout_s:.0f} s (trainer.batch_timeout_s): {reply.why}"
                 )
 
     def fetch(self, headers: Sequence[TrajectoryHeader]) -> list[Trajectory]:
-        """Raises RowsLost, and RowsChanged if rows have other tokens than were announced to the queue."""
+        """Fetch rows. Raises RowsLost, and RowsChanged if they have other tokens than were announced to the queue."""
         try:
             return self._queue.fetch_announced(headers)
         except RowsChanged as error:
-            self._refused(self._step, error.tokens_hash)
+            self._on_mismatch(self._reserved_step, error.tokens_hash)
             raise
 
     def commit(self, step: int) -> None:
         self._queue.commit(step)
 
     def checkpointed(self, step: int) -> None:
-        """The checkpoint after ``step`` completed steps is durable."""
+        """Let the queue drop all that a durable checkpoint after ``step`` completed steps makes unnecessary."""
         self._queue.retire(step)
 
     def snapshot(self) -> bytes:
         return self._queue.snapshot()
 
     def tighten(self, max_staleness: int) -> None:
-        """Admit no more than keeps staleness within this bound."""
+        """Have the queue admit groups only as far as staleness stays within this bound."""
         self._queue.tighten(max_staleness)
 
 
 class RecordedSource:
-    """The batches in a run's ``trajectories/`` again, the newest lineage of each step. Nothing is sent anywhere."""
+    """Replays the batches in a run's ``trajectories/``, from the newest lineage of each step, without a queue."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -202,10 +183,10 @@ def plan_batch(
 def take_batch(
     step: int, source: BatchSource, stop: StopRequest, config: RunConfig, ranks: DataParallel, cost: RowCost
 ) -> Batch | None:
-    """Wait for the batch of ``step`` and fetch the rows of it that this rank trains. A collective.
+    """Wait for the batch of ``step`` and fetch the rows that this rank trains. A collective.
 
-    Reserves again if a payload shard was lost and rows with it. None if any rank was asked to stop. Raises RowsChanged,
-    on all ranks alike, if a row of any rank came with other tokens than were announced.
+    Reserves again if rows were lost with a payload shard. Returns None if any rank was asked to stop. Raises
+    RowsChanged on all ranks if any rank fetched a row with other tokens than were announced.
     """
     while True:
         reserved = source.reserve(step, lambda: stop.requested)
@@ -231,16 +212,14 @@ def take_batch(
 
 
 def agreed(headers: Sequence[TrajectoryHeader], *, intact: bool, fetched: bool) -> tuple[bool, bool]:
-    """Whether no rank's rows had changed; and whether all fetched theirs, of the same attempts. A collective."""
+    """Return whether every rank's rows are intact, and whether all ranks fetched the same attempts. A collective."""
     attempts = zlib.crc32(repr([(*header.key, header.attempt) for header in headers]).encode())
     seen = torch.tensor([intact, fetched, attempts, -attempts], dtype=torch.int64)
     dist.all_reduce(seen, dist.ReduceOp.MIN)
     return bool(seen[0]), bool(seen[1]) and seen[2].item() == -seen[3].item()
 
 
-# Codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 in assistant turn 0, 3 in turn 1, ...
-FIRST_TURN = 2
-CONSTRAINED = 1 << 30  # added to the code of a token that was sampled under a grammar's mask
+# --- The whole batch, and micro-batches cut out of it
 
 
 @dataclass(frozen=True)
@@ -251,35 +230,53 @@ class MicroBatch:
     tensors: Tensors
     batch: Rows
 
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """The cells of [B, T-1] that hold tokens, as a mask, and the position of each in [M]."""
+        return self.batch.there(self.rows, self.tensors.mask.shape[1]), self.batch.positions(self.rows)
+
     def cut(self, whole: Tensor) -> Tensor:
         """Copy this micro-batch's part [B, T-1] of a whole-batch tensor [M] to the device, padded with zeros.
 
-        For a micro-batch without rows: zeros [1, 1].
+        A micro-batch without rows gets zeros [1, 1].
         """
         if not self.rows:
             return torch.zeros((1, 1), dtype=whole.dtype, device=self.tensors.mask.device)
-        return self.batch.pad(whole, self.rows, self.tensors.mask.shape[1]).to(self.tensors.mask.device)
+        there, positions = self._places
+        padded = whole.new_zeros(there.shape)
+        padded[there] = whole[positions]
+        return padded.to(self.tensors.mask.device)
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """N rows with M predicted tokens in all; on the host, in batch order, the same on every rank."""
+    """N rows with M predicted tokens in all; on the host, in batch order, the same on every rank.
+
+    Attributes:
+        mask: bool [M], tokens that train.
+        behaviour: [M], log mu.
+        age: int64 [M], staleness in steps.
+        turns: int64 [M], assistant turn of each sampled token, -1 elsewhere.
+        turn_rewards: [M], on the last token of their turn.
+        constrained: bool [M], tokens that were sampled under a grammar's mask.
+        grammar_weights: [M], set by ``without_masks``.
+    """
 
     headers: Sequence[TrajectoryHeader]
     rows: Rows
-    mask: Tensor  # bool [M], tokens that train
-    behaviour: Tensor  # [M], log mu
-    age: Tensor  # int64 [M], staleness in steps
-    turns: Tensor  # int64 [M], assistant turn of each sampled token; -1 elsewhere
-    turn_rewards: Tensor  # [M], on the last token of their turn
-    constrained: Tensor  # bool [M], tokens that were sampled under a grammar's mask
-    grammar_weights: Tensor | None = None  # [M], set by ``without_masks``
+    mask: Tensor
+    behaviour: Tensor
+    age: Tensor
+    turns: Tensor
+    turn_rewards: Tensor
+    constrained: Tensor
+    grammar_weights: Tensor | None = None
 
     def without_masks(self, proximal: Tensor) -> "WholeBatch":
         """Replace log mu of constrained tokens by log pi_old [M], and keep their ratio as ``grammar_weights``.
 
-        To a formula per token they are then as if the policy had sampled them without a mask when the step began. What
-        is measured over a row or the batch leaves them out (``free``).
+        A formula per token then treats them as if the policy had sampled them without a mask when the step began.
+        Measurements over a row or the batch leave them out (``free``).
         """
         if not self.constrained.any():
             return self
@@ -291,41 +288,41 @@ class WholeBatch:
 
     @cached_property
     def free(self) -> Tensor:
-        """bool [M], tokens that train and were sampled without a mask.
+        """bool [M], tokens that train and were sampled without a grammar's mask.
 
-        They alone tell how far policies have moved apart: corrections, ratios of rows, selections and metrics of drift
-        are over them.
+        Only they measure how far policies have moved apart, so corrections, ratios of rows, selections and metrics of
+        drift are over them.
         """
         return self.mask & ~self.constrained
 
-    @property
+    @cached_property
     def players(self) -> Tensor:
-        """int64 [N], the number of each row's player: its role in its episode, all of an episode that has no roles.
+        """int64 [N], the number of each row's player, which is a role of an episode, or an episode without roles.
 
-        The rows of a player have one reward.
+        The rows of a player share one reward.
         """
         return numbered([(h.episode_id, h.role) for h in self.headers])
 
-    @property
+    @cached_property
     def groups(self) -> Tensor:
-        """int64 [N], the number of what each row is compared in: its group, and there its role."""
+        """int64 [N], the number of each row's baseline group: the rows of its group that have its role."""
         return numbered([(h.group_id, h.role) for h in self.headers])
 
-    @property
+    @cached_property
     def row_weights(self) -> Tensor:
-        """float64 [N], 1 / rows of the row's episode: in the loss an episode counts once, however many rows it became.
+        """float64 [N], 1 / rows of the row's episode, so that an episode counts once in the loss.
 
-        0 for a greedy episode, which never trains.
+        A greedy episode has weight 0, since it never trains.
         """
         rows = Counter(h.episode_id for h in self.headers)
         weights = [0.0 if h.baseline else 1.0 / rows[h.episode_id] for h in self.headers]
         return torch.tensor(weights, dtype=torch.float64)
 
-    @property
+    @cached_property
     def player_weights(self) -> Tensor:
-        """float64 [N], 1 / rows of the row's player: in its group an episode counts once for each of its roles.
+        """float64 [N], 1 / rows of the row's player, so that an episode counts once for each role in its group.
 
-        0 for a greedy episode, which never trains.
+        A greedy episode has weight 0, since it never trains.
         """
         rows = Counter((h.episode_id, h.role) for h in self.headers)
         weights = [0.0 if h.baseline else 1.0 / rows[h.episode_id, h.role] for h in self.headers]
@@ -338,12 +335,18 @@ def numbered(keys: Sequence[Hashable]) -> Tensor:
     return torch.tensor([found.setdefault(key, len(found)) for key in keys], dtype=torch.int64)
 
 
+# Codes of a token in ``assemble``: 0 not sampled, 1 sampled outside any turn, 2 in assistant turn 0, 3 in turn 1, and
+# so on. CONSTRAINED is added to the code of a token that was sampled under a grammar's mask.
+FIRST_TURN = 2
+CONSTRAINED = 1 << 30
+
+
 def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, trains: Tensor) -> WholeBatch:
     """Build the whole batch from each rank's own rows. A collective: one all-reduce of 12 bytes per token.
 
-    A rank fills in the rows that the plan gives it and the all-reduce adds those of the others. Floats travel as the
+    A rank fills in the rows that the plan gives it, and the all-reduce adds those of the others. Floats travel as the
     integers that have their bits, since adding 0 then changes no bit. Staleness and mask follow from the headers, which
-    every rank has. Tokens staler than ``max_staleness`` are masked (None applies no bound), and so are rows where
+    every rank has. Tokens staler than ``max_staleness`` are masked unless it is None, and so are rows where
     ``trains``, bool [N], is false.
     """
     headers = batch.headers
@@ -352,11 +355,20 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     spans = [slice(start, start + header.tokens) for start, header in zip(starts, headers, strict=True)]
     packed = np.zeros((3, int(lengths.sum())), np.int32)
     behaviour, turn_rewards, codes = packed[0].view(np.float32), packed[1].view(np.float32), packed[2]
-    for i in (i for mini in batch.plan for micro in mini.ranks[ranks.rank] for i in micro):
-        row = batch.rows[headers[i].key]
-        behaviour[spans[i]], codes[spans[i]] = row.logprobs, row.loss_mask
-        _mark_turns(row, codes[spans[i]], turn_rewards[spans[i]])
-        _mark_constrained(row, codes[spans[i]])
+    own = [i for mini in batch.plan for micro in mini.ranks[ranks.rank] for i in micro]
+    for i, row in [(i, batch.rows[headers[i].key]) for i in own]:
+        span = spans[i]
+        behaviour[span], codes[span] = row.logprobs, row.loss_mask
+        # The code of an assistant turn stands on its sampled tokens, and its reward on the last of them.
+        for number, turn in enumerate(turn for turn in row.turns if turn.role == "assistant"):
+            sampled = span.start + turn.start + np.flatnonzero(row.loss_mask[turn.start : turn.end])
+            codes[sampled] = FIRST_TURN + number
+            if len(sampled) and turn.reward is not None:
+                turn_rewards[sampled[-1]] = turn.reward
+        if row.constrained:
+            sampled = span.start + np.flatnonzero(row.loss_mask)
+            for start, end in row.constrained:
+                codes[sampled[start:end]] += CONSTRAINED
     ranks.all_reduce(torch.from_numpy(packed))
     constrained = codes >= CONSTRAINED
     codes -= constrained * np.int32(CONSTRAINED)
@@ -370,6 +382,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     # No token predicts the first one of a row.
     predicted, rows = np.ones(codes.shape, bool), Rows(lengths - 1)
     predicted[starts] = False
+    trained = on_tokens(trains, rows)
 
     def of_predicted(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values[predicted])
@@ -377,7 +390,7 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     return WholeBatch(
         headers=headers,
         rows=rows,
-        mask=of_predicted(mask) & on_tokens(trains, rows),
+        mask=of_predicted(mask) & trained,
         behaviour=of_predicted(behaviour),
         age=of_predicted(age),
         turns=of_predicted(np.maximum(codes - FIRST_TURN, -1)).long(),
@@ -386,26 +399,10 @@ def assemble(ranks: DataParallel, batch: Batch, max_staleness: int | None, train
     )
 
 
-def _mark_turns(row: Trajectory, codes: np.ndarray, rewards: np.ndarray) -> None:
-    """Write the code of the assistant turn on its sampled tokens [T], and its reward on the last of them."""
-    for number, turn in enumerate(turn for turn in row.turns if turn.role == "assistant"):
-        sampled = turn.start + np.flatnonzero(row.loss_mask[turn.start : turn.end])
-        codes[sampled] = FIRST_TURN + number
-        if len(sampled) and turn.reward is not None:
-            rewards[sampled[-1]] = turn.reward
-
-
-def _mark_constrained(row: Trajectory, codes: np.ndarray) -> None:
-    """Mark the codes [T] of sampled tokens that a grammar's mask restricted."""
-    sampled = np.flatnonzero(row.loss_mask) if row.constrained else ()
-    for start, end in row.constrained:
-        codes[sampled[start:end]] += CONSTRAINED
-
-
 def gather(ranks: DataParallel, micros: Sequence[MicroBatch], parts: Sequence[Tensor], rows: Rows) -> Tensor:
-    """Bring one tensor [B, T-1] per micro-batch of every rank together, as [M] on the host of all of them.
+    """Combine one tensor [B, T-1] per micro-batch of every rank into [M], on the host of all ranks. A collective.
 
-    A collective. float64 if the parts are, else float32. One data-parallel rank holds each row, so the sum is exact.
+    The result is float64 if the parts are, else float32. One data-parallel rank holds each row, so the sum is exact.
     """
     double = any(part.dtype == torch.float64 for part in parts)
     whole = torch.zeros(int(rows.lengths.sum()), dtype=torch.float64 if double else torch.float32)

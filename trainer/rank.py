@@ -139,7 +139,7 @@ def _base_run(
             folder,
             start.lineage,
             rank,
-            is_recorder=models.data_parallel.is_recorder,
+            is_recorder=models.policy.data_parallel.is_recorder,
             keep=trainer.keep_trajectories,
         ),
         profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from rl_async import tracing
@@ -28,8 +27,8 @@ from rl_async.messages import Explanation, RowKey, RuleRun, Trajectory
 from rl_async.recording import TrainedRow, evaluation_file, forget_trained, trained_file, write_trajectories
 from rl_async.tracing import EPISODE
 from rl_async.trainer.algorithms.correction import Corrected
-from rl_async.trainer.algorithms.rows import Rows, on_tokens
-from rl_async.trainer.batches import Batch, WholeBatch
+from rl_async.trainer.algorithms.rows import Rows
+from rl_async.trainer.batches import Batch
 from rl_async.trainer.evaluator import FinishedEvaluation
 from rl_async.transfer_queue.ledger import newest_lineage
 
@@ -149,25 +148,9 @@ class TokenOutcomes:
     """What became of each token of a batch, [M] on the host; position t of a row stands for its token t + 1."""
 
     rows: Rows
-    corrected: Corrected  # as ``attributed`` completes it
+    corrected: Corrected  # as ``update.attributed`` completes it
     logprobs: Tensor  # the target of the correction: log pi_old, or with bypass log pi_theta of the first pass
     advantages: Tensor
-
-
-def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
-    """Complete a correction [M]: every sampled token that does not train names a rule and has weight 0.
-
-    ``filtered``: bool [N], rows that overlong_filter took out. Else a token that the correction never saw was masked
-    by the queue's bound.
-    """
-    greedy = torch.tensor([h.baseline for h in whole.headers])
-    cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
-    cause[on_tokens(filtered, whole.rows)] = RULES.index("overlong_filter")
-    cause[on_tokens(greedy, whole.rows)] = RULES.index("greedy")
-    cause[whole.mask] = RULES.index("correction")
-    unnamed = ~corrected.keep & (corrected.rule == 0)
-    weights = torch.where(corrected.keep, corrected.weights, 0.0)
-    return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
 
 
 def explain(row: Trajectory, index: int, outcomes: TokenOutcomes) -> Explanation:

@@ -39,13 +39,13 @@ from rl_async.trainer.update import update
 
 def train(run: Run) -> bool:
     """Train from ``run.start_step`` to ``trainer.steps``. False if it was asked to stop, saved and left early."""
-    config, models = run.config, run.models
+    config, models, ranks = run.config, run.models, run.models.policy.data_parallel
     schedule = CheckpointSchedule(config)
     published = begin(run)
     for step in range(run.start_step, config.trainer.steps):
         began = time.perf_counter()
         run.at(step, "waiting for a batch")
-        batch = take_batch(step, run.source, run.stop, config, models.data_parallel, models.row_cost)
+        batch = take_batch(step, run.source, run.stop, config, ranks, models.row_cost)
         if batch is None:
             run.leave(step)
             return False
@@ -79,7 +79,7 @@ def train(run: Run) -> bool:
             run.checkpoint(version.step)
         run.retire()
         run.at(step, "reporting")
-        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(models.data_parallel, batch)
+        metrics |= batch_metrics(batch.headers, step, mask_bound(config)) | conversations(ranks, batch)
         metrics |= run.memory.metrics()
         metrics |= {
             "time/wait_batch_s": have_batch - began,

@@ -4,23 +4,23 @@
     advantages   advantages and correction, pure functions of the whole batch
     train        epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch, and the critic's
 
-``Objective`` is the policy's loss on a mini-batch, micro-batch by micro-batch; ``LossSums`` are the sums that it keeps
-on the way.
+``update`` runs them in this order. ``Objective`` is the policy's loss on a mini-batch, micro-batch by micro-batch;
+``LossSums`` are the sums that it keeps on the way.
 """
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig
+from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
-from rl_async.messages import TrajectoryHeader, episode_rewards
+from rl_async.messages import Trajectory, TrajectoryHeader, episode_rewards
 from rl_async.trainer.actor_critic import CriticUpdate, Models, critic_update, model_flops
 from rl_async.trainer.algorithms import advantages as shaping
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
@@ -28,193 +28,19 @@ from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.correction import Corrected, correction_metrics
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count
 from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
-from rl_async.trainer.backend import Backend, LossFn, OutputName, Outputs, Reference
+from rl_async.trainer.backend import LossFn, Outputs, Reference
 from rl_async.trainer.batch_layout import cost_imbalance, mask_bound, token_imbalance
 from rl_async.trainer.batches import Batch, MicroBatch, WholeBatch, assemble, gather
 from rl_async.trainer.packing import collate, empty_tensors
 from rl_async.trainer.ranks import DataParallel
-from rl_async.trainer.records import TokenOutcomes, attributed
-
-SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed")
-
-
-@dataclass(frozen=True)
-class Precomputed:
-    """Results of the passes without gradient, on the host, [M]."""
-
-    proximal: Tensor  # log pi_old; log mu when bypassed
-    reference: Tensor | None = None
-    values: Tensor | None = None  # the critic's
-    sum_squares: Tensor | None = None  # sum of pi_old^2 over the vocabulary
-
-
-@dataclass
-class LossSums:
-    """Sums over the tokens that this data-parallel rank trains, and log pi_theta of the first pass over each row.
-
-    Sums stay on the device until ``metrics`` reads them: reading one per micro-batch would wait for the device.
-    """
-
-    ranks: DataParallel
-    sums: dict[str, Tensor] = field(default_factory=dict)  # float64 scalars
-    first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # rows -> [B, T-1]
-    routed: set[tuple[int, ...]] = field(default_factory=set)  # rows whose agreement was added
-
-    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add the values of the tokens where ``mask`` is true."""
-        value = torch.where(mask, values.detach().double(), 0.0).sum()
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def add_routes(self, micro: MicroBatch, outputs: Outputs) -> None:
-        """Add how many tokens' experts were replayed, and the share of layers that would have chosen the same, in the
-        first pass over each row of the step."""
-        experts, agreement = micro.tensors.experts, outputs.agreement
-        if experts is None or agreement is None or tuple(micro.rows) in self.routed:
-            return
-        self.routed.add(tuple(micro.rows))
-        recorded = micro.tensors.mask & (experts[:, :-1, 0, 0] >= 0).to(agreement.device)
-        self.add("routed", torch.ones_like(agreement), recorded)
-        self.add("agreed", agreement, recorded)
-
-    def first_pass(self, micros: Sequence[MicroBatch], rows: Rows) -> Tensor:
-        """Gather log pi_theta [M] as it was when each token's mini-batch was first trained. A collective."""
-        return gather(self.ranks, micros, [self.first[tuple(micro.rows)] for micro in micros], rows)
-
-    def metrics(self) -> dict[str, float]:
-        """Average over the tokens of all ranks. A collective."""
-        zero = torch.zeros((), dtype=torch.float64)
-        totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
-        self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens, routed, agreed = totals.tolist()
-        metrics = {
-            "loss/kl_reference": kl / max(tokens, 1),
-            "loss/entropy": entropy / max(tokens, 1),
-            "loss/clip_fraction": clipped / max(tokens, 1),
-        }
-        return metrics | ({"router/agreement": agreed / routed} if routed else {})
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The policy's loss on any mini-batch of a step."""
-
-    whole: WholeBatch
-    precomputed: Precomputed
-    advantages: Tensor  # float32 [M]
-    corrected: Corrected | None  # None: bypassed, so decided from log pi_theta in the loss
-    algorithm: Algorithm
-    config: AlgorithmConfig
-    sums: LossSums
-    kl_coef: float = 0.0
-    reference: Reference | None = None  # gives whole distributions during the loss, micro-batch by micro-batch
-
-    def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
-        """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
-
-        Args:
-            width: tokens of the longest possible response, for seq-mean-token-sum-norm.
-            seed: of this mini-batch, for losses that draw tokens.
-        """
-        whole, row_weights = self.whole, self.whole.row_weights
-        mask = whole.mask if self.corrected is None else self.corrected.keep
-        positions = whole.rows.positions(rows)
-        counts = count(mask[positions], row_weights[rows], width)
-        selected = self._select(mask[positions], positions, Rows(whole.rows.lengths[rows]), seed)
-
-        def loss_fn(number: int, outputs: Outputs) -> Tensor:
-            micro, logprobs = parts[number], outputs.logprobs
-            assert logprobs is not None
-            self.sums.first.setdefault(tuple(micro.rows), logprobs.detach())
-            self.sums.add_routes(micro, outputs)
-            corrected = self._corrected(micro, logprobs)
-            inputs = LossInputs(
-                logprobs=torch.where(corrected.keep, logprobs, 0.0),
-                proximal=torch.where(corrected.keep, micro.cut(self.precomputed.proximal), 0.0),
-                behaviour=torch.where(corrected.keep, micro.cut(whole.behaviour), 0.0),
-                advantages=micro.cut(self.advantages),
-                weights=corrected.weights,
-                mask=corrected.keep,
-                free=corrected.keep & micro.cut(whole.free),
-                options=self.config,
-                selected=None if selected is None else micro.cut(selected),
-            )
-            per_token = self.algorithm.loss.per_token(inputs) + self._regularisation(micro, outputs, inputs)
-            self._count(inputs)
-            weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
-            return self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
-
-        return loss_fn
-
-    def _select(self, mask: Tensor, positions: Tensor, rows: Rows, seed: int) -> Tensor | None:
-        """Let the loss pick tokens of the mini-batch, whose ``positions`` these are, as a mask over the batch [M]."""
-        if self.algorithm.loss.select is None:
-            return None
-        selected = torch.zeros_like(self.whole.mask)
-        selected[positions] = self.algorithm.loss.select(
-            SelectInputs(
-                proximal=self.precomputed.proximal[positions],
-                behaviour=self.whole.behaviour[positions],
-                advantages=self.advantages[positions],
-                mask=mask & self.whole.free[positions],
-                options=self.config,
-                seed=seed,
-                rows=rows,
-            )
-        )
-        return selected
-
-    def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
-        """Cut the batch's correction for this micro-batch, or with bypass correct by the policy as it is now."""
-        if self.corrected is None:
-            weights = self.whole.grammar_weights
-            behaviour, age, free = (micro.cut(x) for x in (self.whole.behaviour, self.whole.age, self.whole.free))
-            corrected = self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age, free)
-            return corrected.times(None if weights is None else micro.cut(weights))
-        return Corrected(
-            *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
-        )
-
-    def _regularisation(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor:
-        """KL to the reference and entropy bonus per token, [B, T]."""
-        total = torch.zeros_like(inputs.logprobs)
-        kl = self._kl(micro, outputs, inputs)
-        if kl is not None:
-            self.sums.add("kl", kl, inputs.mask)
-            total = total + self.kl_coef * kl
-        if outputs.entropy is not None:
-            self.sums.add("entropy", outputs.entropy, inputs.mask)
-            total = total - self.config.entropy_coef * outputs.entropy
-        return total
-
-    def _kl(self, micro: MicroBatch, outputs: Outputs, inputs: LossInputs) -> Tensor | None:
-        """KL to the reference [B, T] if the loss has such a term.
-
-        An estimate from the sampled token is weighed where a grammar's mask chose among fewer; a whole distribution has
-        nothing to weigh.
-        """
-        if self.config.kl.place == "reward":
-            return None
-        if self.reference is not None:
-            reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
-            assert outputs.distribution is not None and reference is not None
-            return self.algorithm.kl(outputs.distribution, reference)
-        if self.precomputed.reference is None:
-            return None
-        reference = torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0)
-        kl, weights = self.algorithm.kl(inputs.logprobs, reference), self.whole.grammar_weights
-        return kl if weights is None else kl * micro.cut(weights)
-
-    def _count(self, x: LossInputs) -> None:
-        self.sums.add("clipped", x.clipped, x.mask)
-        self.sums.add("tokens", torch.ones_like(x.logprobs), x.mask)
-
+from rl_async.trainer.records import TokenOutcomes
 
 log = logging.getLogger("rl_async.trainer")
 
 
 @dataclass(frozen=True)
 class Updated:
-    """Metrics of the step, equal on all ranks, and what became of each token of the batch, and why."""
+    """Metrics of the step, equal on all ranks, and the outcome of each token of the batch with its reason."""
 
     metrics: dict[str, float]
     tokens: TokenOutcomes
@@ -224,16 +50,25 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     """Train on ``batch``. ``kl_coef`` is the weight of the KL to the reference in this step.
 
     Raises RewardsMissing if no episode has a reward, and TrainingDiverged naming the step and the batch's groups when a
-    number is not finite; no weight of that model has changed in the mini-batch that failed.
+    number is not finite; in the mini-batch that failed, no weight of that model has changed.
     """
     require_rewards(batch)
-    headers, options, ranks = batch.headers, config.algorithm.shaping, models.data_parallel
+    headers, options, ranks = batch.headers, config.algorithm.shaping, models.policy.data_parallel
+    row_cost = models.row_cost
     trains = shaping.trainable_rows(headers, options)
     whole = assemble(ranks, batch, mask_bound(config), trains)
-    minis = [[micro_batch(batch, whole, rows, models) for rows in mini.ranks[ranks.rank]] for mini in batch.plan]
+    payloads = {i: batch.rows[headers[i].key] for mini in batch.plan for rows in mini.ranks[ranks.rank] for i in rows}
+    minis = [
+        [micro_batch(rows, payloads, whole, models, row_cost.shares_prefixes) for rows in mini.ranks[ranks.rank]]
+        for mini in batch.plan
+    ]
     micros = [micro for mini in minis for micro in mini]
+    # The weight of a token that was sampled under a grammar's mask needs log pi_old in any algorithm.
+    recomputes = algorithm.decoupled or bool(whole.constrained.any())
+    trains_policy = config.critic is None or batch.step >= config.critic.warmup_steps
+
     sums = LossSums(ranks)
-    before = precompute(models, whole, micros, algorithm, sums)
+    before = precompute(models, whole, micros, algorithm, sums, recomputes)
     whole = whole.without_masks(before.proximal)
     corrected = None
     if algorithm.decoupled:
@@ -257,10 +92,12 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         reference=models.reference if config.algorithm.kl.estimator == "full" else None,
     )
     critic = critic_update(ranks, inputs, config.critic)
-    metrics = train_minibatches(models, objective, critic, batch, minis, config)
+    metrics = train_minibatches(models, objective, critic, batch, minis, config, trains_policy)
+
     target = before.proximal
     if corrected is None:
-        target = sums.first_pass(micros, whole.rows)
+        # With bypass, the correction is by log pi_theta as it was when each token's mini-batch was first trained.
+        target = gather(ranks, micros, [sums.first[tuple(micro.rows)] for micro in micros], whole.rows)
         corrected = corrected_batch(algorithm, target, whole)
     metrics |= shaping.shaping_metrics(headers, options)
     metrics |= sums.metrics() | kl
@@ -269,52 +106,23 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     )
     metrics |= grammar_metrics(whole)
     metrics["tokens/trained"] = float(corrected.keep.sum())
-    metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, models.row_cost)
-    metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, models.row_cost)
+    metrics["batch/token_imbalance"] = token_imbalance(batch.plan, headers, row_cost)
+    metrics["batch/work_imbalance"] = cost_imbalance(batch.plan, headers, row_cost)
     metrics["batch/shared_tokens"] = shared_tokens(ranks, micros)
     metrics["compute/model_flops"] = model_flops(
         models,
         batch,
         epochs=config.trainer.epochs,
-        trains_policy=trains_policy(config, batch.step),
-        recomputes=bool(algorithm.precompute) or recomputes(algorithm, whole),
+        trains_policy=trains_policy,
+        recomputes=bool(algorithm.precompute) or recomputes,
     )
     return Updated(metrics, TokenOutcomes(whole.rows, attributed(corrected, whole, ~trains), target, advantages))
-
-
-def corrected_batch(algorithm: Algorithm, target: Tensor, whole: WholeBatch) -> Corrected:
-    """Correct the whole batch, and weigh what was sampled under a grammar's mask."""
-    corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age, whole.free, whole.rows)
-    return corrected.times(whole.grammar_weights)
-
-
-def grammar_metrics(whole: WholeBatch) -> dict[str, float]:
-    """Return the share of tokens that a grammar's mask restricted, and the mean of their weights; nothing without any.
-
-    On-policy the weight is the probability that the policy had left to the allowed tokens.
-    """
-    there = whole.mask & whole.constrained
-    if whole.grammar_weights is None or not there.any():
-        return {}
-    share, weight = there.sum() / whole.mask.sum(), whole.grammar_weights[there].mean()
-    return {"constrained/share": share.item(), "constrained/weight_mean": weight.item()}
-
-
-def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:
-    """The share of the batch's tokens that no pass computes, since another row of its micro-batch begins with them.
-
-    A collective.
-    """
-    there = [micro.tensors for micro in micros if micro.rows]
-    sums = torch.tensor([sum(x.computed for x in there), sum(int(x.lengths.sum()) for x in there)], dtype=torch.float64)
-    ranks.all_reduce(sums)
-    return 1.0 - (sums[0] / sums[1]).item()
 
 
 def require_rewards(batch: Batch) -> None:
     """Raise RewardsMissing, on every rank, if no episode was scored: a broken reward function must not look healthy.
 
-    The error quotes what was said of one of this rank's rows.
+    The message quotes the error of one of this rank's rows.
     """
     if episode_rewards(header for header in batch.headers if not header.baseline):
         return
@@ -325,18 +133,19 @@ def require_rewards(batch: Batch) -> None:
     )
 
 
-def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models) -> MicroBatch:
+def micro_batch(
+    rows: list[int], payloads: Mapping[int, Trajectory], whole: WholeBatch, models: Models, shares_prefixes: bool
+) -> MicroBatch:
     """Put the tensors of some of this rank's rows on the device: what a model reads, and the mask."""
     device = models.policy.device
     if not rows:
         return MicroBatch(rows, empty_tensors(device), whole.rows)
-    payloads = [batch.rows[batch.headers[i].key] for i in rows]
-    width = max(max(len(row.token_ids) for row in payloads) - 1, 1)
+    own = [payloads[i] for i in rows]
     tensors = collate(
-        payloads,
+        own,
         device=device,
-        mask=whole.rows.pad(whole.mask, rows, width),
-        share_prefixes=models.row_cost.shares_prefixes,
+        mask=whole.rows.pad(whole.mask, rows, max(max(len(row.token_ids) for row in own) - 1, 1)),
+        share_prefixes=shares_prefixes,
         replay_routers=models.policy.replays_routers,
     )
     if models.policy.replays_routers and tensors.experts is None:
@@ -344,38 +153,103 @@ def micro_batch(batch: Batch, whole: WholeBatch, rows: list[int], models: Models
     return MicroBatch(rows, tensors, whole.rows)
 
 
-@functools.cache  # once per process
+@functools.cache
 def warn_unrecorded() -> None:
-    """Say that rows of a mixture of experts came without a record of its routers."""
+    """Warn, once per process, that rows of a mixture of experts came without a record of its routers."""
     log.warning(
         "rows do not say which experts the engine chose, so the trainer's routers choose again, perhaps others; see "
         "trainer.router_replay"
     )
 
 
-def recomputes(algorithm: Algorithm, whole: WholeBatch) -> bool:
-    """Whether log pi_old is computed. The weight of a token that was sampled under a grammar's mask needs it whatever
-    the algorithm asks for."""
-    return algorithm.decoupled or bool(whole.constrained.any())
+# --- Passes without gradient
+
+
+SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed")
+
+
+@dataclass
+class LossSums:
+    """Sums over the tokens that this data-parallel rank trains, and log pi_theta of the first pass over each row.
+
+    Sums, float64 scalars, stay on the device until ``metrics`` reads them: reading one per micro-batch would wait for
+    the device. ``first`` maps a micro-batch's rows to log pi_theta [B, T-1] of its first training pass; ``routed``
+    are the micro-batches whose agreement was added.
+    """
+
+    ranks: DataParallel
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    routed: set[tuple[int, ...]] = field(default_factory=set)
+
+    def add(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Add the values of the tokens where ``mask`` is true."""
+        value = torch.where(mask, values.detach().double(), 0.0).sum()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_routes(self, micro: MicroBatch, outputs: Outputs) -> None:
+        """Add the number of tokens whose experts were replayed, and the share of layers that agree with the record.
+
+        Only the first pass over each row of the step counts.
+        """
+        experts, agreement = micro.tensors.experts, outputs.agreement
+        if experts is None or agreement is None or tuple(micro.rows) in self.routed:
+            return
+        self.routed.add(tuple(micro.rows))
+        recorded = micro.tensors.mask & (experts[:, :-1, 0, 0] >= 0).to(agreement.device)
+        self.add("routed", torch.ones_like(agreement), recorded)
+        self.add("agreed", agreement, recorded)
+
+    def metrics(self) -> dict[str, float]:
+        """Average over the tokens of all ranks. A collective."""
+        zero = torch.zeros((), dtype=torch.float64)
+        totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
+        self.ranks.all_reduce(totals)
+        kl, entropy, clipped, tokens, routed, agreed = totals.tolist()
+        metrics = {
+            "loss/kl_reference": kl / max(tokens, 1),
+            "loss/entropy": entropy / max(tokens, 1),
+            "loss/clip_fraction": clipped / max(tokens, 1),
+        }
+        return metrics | ({"router/agreement": agreed / routed} if routed else {})
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """Results of the passes without gradient, on the host, [M].
+
+    ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's; ``sum_squares`` is the sum of
+    pi_old^2 over the vocabulary.
+    """
+
+    proximal: Tensor
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    sum_squares: Tensor | None = None
 
 
 def precompute(
-    models: Models, whole: WholeBatch, micros: Sequence[MicroBatch], algorithm: Algorithm, sums: LossSums
+    models: Models,
+    whole: WholeBatch,
+    micros: Sequence[MicroBatch],
+    algorithm: Algorithm,
+    sums: LossSums,
+    recomputes: bool,
 ) -> Precomputed:
     """Run the forward passes without gradient that the algorithm asks for. A collective.
 
-    ``sums`` hears which experts the policy's tokens met.
+    ``sums`` count the experts that were replayed. ``recomputes`` says whether log pi_old is needed.
     """
 
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
-        return gather(models.data_parallel, micros, [part for part in parts if part is not None], whole.rows)
+        return gather(sums.ranks, micros, [part for part in parts if part is not None], whole.rows)
 
     found = Precomputed(proximal=whole.behaviour)
-    if algorithm.precompute or recomputes(algorithm, whole):
+    if algorithm.precompute or recomputes:
         outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in micros]
         for micro, output in zip(micros, outputs, strict=True):
             sums.add_routes(micro, output)
-        if recomputes(algorithm, whole):
+        if recomputes:
             passed = whole_batch([o.logprobs for o in outputs])
             bypassed = torch.where(whole.constrained, passed, whole.behaviour)
             found = replace(found, proximal=passed if algorithm.decoupled else bypassed)
@@ -390,10 +264,35 @@ def precompute(
     return found
 
 
+# --- Correction and advantages
+
+
+def corrected_batch(algorithm: Algorithm, target: Tensor, whole: WholeBatch) -> Corrected:
+    """Correct the whole batch, and multiply in the weights of tokens sampled under a grammar's mask."""
+    corrected = algorithm.correct(target, whole.behaviour, whole.mask, whole.age, whole.free, whole.rows)
+    return corrected.times(whole.grammar_weights)
+
+
+def attributed(corrected: Corrected, whole: WholeBatch, filtered: Tensor) -> Corrected:
+    """Complete a correction [M]: every sampled token that does not train names a rule and has weight 0.
+
+    ``filtered``, bool [N], are the rows that overlong_filter took out. Any other token that the correction never saw
+    was masked by the queue's bound.
+    """
+    greedy = torch.tensor([h.baseline for h in whole.headers])
+    cause = torch.full_like(corrected.rule, RULES.index("max_staleness"))
+    cause[on_tokens(filtered, whole.rows)] = RULES.index("overlong_filter")
+    cause[on_tokens(greedy, whole.rows)] = RULES.index("greedy")
+    cause[whole.mask] = RULES.index("correction")
+    unnamed = ~corrected.keep & (corrected.rule == 0)
+    weights = torch.where(corrected.keep, corrected.weights, 0.0)
+    return Corrected(weights, corrected.keep, torch.where(unnamed, cause, corrected.rule))
+
+
 def advantage_inputs(
     whole: WholeBatch, before: Precomputed, corrected: Corrected | None, config: RunConfig
 ) -> AdvantageInputs:
-    """Shape the batch's rewards and collect what an advantage estimator may read."""
+    """Shape the batch's rewards and collect the inputs of an advantage estimator."""
     headers = whole.headers
     outcomes = shaping.shaped_rewards(headers, config.algorithm.shaping)
     turn_rewards = whole.turn_rewards.double() / shaping.reward_divisor(headers, config.algorithm.shaping)
@@ -436,8 +335,8 @@ def penalised(
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """Subtract coef * KL(pi_old || reference) from every token's reward with ``kl.place=reward``.
 
-    ``players``, int64 [N], says which rows have one reward; ``weights`` per token, if any, multiply the
-    estimates. Returns the inputs, and the mean of that KL as a metric; the inputs alone as they were in any other case.
+    ``players``, int64 [N], numbers the rows that share a reward; optional ``weights`` per token multiply the estimates.
+    Returns the inputs, and the mean of that KL as a metric. With any other ``kl.place`` the inputs are unchanged.
     """
     if kl.place != "reward" or before.reference is None:
         return x, {}
@@ -449,14 +348,15 @@ def penalised(
 
 
 def player_sums(rows: Tensor, players: Tensor) -> Tensor:
-    """Sum numbers of rows [N] over all rows of each one's player, [N]."""
+    """Sum values of rows [N] over all rows of the same player, [N]."""
     return Groups.of(players, torch.ones_like(rows)).sum(rows)
 
 
 def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Look up what each row's role earned in the greedy episode of its group, [N], and whether there is one, bool [N].
+    """Look up the reward of each row's role in the greedy episode of its group, [N].
 
-    Without greedy episodes in the batch: None, and true everywhere.
+    The second result, bool [N], is false for rows whose group has no scored greedy episode. A batch without greedy
+    episodes has no rewards of them, and is true everywhere.
     """
     pairs = zip(headers, rewards.tolist(), strict=True)
     greedy = {(h.group_id, h.role): reward for h, reward in pairs if h.baseline and h.scored}
@@ -467,6 +367,121 @@ def greedy_baselines(headers: Sequence[TrajectoryHeader], rewards: Tensor) -> tu
     return torch.tensor([greedy.get(key, 0.0) for key in keys], dtype=torch.float64), found
 
 
+def on_last_token(values: Tensor, mask: Tensor, rows: Rows | None = None) -> Tensor:
+    """Put each row's value [N] on its last token where ``mask`` is true, and 0 elsewhere; [N, T], or packed [M]."""
+    counts = row_sums(mask, rows).long()
+    found = torch.zeros(int(counts.sum()), dtype=values.dtype)
+    found[counts.cumsum(0)[counts > 0] - 1] = values[counts > 0]
+    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter_(mask, found)
+
+
+# --- The objective, and the steps on it
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The policy's loss on any mini-batch of a step.
+
+    ``advantages`` are float32 [M]. ``corrected`` is None if old log-probabilities are bypassed: then the loss corrects
+    by log pi_theta. A ``reference`` gives whole distributions during the loss, micro-batch by micro-batch.
+    """
+
+    whole: WholeBatch
+    precomputed: Precomputed
+    advantages: Tensor
+    corrected: Corrected | None
+    algorithm: Algorithm
+    config: AlgorithmConfig
+    sums: LossSums
+    kl_coef: float = 0.0
+    reference: Reference | None = None
+
+    def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
+        """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
+
+        Args:
+            width: tokens of the longest possible response, for seq-mean-token-sum-norm.
+            seed: of this mini-batch, for losses that draw tokens.
+        """
+        whole, sums, row_weights = self.whole, self.sums, self.whole.row_weights
+        mask = whole.mask if self.corrected is None else self.corrected.keep
+        positions = whole.rows.positions(rows)
+        counts = count(mask[positions], row_weights[rows], width)
+        selected = None
+        if self.algorithm.loss.select is not None:
+            selected = torch.zeros_like(whole.mask)
+            selected[positions] = self.algorithm.loss.select(
+                SelectInputs(
+                    proximal=self.precomputed.proximal[positions],
+                    behaviour=whole.behaviour[positions],
+                    advantages=self.advantages[positions],
+                    mask=mask[positions] & whole.free[positions],
+                    options=self.config,
+                    seed=seed,
+                    rows=Rows(whole.rows.lengths[rows]),
+                )
+            )
+
+        def loss_fn(number: int, outputs: Outputs) -> Tensor:
+            micro, logprobs = parts[number], outputs.logprobs
+            assert logprobs is not None
+            sums.first.setdefault(tuple(micro.rows), logprobs.detach())
+            sums.add_routes(micro, outputs)
+            corrected = self._corrected(micro, logprobs)
+            inputs = LossInputs(
+                logprobs=torch.where(corrected.keep, logprobs, 0.0),
+                proximal=torch.where(corrected.keep, micro.cut(self.precomputed.proximal), 0.0),
+                behaviour=torch.where(corrected.keep, micro.cut(whole.behaviour), 0.0),
+                advantages=micro.cut(self.advantages),
+                weights=corrected.weights,
+                mask=corrected.keep,
+                free=corrected.keep & micro.cut(whole.free),
+                options=self.config,
+                selected=None if selected is None else micro.cut(selected),
+            )
+            per_token, clipped = self.algorithm.loss.per_token(inputs), inputs.clipped
+            kl: Tensor | None = None
+            regularisation = torch.zeros_like(inputs.logprobs)
+            if self.config.kl.place != "reward" and self.reference is not None:
+                reference = self.reference.forward(micro.tensors, frozenset({"distribution"})).distribution
+                assert outputs.distribution is not None and reference is not None
+                kl = self.algorithm.kl(outputs.distribution, reference)
+                regularisation = regularisation + self.kl_coef * kl
+            elif self.config.kl.place != "reward" and self.precomputed.reference is not None:
+                reference = torch.where(inputs.mask, micro.cut(self.precomputed.reference), 0.0)
+                kl = self.algorithm.kl(inputs.logprobs, reference)
+                # An estimate from the sampled token is weighted where a grammar's mask restricted the choice. A whole
+                # distribution needs no weight.
+                if whole.grammar_weights is not None:
+                    kl = kl * micro.cut(whole.grammar_weights)
+                regularisation = regularisation + self.kl_coef * kl
+            if outputs.entropy is not None:
+                regularisation = regularisation - self.config.entropy_coef * outputs.entropy
+            per_token = per_token + regularisation
+            weights = row_weights[micro.rows].to(logprobs) if micro.rows else torch.ones(1).to(logprobs)
+            loss = self.algorithm.aggregate(per_token, inputs.mask, weights, counts)
+            sums.add("clipped", clipped, inputs.mask)
+            sums.add("tokens", torch.ones_like(logprobs), inputs.mask)
+            if kl is not None:
+                sums.add("kl", kl, inputs.mask)
+            if outputs.entropy is not None:
+                sums.add("entropy", outputs.entropy, inputs.mask)
+            return loss
+
+        return loss_fn
+
+    def _corrected(self, micro: MicroBatch, logprobs: Tensor) -> Corrected:
+        """Cut this micro-batch's part of the correction, or with bypass correct by the policy as it is now."""
+        if self.corrected is None:
+            weights = self.whole.grammar_weights
+            behaviour, age, free = (micro.cut(x) for x in (self.whole.behaviour, self.whole.age, self.whole.free))
+            corrected = self.algorithm.correct(logprobs, behaviour, micro.tensors.mask, age, free)
+            return corrected.times(None if weights is None else micro.cut(weights))
+        return Corrected(
+            *(micro.cut(part) for part in (self.corrected.weights, self.corrected.keep, self.corrected.rule))
+        )
+
+
 def train_minibatches(
     models: Models,
     objective: Objective,
@@ -474,12 +489,13 @@ def train_minibatches(
     batch: Batch,
     minis: Sequence[Sequence[MicroBatch]],
     config: RunConfig,
+    trains_policy: bool,
 ) -> dict[str, float]:
     """Take every epoch's optimizer steps.
 
-    Returns the mean loss (summed over ranks) and gradient norm per mini-batch, and what the critic learned.
+    Returns the mean loss (summed over ranks) and gradient norm per mini-batch, and the critic's metrics.
     """
-    train_policy = _step if trains_policy(config, batch.step) else _observe
+    requested = objective.algorithm.train_outputs
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
     for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
@@ -488,7 +504,13 @@ def train_minibatches(
             try:
                 if critic is not None:
                     loss_fn = critic.wrap_loss(models.critic, loss_fn, parts, mini.rows)
-                loss, norm = train_policy(models.policy, parts, loss_fn, objective.algorithm.train_outputs)
+                if trains_policy:
+                    loss, norm = models.policy.step([part.tensors for part in parts], loss_fn, requested)
+                else:
+                    # While only the critic trains, the loss is still computed, so that its metrics go on.
+                    outputs = (models.policy.forward(part.tensors, requested) for part in parts)
+                    found = [loss_fn(micro, out) for micro, out in enumerate(outputs)]
+                    loss, norm = sum(torch.stack(found).tolist()), 0.0
             except TrainingDiverged as error:
                 groups = sorted({h.group_id for h in batch.headers})
                 raise TrainingDiverged(
@@ -497,34 +519,33 @@ def train_minibatches(
             losses += loss
             norms.append(norm)
     losses -= critic.shared_loss() if critic else 0.0
-    models.data_parallel.all_reduce(losses)
+    models.policy.data_parallel.all_reduce(losses)
     metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
     return metrics | (critic.metrics() if critic else {})
 
 
-def trains_policy(config: RunConfig, step: int) -> bool:
-    """Whether the policy's weights change in this step, and not only those of a critic that warms up."""
-    return config.critic is None or step >= config.critic.warmup_steps
+# --- Metrics
 
 
-def _step(
-    policy: Backend, parts: Sequence[MicroBatch], loss_fn: LossFn, requested: frozenset[OutputName]
-) -> tuple[float, float]:
-    return policy.step([part.tensors for part in parts], loss_fn, requested)
+def grammar_metrics(whole: WholeBatch) -> dict[str, float]:
+    """Return the share of tokens that a grammar's mask restricted, and the mean of their weights.
+
+    On-policy the weight is the probability that the policy had left to the allowed tokens. Returns nothing if no token
+    was restricted.
+    """
+    there = whole.mask & whole.constrained
+    if whole.grammar_weights is None or not there.any():
+        return {}
+    share, weight = there.sum() / whole.mask.sum(), whole.grammar_weights[there].mean()
+    return {"constrained/share": share.item(), "constrained/weight_mean": weight.item()}
 
 
-def _observe(
-    policy: Backend, parts: Sequence[MicroBatch], loss_fn: LossFn, requested: frozenset[OutputName]
-) -> tuple[float, float]:
-    """Compute the loss that ``_step`` would have stepped on, while only the critic trains."""
-    outputs = (policy.forward(part.tensors, requested) for part in parts)
-    losses = [loss_fn(number, out) for number, out in enumerate(outputs)]
-    return sum(torch.stack(losses).tolist()), 0.0
+def shared_tokens(ranks: DataParallel, micros: Sequence[MicroBatch]) -> float:
+    """Return the share of tokens that no pass computes, as another row of the micro-batch begins with them.
 
-
-def on_last_token(values: Tensor, mask: Tensor, rows: Rows | None = None) -> Tensor:
-    """Put each row's value [N] on the last of its tokens where ``mask`` is true, 0 elsewhere; [N, T], or packed [M]."""
-    counts = row_sums(mask, rows).long()
-    found = torch.zeros(int(counts.sum()), dtype=values.dtype)
-    found[counts.cumsum(0)[counts > 0] - 1] = values[counts > 0]
-    return torch.zeros_like(mask, dtype=values.dtype).masked_scatter_(mask, found)
+    A collective.
+    """
+    there = [micro.tensors for micro in micros if micro.rows]
+    sums = torch.tensor([sum(x.computed for x in there), sum(int(x.lengths.sum()) for x in there)], dtype=torch.float64)
+    ranks.all_reduce(sums)
+    return 1.0 - (sums[0] / sums[1]).item()

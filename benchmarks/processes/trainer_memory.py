@@ -49,7 +49,7 @@ def measure(name: str, folder: str, count: int, overrides: list[str]) -> None:
     )
     headers = [row.header() for row in rows]
     for step in range(2):
-        plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
+        plan = plan_batch(headers, step, config, models.policy.data_parallel.size, models.row_cost)
         update(models, Batch(step, headers, plan, {row.key: row for row in rows}), build(config), config)
     print(trainer_bytes(config, model_size(config)), resident("VmHWM"))
 

@@ -42,17 +42,25 @@ from rl_async.userload import is_user_reference, load_user_object
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What ``update`` calls. ``decoupled``: pi_old is recomputed before the first mini-batch, else it is mu."""
+    """The functions that ``update`` calls.
+
+    Attributes:
+        correct: takes target, behaviour, mask, age, free, all [B, T]; or packed [M], and their rows.
+        rules: those that the correction may apply to a token.
+        decoupled: whether pi_old is recomputed before the first mini-batch. Otherwise it is mu.
+        precompute: outputs that the pass for pi_old must compute beside log-probabilities.
+        train_outputs: outputs that the passes with gradient must compute.
+    """
 
     advantage: AdvantageFn
     loss: PolicyLoss
-    correct: Callable[..., Corrected]  # target, behaviour, mask, age, free: [B, T]; or packed [M], and their rows
-    rules: tuple[str, ...]  # that the correction may apply to a token
+    correct: Callable[..., Corrected]
+    rules: tuple[str, ...]
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
-    precompute: frozenset[OutputName]  # outputs that the pass for pi_old must compute beside log-probabilities
-    train_outputs: frozenset[OutputName]  # that the passes with gradient must compute
+    precompute: frozenset[OutputName]
+    train_outputs: frozenset[OutputName]
 
 
 def build(config: RunConfig) -> Algorithm:
@@ -60,10 +68,10 @@ def build(config: RunConfig) -> Algorithm:
 
     Raises ConfigError naming the key if a name is unknown or a user's function does not fit.
     """
-    algorithm = config.algorithm
-    correction = Correction()  # a user's own is decoupled and goes with any loss
-    if not is_user_reference(algorithm.correction):
-        correction = resolve(algorithm.correction, algorithm.correction_options)
+    algorithm, critic = config.algorithm, config.critic
+    users_correction = is_user_reference(algorithm.correction)
+    # A user's own correction is decoupled and goes with any loss.
+    correction = Correction() if users_correction else resolve(algorithm.correction, algorithm.correction_options)
     precompute: set[OutputName] = set()
     if "sum_squares" in advantage_needs(algorithm.advantage):
         precompute.add("sum_squares")
@@ -72,13 +80,25 @@ def build(config: RunConfig) -> Algorithm:
         train_outputs.add("entropy")
     if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
         train_outputs.add("distribution")
-    if config.critic is not None and config.critic.shared:
+    if critic is not None and critic.shared:
         precompute.add("values")
         train_outputs.add("values")
+
+    if is_user_reference(algorithm.advantage):
+        options = algorithm.advantage_options
+        advantage = load_advantage(algorithm.advantage, options, critic=critic is not None)
+    else:
+        advantage = ADVANTAGES[algorithm.advantage]
+    name = correction.loss or algorithm.loss
+    loss = load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
     return Algorithm(
-        advantage=_advantage(algorithm, critic=config.critic is not None),
-        loss=_loss(algorithm, correction),
-        correct=_correct(algorithm, correction),
+        advantage=advantage,
+        loss=loss,
+        correct=load_correction(algorithm.correction)
+        if users_correction
+        else lambda target, behaviour, mask, age, free, rows=None: correct(
+            target, behaviour, mask, age, correction, free, rows
+        ),
         rules=rules(correction),
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
@@ -88,29 +108,8 @@ def build(config: RunConfig) -> Algorithm:
     )
 
 
-def _advantage(algorithm: AlgorithmConfig, *, critic: bool) -> AdvantageFn:
-    if is_user_reference(algorithm.advantage):
-        return load_advantage(algorithm.advantage, algorithm.advantage_options, critic=critic)
-    return ADVANTAGES[algorithm.advantage]
+# --- Users' own functions, tried on two rows of three tokens. Values where the mask is false must not matter.
 
-
-def _loss(algorithm: AlgorithmConfig, correction: Correction) -> PolicyLoss:
-    name = correction.loss or algorithm.loss
-    return load_loss(name, algorithm) if is_user_reference(name) else LOSSES[name]
-
-
-def _correct(algorithm: AlgorithmConfig, correction: Correction) -> Callable[..., Corrected]:
-    if is_user_reference(algorithm.correction):
-        own = load_correction(algorithm.correction)
-        return lambda target, behaviour, mask, age, free, rows=None: own(target, behaviour, mask, age, rows)
-    return lambda target, behaviour, mask, age, free, rows=None: correct(
-        target, behaviour, mask, age, correction, free, rows
-    )
-
-
-Correct = Callable[..., Corrected]  # target, behaviour, mask, age: [N, T]; or packed [M], and their rows
-
-# Two rows of three tokens; whatever stands where the mask is false must not matter.
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 GARBAGE = (0.0, 7.0)
 REWARDS = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0], dtype=torch.float64)
@@ -128,21 +127,22 @@ class Trial:
         return ConfigError(f"{self.key}: {self.reference} {what}")
 
     def load(self) -> Any:
-        """The object. Raises ConfigError unless it is a function or a PolicyLoss."""
+        """Return the object. Raises ConfigError unless it is a function or a PolicyLoss."""
         loaded = load_user_object(self.reference, self.key)
         if not callable(loaded) and not isinstance(loaded, PolicyLoss):
             raise self.error(f"is of type {type(loaded).__name__}, not a function")
         return loaded
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the function on a tiny batch. Raises ConfigError for whatever it raises."""
+        """Call the function on a tiny batch. Raises ConfigError for any exception of it."""
         try:
             return function(*arguments)
-        except Exception as error:  # the user's code may raise anything, and must be named whatever it is
+        # The user's code may raise anything, and the error must name the function.
+        except Exception as error:
             raise self.error(f"raised {type(error).__name__} on a tiny batch: {error}") from error
 
     def tensor(self, value: object, shape: torch.Size, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
-        """The value, if it is a tensor of this shape and type (None: floating, and then finite)."""
+        """Return the value if it is a tensor of this shape and type; with no ``dtype``, floating and finite."""
         named = f"gave {name} " if name else "gave "
         if not isinstance(value, Tensor):
             raise self.error(f"{named}a {type(value).__name__}, not a tensor")
@@ -155,13 +155,13 @@ class Trial:
         return value
 
     def same(self, values: list[Tensor], mask: Tensor, name: str) -> None:
-        """Raise ConfigError unless garbage outside the mask left the values inside it alone."""
+        """Raise ConfigError if garbage outside the mask changed the values inside it."""
         if not torch.allclose(values[0][mask], values[1][mask]):
             raise self.error(f"changes {name} of tokens with what stands at tokens whose mask is false; use the mask")
 
 
 def load_advantage(reference: str, options: AdvantageOptions, *, critic: bool = False) -> AdvantageFn:
-    """Load a user's advantage estimator; ``critic`` says whether there is one, and with it ``x.values``."""
+    """Load a user's advantage estimator and try it; with a ``critic`` it gets ``x.values``."""
     trial = Trial("algorithm.advantage", reference)
     function: AdvantageFn = trial.load()
     mask, given = MASK.repeat(3, 1)[:5], list[Tensor]()
@@ -195,8 +195,11 @@ def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
     return replace(loss, select=lambda x: select(x) if x.rows is None else x.rows.pack(select(x.padded())))
 
 
-def load_correction(reference: str) -> Correct:
-    """Load a user's off-policy correction and try it."""
+def load_correction(reference: str) -> Callable[..., Corrected]:
+    """Load a user's off-policy correction and try it. Returns a function as in ``Algorithm.correct``.
+
+    A user's correction measures all sampled tokens, also those that are not free.
+    """
     trial = Trial("algorithm.correction", reference)
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected] = trial.load()
     weights, kept = list[Tensor](), list[Tensor]()
@@ -222,7 +225,9 @@ def load_correction(reference: str) -> Correct:
     trial.same(kept, MASK, "the verdict")
     trial.same(weights, MASK, "the weight")
 
-    def correct(target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, rows: Rows | None = None) -> Corrected:
+    def correct(
+        target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, free: Tensor | None, rows: Rows | None = None
+    ) -> Corrected:
         if rows is None:
             return function(target, behaviour, mask, age)
         given = function(*(rows.pad_all(tensor) for tensor in (target, behaviour, mask, age)))
@@ -263,7 +268,7 @@ def _selected(trial: Trial, select: Callable[[SelectInputs], Tensor], x: LossInp
 
 
 def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:
-    """Of the sum over tokens that train, with respect to log pi_theta, [B, T]."""
+    """Differentiate the sum over tokens that train with respect to log pi_theta, [B, T]."""
     gradient = None
     if value.requires_grad:
         (gradient,) = torch.autograd.grad(value[MASK].sum(), logprobs, allow_unused=True)
@@ -275,14 +280,14 @@ def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:
 
 
 class _Parts(dict[str, Tensor]):
-    """Any part of the reward by any name: which there will be is known only once something was scored."""
+    """Parts of the reward under any name: the real names are known only once an episode was scored."""
 
     def __missing__(self, name: str) -> Tensor:
         return REWARDS.clone()
 
 
 def _advantage_inputs(mask: Tensor, garbage: float, options: AdvantageOptions, critic: bool) -> AdvantageInputs:
-    """Two groups of two rows, and one whose only row could not be scored."""
+    """Make two groups of two rows, and one whose only row could not be scored."""
     last = torch.tensor([[False, True, False], [False, False, True]]).repeat(3, 1)[:5]
     return AdvantageInputs(
         rewards=REWARDS.clone(),

@@ -67,7 +67,7 @@ def config_of(model: Path, tokens: int, kind: str, correction: str, options: dic
 def train(models: Models, step: int, config: RunConfig) -> dict[str, float]:
     rows = make_rows(step)
     headers = [row.header() for row in rows]
-    plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
+    plan = plan_batch(headers, step, config, models.policy.data_parallel.size, models.row_cost)
     batch = Batch(step, headers, plan, {row.key: row for row in rows})
     return update(models, batch, build(config), config).metrics
 

@@ -43,7 +43,7 @@ def run(model: Path, out: Path, minibatch_tokens: int, correction: str, sizes: d
     for step in range(3):
         rows = make_rows(step)
         headers = [row.header() for row in rows]
-        plan = plan_batch(headers, step, config, models.data_parallel.size, models.row_cost)
+        plan = plan_batch(headers, step, config, models.policy.data_parallel.size, models.row_cost)
         batch = Batch(step, headers, plan, {row.key: row for row in rows})
         metrics = update(models, batch, build(config), config).metrics
     weights = whole_weights(models.policy)
