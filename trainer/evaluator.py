@@ -2,36 +2,38 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from rl_async.errors import RlAsyncError, RowsLost
 from rl_async.evaluation import Summary, answers_of, failed_rows, summarize_with_total
-from rl_async.messages import NotReady, Reply, Reserved, RowKey, Trajectory, episode_rewards, mean_role_rewards
+from rl_async.messages import NotReady, Trajectory, episode_rewards, mean_role_rewards
+from rl_async.transfer_queue.client import SyncQueueClient
 
 log = logging.getLogger("rl_async.evaluation")
 
 
-class EvalVerbs(Protocol):
-    """The verbs of the queue's blocking client that evaluation uses."""
-
-    def evaluate(self, eval_id: int) -> Reply: ...
-    def eval_result(self, eval_id: int, wait_s: float) -> Reserved | NotReady: ...
-    def fetch(self, rows: Sequence[RowKey]) -> list[Trajectory]: ...
-
-
 class FinishedEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an evaluation, one line of ``evaluations.jsonl``."""
+    """Result of an evaluation, one line of ``evaluations.jsonl``.
 
-    step: int  # of the version published when it was requested: no token is older
-    newest_step: int  # of the newest version that sampled a token; above ``step`` if training went on meanwhile
-    reward: float  # mean over episodes
-    trajectories: int  # number of episodes, each of one or several rows
-    failed: int = 0  # of these, the episodes that failed each time they were played, which count as 0
-    roles: dict[str, float] = {}  # mean reward of each role, if episodes have several
-    sources: list[Summary] = []  # avg@k and pass@k by data source and role, and over all if there are several
+    Attributes:
+        step: of the version published when it was requested; no token is older.
+        newest_step: of the newest version that sampled a token, above ``step`` if training went on meanwhile.
+        reward: mean over episodes.
+        trajectories: number of episodes, each of one or several rows.
+        failed: episodes that failed in every attempt, which count as 0.
+        roles: mean reward of each role, for episodes with several.
+        sources: avg@k and pass@k by data source and role, and over all sources if there are several.
+    """
+
+    step: int
+    newest_step: int
+    reward: float
+    trajectories: int
+    failed: int = 0
+    roles: dict[str, float] = {}
+    sources: list[Summary] = []
 
     def metrics(self) -> dict[str, float]:
         """Return the result as metrics ``eval/...``; those of a source are named as ``Summary.metrics`` has them."""
@@ -51,7 +53,7 @@ class Evaluator:
 
     def __init__(
         self,
-        queue: EvalVerbs,
+        queue: SyncQueueClient,
         every: int,
         record: Callable[[FinishedEvaluation, list[Trajectory]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -59,13 +61,16 @@ class Evaluator:
     ) -> None:
         self._queue, self._every, self._record, self._clock, self._solved = queue, every, record, clock, solved
         self._running: int | None = None
-        self._newest = -1  # requested last
-        self._unattended_s = 0.0  # as the queue said last
-        self._finished = 0  # groups of the running evaluation, as far as the queue said
+        self._requested = -1
+        # From the queue's latest reply: how long no agent program has asked, and the finished groups.
+        self._unattended_s = 0.0
+        self._finished = 0
 
     def begin(self, published: int) -> None:
         """Start an evaluation of the published weights; ``after_step`` or ``finish`` returns its result."""
-        self._start(published)
+        self._queue.evaluate(published)
+        self._running = self._requested = published
+        self._finished = 0
 
     def after_step(self, completed: int, published: int) -> FinishedEvaluation | None:
         """Start an evaluation if one is due; call it after each step.
@@ -74,8 +79,8 @@ class Evaluator:
         an evaluation that is complete.
         """
         result = self._collect(0.0)
-        if self._every and completed % self._every == 0 and self._running is None and self._newest != published:
-            self._start(published)
+        if self._every and completed % self._every == 0 and self._running is None and self._requested != published:
+            self.begin(published)
         return result
 
     def finish(
@@ -84,38 +89,35 @@ class Evaluator:
         """Wait for a running evaluation, then evaluate the final weights.
 
         Raises RlAsyncError once no further group was finished for ``timeout_s``. ``waiting`` is called all the while.
-        Returns the results that ``after_step`` has not returned, oldest first. What agent programs have not played by
-        then, since none is there, is skipped with a warning: the run is trained all the same.
+        Returns the results that ``after_step`` has not returned, oldest first. An evaluation that no agent program
+        plays is skipped with a warning, since the run is trained all the same.
         """
         pending, final = self._wait(timeout_s, waiting), None
-        if self._running is None:  # else it was skipped, and nobody would play another one
-            if self._newest != published:
-                self._start(published)
+        # An evaluation that still runs was skipped, and another one would find no player either.
+        if self._running is None:
+            if self._requested != published:
+                self.begin(published)
             final = self._wait(timeout_s, waiting)
         return [result for result in (pending, final) if result is not None]
 
-    def _start(self, published: int) -> None:
-        self._queue.evaluate(published)
-        self._running = self._newest = published
-        self._finished = 0
-
     def _wait(self, timeout_s: float, waiting: Callable[[], object]) -> FinishedEvaluation | None:
-        """Wait for the running evaluation. Until a further group is finished, ``timeout_s`` in all while it is played,
-        and as long while nobody plays.
+        """Wait for the running evaluation. A further group may take ``timeout_s``, counted separately with and without
+        a player.
 
         A program that comes back late still has time, and one that comes and goes does not keep the run waiting.
         """
         result, before = None, self._clock()
-        waited, finished = {"played": 0.0, "alone": 0.0}, self._finished
+        waited, finished = {"played": 0.0, "unattended": 0.0}, self._finished
         while self._running is not None:
             waiting()
             result = self._collect(1.0)
-            state, now = "alone" if self._unattended_s else "played", self._clock()
-            if self._finished != finished:  # less, if rows were lost that are played again
+            state, now = "unattended" if self._unattended_s else "played", self._clock()
+            # The number falls if rows were lost, whose episodes are played again.
+            if self._finished != finished:
                 waited, finished, before = dict.fromkeys(waited, 0.0), self._finished, now
             waited[state], before = waited[state] + now - before, now
             if self._running is not None and waited[state] > timeout_s:
-                if state == "alone":
+                if state == "unattended":
                     log.warning(
                         "the evaluation of version %d is skipped: no agent program has asked a gateway for an "
                         "episode for %.0f s, so nobody plays the held-out tasks",
@@ -134,8 +136,7 @@ class Evaluator:
             return None
         reply = self._queue.eval_result(self._running, wait_s)
         if isinstance(reply, NotReady):
-            self._unattended_s = reply.unattended_s
-            self._finished = reply.finished
+            self._unattended_s, self._finished = reply.unattended_s, reply.finished
             return None
         try:
             rows = self._queue.fetch([header.key for header in reply.headers])

@@ -1,13 +1,13 @@
-"""What a rank observes beside training: its memory, profiles, the engines' loads and the queue's depth.
+"""Monitors a rank beside training: its memory, profiles, the engines' loads and the queue's depth.
 
-Memory is measured by stage of a step and compared with the run's budget; on a GPU the device is measured, with what
-engines hold of it, on a CPU this process alone. Profiles are of the config's steps and of those that ``rl-async
+Memory is measured by stage of a step and compared with the run's budget: on a GPU that of the device, the engines'
+share included, on a CPU that of this process. Profiles are of the config's steps and of those that ``rl-async
 profile`` asks for:
 
-    RUN/profiles/step-000010-rank0.json.gz        what ran when, for https://ui.perfetto.dev
+    RUN/profiles/step-000010-rank0.json.gz        a timeline, for https://ui.perfetto.dev
     RUN/profiles/step-000010-rank0.memory.pickle  every allocation on a CUDA device, for https://pytorch.org/memory_viz
 
-``RankCollector`` tells Prometheus a rank's step, phase, memory and newest metrics.
+``RankCollector`` exports a rank's step, phase, memory and newest metrics to Prometheus.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from rl_async.concurrency import gather_or_cancel, in_daemon_thread
 from rl_async.errors import EngineError, OutOfMemory
-from rl_async.messages import FAILED, EngineList, EngineRecord, StatusReport
+from rl_async.messages import FAILED, EngineList, EngineRecord
 from rl_async.process.http_server import by_label, gauge
 from rl_async.process.run_files import PHASES, DeviceBudget, Holder, Phase, Stage, read_beats
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
+from rl_async.rollout_server.pool import EngineClient
 from rl_async.torch_shared import is_out_of_memory
 from rl_async.trainer.profile_request import read_request, trace_file
+from rl_async.transfer_queue.client import SyncQueueClient
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 STAGE_OF: Mapping[Phase, Stage] = {
@@ -50,11 +52,11 @@ class Meter(Protocol):
     """Measures bytes."""
 
     def peak(self) -> int:
-        """Return the peak since the last ``reset``, of what the budget is compared with."""
+        """Return the peak since the last ``reset``, as it is compared with the budget."""
         ...
 
     def reset(self) -> None:
-        """Forget what was before."""
+        """Start a new peak."""
         ...
 
 
@@ -69,19 +71,21 @@ class HostMeter:
         return int(found[1]) << 10 if found else 0
 
     def reset(self) -> None:
-        with suppress(OSError):  # a container may hide it, or forbid it: then the peak is that since the start
+        # A container may hide the file or forbid writing. Then the peak is that since the start.
+        with suppress(OSError):
             (self._proc / "clear_refs").write_text("5")
 
 
 class DeviceMeter:
-    """Memory of a device that is taken, by whichever process: this one's peak, and what others have when asked.
+    """Memory of a device taken by any process: this one's peak, and the others' share at the time of the call.
 
-    If this one has given memory back since the reset, others may have taken it; then what they had at the reset counts.
+    If this process has freed memory since the reset, others may have taken it. Then their share at the reset counts.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._own_then = self._others_then = 0  # at the reset
+        # The shares at the latest reset.
+        self._own_then = self._others_then = 0
 
     def peak(self) -> int:
         own, others = self._taken()
@@ -102,7 +106,7 @@ class DeviceMeter:
 class MemoryWatch:
     """Follows a rank through the stages of its steps.
 
-    ``budget``: of its device and its own; None: none was planned.
+    ``budget`` is that of its device and its own share, or None if none was planned.
     """
 
     def __init__(self, device: str, budget: tuple[DeviceBudget, Holder] | None) -> None:
@@ -126,7 +130,7 @@ class MemoryWatch:
         self._phase, self.stage = phase, STAGE_OF.get(phase, self.stage)
 
     def metrics(self) -> dict[str, float]:
-        """Return the peaks of the last step, of the rank that had most, with what was planned. A collective."""
+        """Return the peaks of the last step, over ranks, and their budgets. A collective."""
         self._read()
         stages: tuple[Stage, ...] = ("rollout", "train", "gather")
         numbers = [self._host_peak, self._allocated_peak]
@@ -159,7 +163,7 @@ class MemoryWatch:
             log.warning("memory: stage '%s' took %s. %s", self.stage, _gib(peak), self._planned())
 
     def _planned(self) -> str:
-        """What was planned for this stage, and what to do if it does not suffice."""
+        """Describe the plan for this stage, and the remedy if it does not suffice."""
         if self._budget is None:
             return "No budget was planned, since the size of model.path was unknown."
         device, mine = self._budget
@@ -171,7 +175,7 @@ class MemoryWatch:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise OutOfMemory, with the stage and what was planned for it, where the block ends for want of memory."""
+        """Raise OutOfMemory, with the stage and its plan, if the block runs out of memory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -187,13 +191,16 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-ALLOCATIONS = 1 << 20  # kept of a step
+# --- Profiles
+
+# The number of allocations that are kept of a step.
+ALLOCATIONS = 1 << 20
 
 
 class StepProfiler:
     """Records the wanted steps of one rank, with the phases of a step as ranges, which nsys shows too (NVTX).
 
-    A request that was there before this process is not its own.
+    A request older than this process is ignored.
     """
 
     def __init__(self, run: Path, rank: int, steps: Collection[int], device: str) -> None:
@@ -202,7 +209,7 @@ class StepProfiler:
         self._nvtx = getattr(self._device, "nvtx", None)
         request = read_request(run)
         self._answered = request.id if request else ""
-        self._requested = 0  # steps that are still to be profiled
+        self._steps_left = 0
         self._step = -1
         self._profile: profile | None = None
         self._range: record_function | None = None
@@ -226,9 +233,9 @@ class StepProfiler:
     def _wanted(self) -> bool:
         request = read_request(self._run)
         if request is not None and request.id != self._answered:
-            self._answered, self._requested = request.id, request.steps
-        if self._requested:
-            self._requested -= 1
+            self._answered, self._steps_left = request.id, request.steps
+        if self._steps_left:
+            self._steps_left -= 1
             return True
         return self._step in self._steps
 
@@ -248,7 +255,8 @@ class StepProfiler:
         if self._device is not None:
             self._device.memory._dump_snapshot(str(file).removesuffix(".json.gz") + ".memory.pickle")
             self._device.memory._record_memory_history(enabled=None)
-        unfinished = file.with_name(f".{file.name}")  # PyTorch compresses by the end of the name
+        # PyTorch compresses by the end of the name, so the unfinished file keeps it.
+        unfinished = file.with_name(f".{file.name}")
         done.export_chrome_trace(str(unfinished))
         unfinished.replace(file)
         log.info("profile of step %d: %s", self._step, file)
@@ -270,15 +278,10 @@ class StepProfiler:
         self._in_phase = False
 
 
-EVERY_S = 2.0  # at most so often
+# --- Engines and queue
+
+EVERY_S = 2.0
 ANSWER_S = 2.0
-
-
-class LoadClient(Protocol):
-    """What is used here of an engine's client."""
-
-    async def load(self) -> EngineLoad: ...
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -290,16 +293,15 @@ class Observation:
 
 
 class EngineLoads:
-    """Asks every engine of ``directory()`` for its load between two steps, in a thread.
+    """Asks every engine of ``directory()`` for its load between two steps, in a thread, at most every EVERY_S.
 
-    The answers are those of the metrics of the next step that finds them complete; a step without any has no
-    ``engine/...``.
+    The answers become metrics of the next step that finds them complete; a step without answers has no ``engine/...``.
     """
 
     def __init__(
         self,
         directory: Callable[[], EngineList],
-        connect: Callable[[EngineRecord], LoadClient],
+        connect: Callable[[EngineRecord], EngineClient],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._connect, self._clock = directory, connect, clock
@@ -307,7 +309,7 @@ class EngineLoads:
         self._last = Observation(-EVERY_S, {})
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of answers that have come, and ask again if it is time. Raises QueueLost."""
+        """Return the metrics of complete answers, and ask again when due. Raises QueueLost."""
         found: dict[str, float] = {}
         if self._pending is not None and self._pending.done():
             observed, self._pending = self._pending.result(), None
@@ -324,7 +326,7 @@ class EngineLoads:
         return Observation(self._clock(), answered)
 
     async def _load(self, record: EngineRecord) -> EngineLoad | None:
-        """Return None for an engine that does not answer in time, which others notice."""
+        """Return an engine's load, or None if it does not answer in time, which others notice."""
         client = self._connect(record)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -336,10 +338,10 @@ class EngineLoads:
 
 
 def engine_metrics(before: Observation, now: Observation) -> dict[str, float]:
-    """Return the engines' state at ``now``, and what they did since ``before``; nothing if none answered.
+    """Return the engines' state at ``now`` and their rates since ``before``, or nothing if none answered.
 
-    Sums over engines, but the mean of ``engine/cache_usage``, and of ``engine/prefix_hit_rate`` over tokens. Engines
-    that were not there before, or do not count tokens or preemptions, are left out of what happened since.
+    Values are sums over engines, except ``engine/cache_usage``, a mean over engines, and ``engine/prefix_hit_rate``, a
+    mean over tokens. Engines that are new since ``before``, or do not count tokens or preemptions, have no rates.
     """
     loads = list(now.loads.values())
     if not loads:
@@ -374,23 +376,19 @@ def _token_metrics(pairs: list[tuple[EngineTokens, EngineTokens]], seconds: floa
     return rates
 
 
-class StatusVerb(Protocol):
-    """The one verb of the queue's blocking client that is used here."""
-
-    def status(self) -> StatusReport: ...
-
-
 class QueueDepth:
     """Reads the queue's status, and warns once if workers wait because it is full."""
 
-    def __init__(self, queue: StatusVerb) -> None:
+    def __init__(self, queue: SyncQueueClient) -> None:
         self._queue = queue
         self._warned = False
         self._counted = queue.status().counters
 
     def depth(self) -> dict[str, float]:
-        """Return the number of groups by state and the queue's counters, as metrics ``queue/...``, and how many
-        attempts at training samples have failed since the call before, by cause, as ``rollout/failed_attempts``."""
+        """Return groups by state and the queue's counters as ``queue/...``, with ``rollout/failed_attempts``.
+
+        These are the attempts at training samples that have failed since the previous call, by cause.
+        """
         status = self._queue.status()
         failed = {
             f"rollout/failed_attempts/{name.removeprefix(FAILED)}": max(0, count - self._counted.get(name, 0))
@@ -417,13 +415,13 @@ class QueueDepth:
 
 
 class RankCollector:
-    """Rank ``rank`` of the run in ``folder``. ``latest`` returns the newest value of each metric, none without any."""
+    """Exports rank ``rank`` of the run in ``folder``. ``latest`` returns the newest value of each metric."""
 
     def __init__(self, folder: Path, rank: int, latest: Callable[[], Mapping[str, float]]) -> None:
         self._folder, self._rank, self._latest = folder, rank, latest
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them as they are now. The step and the phase are those of the rank's heartbeat."""
+        """Yield the current values. The step and the phase are those of the rank's heartbeat."""
         for beat in read_beats(self._folder):
             if beat.rank == self._rank:
                 yield gauge("rl_async_trainer_step", "Step that the rank works on, from 0.", beat.step)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +31,9 @@ from rl_async.concurrency import gather_or_cancel, in_daemon_thread
 from rl_async.configs.schema.trainer import LoraConfig, MismatchConfig
 from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version
-from rl_async.rollout_server.api import GenerateRequest, Generator
+from rl_async.process.run_files import enter
+from rl_async.rollout_server.api import GenerateRequest
+from rl_async.rollout_server.pool import EngineClient
 from rl_async.tracing import Value
 from rl_async.trainer.backend import Backend
 from rl_async.trainer.packing import Tensors
@@ -41,26 +44,28 @@ from rl_async.weight_sync.reshard import Gathering
 from rl_async.weight_sync.sender import Outlet, RankShards
 from rl_async.weight_sync.wave import CUT_OFF
 
+log = logging.getLogger("rl_async.mismatch")
+
 
 class WeightSource(Protocol):
-    """All ranks call it alike."""
+    """Prepares this rank's weights for a publication. All ranks call it alike."""
 
     def __call__(self, version: Version, backend: Backend) -> Weights:
-        """Return on rank 0 what the phase publishes, and something empty on others."""
+        """Return the weights that the phase publishes, on rank 0; other ranks return an empty sequence."""
         ...
 
     def keep(self, *, stays: bool) -> None:
-        """Copy what still lies in the backend, whose memory is about to be given to the engines.
+        """Copy weights that still lie in the backend, whose memory is about to be given to the engines.
 
-        ``stays``: the copy may wait on the device until it is sent.
+        If ``stays``, the copy may wait on the device until it is sent.
         """
         ...
 
 
 class GatheredWeights:
-    """Whole tensors in buckets on rank 0: what deltas and adapters are made of, and what SGLang takes.
+    """Gathers whole tensors in buckets on rank 0, as deltas, adapters and SGLang need them.
 
-    With ``lora``: adapters and their base, which is gathered once and kept for engines that do not hold it.
+    With ``lora`` it gathers adapters, and once their base, which is kept for engines that do not hold it.
     """
 
     def __init__(self, gathering: Gathering, lora: LoraConfig | None = None) -> None:
@@ -79,7 +84,7 @@ class GatheredWeights:
 
 
 class ShardedByRank:
-    """Every rank's shards, sent from where they are. Only rank 0 has ``shards``, which directs all ranks."""
+    """Sends every rank's shards from where they are. Only rank 0 has ``shards``, which directs all ranks."""
 
     def __init__(self, outlet: Outlet, shards: RankShards | None) -> None:
         self._outlet, self._shards = outlet, shards
@@ -115,9 +120,9 @@ class EnginePublisher:
         self._phase.before_train()
 
     def publish(self, version: Version, backend: Backend) -> dict[str, float]:
-        with of_publication(version, is_first_rank=dist.get_rank() == 0) as publication:
+        with of_publication(version, is_first_rank=dist.get_rank() == 0) as ended:
             report = self._phase.after_train(version, self._source(version, backend))
-            publication.ended(report)
+            ended(report)
         return {
             "sync/without_engines_s": report.waiting_seconds,
             "sync/pause_s": report.pause_seconds,
@@ -129,8 +134,7 @@ class EnginePublisher:
 
 
 class NoEngines:
-    """The publisher of a replay, in which there are no engines: it only announces versions, to the queue if there is
-    one."""
+    """The publisher of a replay, which has no engines: it only announces versions, to the queue if the run has one."""
 
     def __init__(self, announce: Callable[[Version], object] = lambda version: None) -> None:
         self._announce = announce
@@ -143,75 +147,63 @@ class NoEngines:
         return {}
 
 
+# --- Spans of a publication
+
 PUBLISH = "publish"
-ASLEEP = "asleep"  # the stage of an engine that waits for its trainer
-
-
-def _trace(version: str) -> str:
-    return f"{PUBLISH} {version}"
-
-
-class Publication:
-    """What is told of a publication while it is spanned."""
-
-    def __init__(self, about: dict[str, Value]) -> None:
-        self._about = about
-
-    def ended(self, report: SyncReport) -> None:
-        """Note its result."""
-        self._about |= {
-            "rl_async.engines": len(report.engines),
-            "rl_async.bytes": report.nbytes,
-            "rl_async.pause_s": report.pause_seconds,
-        }
-        if report.failures:
-            self._about |= {"error.type": "engines_cut_off", "rl_async.failures": report.failures}
+# The stage of an engine that waits for its trainer.
+ASLEEP = "asleep"
 
 
 @contextmanager
-def of_publication(version: Version, *, is_first_rank: bool) -> Iterator[Publication]:
-    """Span a publication, of which the first rank tells."""
-    trace = _trace(str(version)) if is_first_rank else ""
+def of_publication(version: Version, *, is_first_rank: bool) -> Iterator[Callable[[SyncReport], None]]:
+    """Span a publication, which the first rank exports. Yields a function that adds the result to the span."""
+    trace = f"{PUBLISH} {version}" if is_first_rank else ""
     with tracing.span(trace, PUBLISH, {"rl_async.version": str(version)}, key=PUBLISH, parent="") as about:
-        yield Publication(about)
+
+        def ended(report: SyncReport) -> None:
+            about["rl_async.engines"] = len(report.engines)
+            about["rl_async.bytes"] = report.nbytes
+            about["rl_async.pause_s"] = report.pause_seconds
+            if report.failures:
+                about["error.type"] = "engines_cut_off"
+                about["rl_async.failures"] = report.failures
+
+        yield ended
 
 
 class EngineUpdates:
-    """Spans the update of each engine, from its first stage to its last, as the coordinator notes them."""
+    """Records the update of each engine, as the coordinator notes its stages: in the run's timeline and as spans."""
 
-    def __init__(self) -> None:
-        self._began: dict[str, tuple[str, int]] = {}  # version and time, by engine
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # The version and the time of the first stage, by engine.
+        self._began: dict[str, tuple[str, int]] = {}
 
     def __call__(self, engine: str, version: str, stage: str) -> None:
-        """Note that an update of an engine has entered a stage; empty: it is done. An engine that was cut off has
-        ended, too."""
+        """Record that an update of an engine has entered a stage; the empty stage and CUT_OFF end it."""
+        enter(self._folder, "weights", engine, "" if stage == CUT_OFF else stage, version=version)
         known, began = self._began.get(engine, ("", 0))
         if stage not in ("", ASLEEP, CUT_OFF):
-            if known != version:  # what was noted of an older version, as a probe of it, has no end
+            # An older version that was noted, as by a probe, never ends.
+            if known != version:
                 self._began[engine] = version, tracing.now()
             return
         self._began.pop(engine, None)
         if stage != ASLEEP and known == version:
             about: dict[str, Value] = {"rl_async.engine": engine, "rl_async.version": version}
-            tracing.add(_trace(version), "update engine", began, about, parent=PUBLISH, error=stage)
+            tracing.add(f"{PUBLISH} {version}", "update engine", began, about, parent=PUBLISH, error=stage)
 
+
+# --- The comparison with the engines
 
 PROMPT_TOKENS = 8
-
-log = logging.getLogger("rl_async.mismatch")
-
-
-class CanaryEngine(Generator, Protocol):
-    """An engine client as canaries need it: it generates, and can be closed."""
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Canary:
     """A sample of one engine: ``logprobs`` belong to the last ``len(logprobs)`` tokens of ``token_ids``.
 
-    ``experts`` [tokens, layers, k] are those that the first tokens went through, if the engine records them.
+    ``experts`` [tokens, layers, k] are those of the first tokens, from an engine that records them.
     """
 
     engine_id: str
@@ -226,7 +218,7 @@ class Canaries:
     def __init__(
         self,
         directory: Callable[[], EngineList],
-        connect: Callable[[EngineRecord], CanaryEngine],
+        connect: Callable[[EngineRecord], EngineClient],
         *,
         vocabulary: int,
         tokens: int,
@@ -236,7 +228,8 @@ class Canaries:
         self._directory, self._connect, self._vocabulary = directory, connect, vocabulary
         self._tokens, self._sampling, self._timeout_s = tokens, Sampling(temperature=temperature), timeout_s
         self._pending: Future[list[Canary]] | None = None
-        self.requested = 0  # engines that the latest ``send`` addressed
+        # The number of engines that the latest ``send`` addressed.
+        self.requested = 0
 
     def send(self, version: Version) -> None:
         """Start sampling, in a thread, on the engines that serve exactly this version. Raises QueueLost."""
@@ -245,7 +238,7 @@ class Canaries:
         self._pending = in_daemon_thread(lambda: asyncio.run(self._sample_all(engines, version)), "canaries")
 
     def collect(self) -> list[Canary]:
-        """Return the samples since ``send``, none without one. Blocks until all engines answered or timed out."""
+        """Return the samples requested by ``send``. Blocks until all engines answered or timed out."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else []
 
@@ -254,7 +247,7 @@ class Canaries:
         return [canary for canary in answers if canary is not None]
 
     async def _sample(self, record: EngineRecord, version: Version) -> Canary | None:
-        """Return None for an engine that is lost or busy beyond the deadline, which others notice."""
+        """Sample from one engine. Returns None if it is lost or busy beyond the deadline, which others notice."""
         prompt = np.random.default_rng([version.lineage, version.step]).integers(0, self._vocabulary, PROMPT_TOKENS)
         request = GenerateRequest(
             request_id=f"canary-{version}",
@@ -275,7 +268,8 @@ class Canaries:
             return None
         finally:
             await engine.close()
-        if not got.token_ids:  # aborted before its first token
+        # The engine aborted the request before its first token.
+        if not got.token_ids:
             return None
         experts = None if got.routes is None else got.routes.experts
         return Canary(record.engine_id, request.token_ids + got.token_ids, got.logprobs, experts)
@@ -283,11 +277,15 @@ class Canaries:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Statistics of d = log pi(trainer) - log mu(engine) over the canaries' tokens of all engines."""
+    """Statistics of d = log pi(trainer) - log mu(engine) over the canaries' tokens of all engines.
 
-    means: list[float]  # mean of |d| per engine
-    largest: float  # largest |d|
-    kl: float  # mean of exp(d) - 1 - d, an estimate of KL(mu || pi) (k3)
+    ``means`` are of |d| per engine, ``largest`` is the largest |d|, and ``kl`` the mean of exp(d) - 1 - d, an estimate
+    of KL(mu || pi) (k3).
+    """
+
+    means: list[float]
+    largest: float
+    kl: float
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``mismatch/...`` of a step."""
@@ -306,18 +304,20 @@ class WatchedPublisher:
         self, publisher: Publisher, canaries: Canaries | None, config: MismatchConfig, temperature: float
     ) -> None:
         self._publisher, self._canaries, self._config, self._temperature = publisher, canaries, config, temperature
-        self._published: tuple[Version, Backend] | None = None  # to be compared in the next step
-        self._metrics: dict[str, float] = {}  # of the last comparison
+        # The publication that the next step compares, and the metrics of the previous comparison.
+        self._published: tuple[Version, Backend] | None = None
+        self._metrics: dict[str, float] = {}
         self._publications = 0
         self._resynced = False
 
     def before_train(self) -> None:
         """Compare while the trainer still has the published weights; publish them again if that is configured.
 
-        Raises WeightSyncError, on all ranks alike, if the mismatch is to end the run.
+        Raises WeightSyncError on all ranks if the mismatch ends the run.
         """
         drawn = self._canaries.collect() if self._published is not None and self._canaries is not None else []
-        self._publisher.before_train()  # before it the weights may not be on the device
+        # Until this returns, the weights may not be on the device.
+        self._publisher.before_train()
         if self._published is not None:
             version, backend = self._published
             self._published = None
@@ -346,11 +346,13 @@ class WatchedPublisher:
         if mismatch is None:
             return False
         self._metrics |= mismatch.metrics()
-        worse = [n for n, mean in enumerate(mismatch.means) if not mean <= self._config.limit]  # also true of NaN
+        # The negation also catches NaN.
+        worse = [n for n, mean in enumerate(mismatch.means) if not mean <= self._config.limit]
         if not worse:
             self._resynced = False
             return False
-        names = [drawn[n].engine_id if drawn else f"engine number {n}" for n in worse]  # only rank 0 has the names
+        # Only rank 0 has the names.
+        names = [drawn[n].engine_id if drawn else f"engine number {n}" for n in worse]
         by = ", ".join(f"{mismatch.means[n]:.3g} from {name}" for n, name in zip(worse, names, strict=True))
         what = (
             f"engines do not sample from version {version}: the trainer's log-probabilities differ on average by {by} "
@@ -365,7 +367,7 @@ class WatchedPublisher:
 
 
 def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mismatch | None:
-    """Compare rank 0's canaries with the backend's weights, on all ranks; None if there are none. A collective."""
+    """Compare rank 0's canaries with the backend's weights, on all ranks. A collective. None without canaries."""
     tokens, lengths, behaviour, mask = _broadcast(drawn)
     experts = _broadcast_experts(drawn, tokens.shape)
     if len(tokens) == 0:
@@ -385,7 +387,8 @@ def compare(backend: Backend, drawn: Sequence[Canary], temperature: float) -> Mi
     sampled = difference[mask]
     means = [row[used].abs().mean().item() for row, used in zip(difference, mask, strict=True)]
     found = torch.tensor([sampled.abs().max().item(), (sampled.exp() - 1 - sampled).mean().item(), *means])
-    dist.broadcast(found, 0)  # rounding differs between ranks, and all must decide alike
+    # Rounding differs between ranks, and all must decide alike.
+    dist.broadcast(found, 0)
     largest, kl, *means = found.tolist()
     return Mismatch(means, largest, kl)
 
@@ -411,9 +414,9 @@ def _broadcast(drawn: Sequence[Canary]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _broadcast_experts(drawn: Sequence[Canary], shape: Sequence[int]) -> Tensor | None:
-    """Broadcast the experts that rank 0's canaries went through, int16 [B, T, layers, k], -1 where none were recorded.
+    """Broadcast the experts of rank 0's canaries, int16 [B, T, layers, k], with -1 where none were recorded.
 
-    None if no engine records any.
+    Returns None if no engine records experts.
     """
     recorded = {
         row: torch.from_numpy(c.experts.astype("int32")) for row, c in enumerate(drawn) if c.experts is not None
@@ -422,7 +425,8 @@ def _broadcast_experts(drawn: Sequence[Canary], shape: Sequence[int]) -> Tensor 
     dist.broadcast(sizes, 0)
     if not sizes.all():
         return None
-    experts = torch.full((*shape, *sizes.tolist()), -1, dtype=torch.int32)  # gloo knows no int16
+    # Gloo cannot send int16.
+    experts = torch.full((*shape, *sizes.tolist()), -1, dtype=torch.int32)
     for row, part in recorded.items():
         experts[row, : len(part)] = part
     dist.broadcast(experts, 0)

@@ -27,12 +27,12 @@ from rl_async.files import drop_torn_lines
 from rl_async.process.http_auth import run_token
 from rl_async.process.http_server import exposed
 from rl_async.process.private_folder import RENDEZVOUS, require_private
-from rl_async.process.run_files import beat, enter, read_budget
+from rl_async.process.run_files import beat, read_budget
 from rl_async.rollout_server.pool import connect
-from rl_async.trainer import batches
 from rl_async.trainer.actor_critic import Models, build_models
 from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import KlController
+from rl_async.trainer.batches import QueueSource, RecordedSource
 from rl_async.trainer.checkpoints import Saver, drop_unfinished, folder_of, load_checkpoint, newest_whole, read_state
 from rl_async.trainer.evaluator import Evaluator
 from rl_async.trainer.guard import Guard
@@ -57,11 +57,10 @@ from rl_async.trainer.train import train
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.weight_sync import sender
-from rl_async.weight_sync.coordinator import IdleCoordinator, NoteStage, WeightCoordinator, build_phase, shares_devices
+from rl_async.weight_sync.coordinator import IdleCoordinator, WeightCoordinator, build_phase, shares_devices
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Outlet
 from rl_async.weight_sync.transports.interface import bucket_device
-from rl_async.weight_sync.wave import CUT_OFF
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -72,8 +71,8 @@ RANKS_SHARE = 0.75
 def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str, resume: bool) -> None:
     """Train as one rank, from the transfer queue at ``queue`` or else on the trajectories of the run ``replay``.
 
-    Raises UserError, RanksLost if another rank is lost, and other RlAsyncErrors that starting again does not mend; and
-    SystemExit if it was asked to stop and steps are left.
+    Raises UserError, RanksLost if another rank is lost, and other RlAsyncErrors, which a restart does not mend; and
+    SystemExit if it was asked to stop before the last step.
     """
     stop = StopRequest()
     stop.listen()
@@ -85,7 +84,37 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
         with memory.explained():
             models, kl = build_models(config, device), KlController(config.algorithm.kl)
             start = _restore(folder, models, kl, resume)
-            run = _base_run(config, folder, replay or folder, models, kl, start, stop, memory)
+            trainer, rank = config.trainer, dist.get_rank()
+            run = Run(
+                config=config,
+                folder=folder,
+                lineage=start.lineage,
+                start_step=start.step,
+                models=models,
+                algorithm=build(config),
+                source=RecordedSource((replay or folder) / "trajectories"),
+                publisher=NoEngines(),
+                guard=Guard.of(config),
+                kl=kl,
+                saver=Saver(
+                    folder / "checkpoints",
+                    trainer.keep_checkpoints,
+                    trainer.collective_timeout_s,
+                    start.step,
+                    lambda: require_newest(folder, start.lineage),
+                ),
+                stop=stop,
+                recorder=Recorder(
+                    folder,
+                    start.lineage,
+                    rank,
+                    is_recorder=models.policy.data_parallel.is_recorder,
+                    keep=trainer.keep_trajectories,
+                ),
+                profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),
+                memory=memory,
+                tracking=Tracking(config, folder) if rank == 0 else None,
+            )
             collector = RankCollector(folder, run.rank, lambda: run.tracking.latest if run.tracking else {})
             with exposed(config.tracking.prometheus, folder, "trainer", role, collector):
                 if queue is None:
@@ -97,66 +126,23 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
 
 
 class _Start(NamedTuple):
-    """Where this rank begins."""
+    """Where this rank begins; ``snapshot`` is the queue's, from the checkpoint, or empty."""
 
     lineage: int
     step: int
-    snapshot: bytes  # of the queue, from the checkpoint; empty without one
-
-
-def _base_run(
-    config: RunConfig,
-    folder: Path,
-    recorded: Path,
-    models: Models,
-    kl: KlController,
-    start: _Start,
-    stop: StopRequest,
-    memory: MemoryWatch,
-) -> Run:
-    trainer, rank = config.trainer, dist.get_rank()
-    source = batches.RecordedSource(recorded / "trajectories")
-    return Run(
-        config=config,
-        folder=folder,
-        lineage=start.lineage,
-        start_step=start.step,
-        models=models,
-        algorithm=build(config),
-        source=source,
-        publisher=NoEngines(),
-        guard=Guard.of(config),
-        kl=kl,
-        saver=Saver(
-            folder / "checkpoints",
-            trainer.keep_checkpoints,
-            trainer.collective_timeout_s,
-            start.step,
-            lambda: require_newest(folder, start.lineage),
-        ),
-        stop=stop,
-        recorder=Recorder(
-            folder,
-            start.lineage,
-            rank,
-            is_recorder=models.policy.data_parallel.is_recorder,
-            keep=trainer.keep_trajectories,
-        ),
-        profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),
-        memory=memory,
-        tracking=Tracking(config, folder) if rank == 0 else None,
-    )
+    snapshot: bytes
 
 
 def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _Start:
-    """Take a new lineage and, if resuming, load the newest whole checkpoint, if there is one."""
+    """Take a new lineage and, if resuming, load the newest whole checkpoint, which may be missing."""
     root = folder / "checkpoints"
     chosen = torch.tensor([0, -1])
     if dist.get_rank() == 0:
         newest = None
         if resume:
+            # No rank appends to these files before the broadcast below.
             for name in ("trained.jsonl", "refused.jsonl"):
-                drop_torn_lines(folder / name)  # before any rank appends to it
+                drop_torn_lines(folder / name)
             drop_unfinished(root)
             newest = newest_whole(root)
         chosen = torch.tensor([next_lineage(folder, resume), -1 if newest is None else read_state(newest).step])
@@ -178,7 +164,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
     config = run.config
     keys = client_keys(config, run.folder, "trainer")
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
-        run.source = batches.QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
+        run.source = QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
         if run.rank != 0 and config.rollout.replay:
             return train(run)
         if run.rank != 0:
@@ -191,7 +177,10 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
         run.depth = QueueDepth(queue)
         if config.rollout.replay:
             run.publisher = NoEngines(lambda version: queue.publish(version, []))
-            return _finish(train(run), queue)
+            done = train(run)
+            if done:
+                queue.finish()
+            return done
         token = run_token(run.folder, "engines")
         run.engines = EngineLoads(queue.engines, lambda record: connect(record.kind, record.url, token=token))
         if config.data.eval_path:
@@ -204,35 +193,19 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
                 _resolved_sync(run),
                 config.rollout.start_timeout_s,
                 host,
-                _noting_updates(run.folder),
+                EngineUpdates(run.folder),
                 shares_devices(config.mode),
                 _meeting(config, host),
                 as_rank_0,
             ) as coordinator,
         ):
             run.publisher = _watched(run, _publisher(run, coordinator, source), queue)
-            done = _finish(train(run), queue)
-            if done:  # a run that is asked to stop waits for no engine
+            done = train(run)
+            # A run that was asked to stop is not over for the queue, and waits for no engine.
+            if done:
+                queue.finish()
                 coordinator.finish()
             return done
-
-
-def _noting_updates(folder: Path) -> NoteStage:
-    """Return what notes the stages of engines' updates, in the timeline and as spans."""
-    spanned = EngineUpdates()
-
-    def note(engine: str, version: str, stage: str) -> None:
-        enter(folder, "weights", engine, "" if stage == CUT_OFF else stage, version=version)
-        spanned(engine, version, stage)
-
-    return note
-
-
-def _finish(done: bool, queue: SyncQueueClient) -> bool:
-    """Tell the queue that the run is over, if the last step is done."""
-    if done:
-        queue.finish()
-    return done
 
 
 def _resolved_sync(run: Run) -> WeightSyncConfig:
@@ -260,8 +233,10 @@ def _publisher(run: Run, publisher: WeightCoordinator | IdleCoordinator, source:
 
 
 def _meeting(config: RunConfig, host: str) -> Path | None:
-    """Return the folder that only this user can enter, where trainer ranks met, if engines can meet them there, too;
-    None if they are on other machines, or of a kind that asks for an address."""
+    """Return the private folder where trainer ranks met, if engines can meet them there, too.
+
+    Returns None if engines are on other machines, or of a kind that asks for an address.
+    """
     file = os.environ.get(RENDEZVOUS)
     here = host == "127.0.0.1" and all(traits.meets_in_files for traits in engine_traits(config).values())
     if not file or not here:
@@ -277,7 +252,7 @@ def _meeting(config: RunConfig, host: str) -> Path | None:
 
 @contextmanager
 def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSource]:
-    """Where publications take the weights from, on this rank; ``store`` is that of all ranks."""
+    """Yield the source of published weights on this rank; ``store`` is that of all ranks."""
     config, sync = run.config, _resolved_sync(run)
     timeout_s = config.trainer.collective_timeout_s
     place = bucket_device(resolve_transport(config), run.models.policy.device)
@@ -298,7 +273,7 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
 
 
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:
-    """The publisher, comparing log-probabilities with the engines unless that is off. Rank 0 has the queue."""
+    """Have the publisher compare log-probabilities with the engines unless that is off. Rank 0 has the queue."""
     config = run.config
     mismatch, temperature = config.weight_sync.mismatch, config.rollout.temperature
     if mismatch.action == "off":

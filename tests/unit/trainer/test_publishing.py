@@ -1,5 +1,6 @@
 """The spans of a publication: of the whole by the first rank, and of each engine's update."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,20 +51,20 @@ def report(*failures: str) -> SyncReport:
 
 def test_the_first_rank_alone_tells_of_a_publication(spans: FakeSpans) -> None:
     for first in (False, True):
-        with of_publication(Version(0, 3), is_first_rank=first) as publication:
-            publication.ended(report())
+        with of_publication(Version(0, 3), is_first_rank=first) as ended:
+            ended(report())
     assert spans.added == [("publish 0.3", "publish", "", "")]
     assert spans.about[0]["rl_async.bytes"] == 7 and spans.about[0]["rl_async.engines"] == 1
 
 
 def test_a_publication_that_cut_engines_off_has_an_error(spans: FakeSpans) -> None:
-    with of_publication(Version(0, 3), is_first_rank=True) as publication:
-        publication.ended(report("b failed in resume"))
+    with of_publication(Version(0, 3), is_first_rank=True) as ended:
+        ended(report("b failed in resume"))
     assert spans.added[0][3] == "engines_cut_off"
 
 
-def test_an_update_lasts_from_its_first_stage_to_its_last(spans: FakeSpans) -> None:
-    updates = EngineUpdates()
+def test_an_update_lasts_from_its_first_stage_to_its_last(spans: FakeSpans, tmp_path: Path) -> None:
+    updates = EngineUpdates(tmp_path)
     for engine, version, stage in (
         ("a", "0.2", "probe"),  # not of an update
         ("a", "0.3", "pause"),
@@ -78,8 +79,8 @@ def test_an_update_lasts_from_its_first_stage_to_its_last(spans: FakeSpans) -> N
     assert spans.about[0]["rl_async.engine"] == "a"
 
 
-def test_the_update_of_an_engine_that_is_cut_off_has_an_error(spans: FakeSpans) -> None:
-    updates = EngineUpdates()
+def test_the_update_of_an_engine_that_is_cut_off_has_an_error(spans: FakeSpans, tmp_path: Path) -> None:
+    updates = EngineUpdates(tmp_path)
     for stage in ("pause", "update, bucket 3/9", CUT_OFF):
         updates("a", "0.3", stage)
     assert spans.added == [("publish 0.3", "update engine", "publish", "cut off")]
