@@ -48,11 +48,14 @@ from rl_async.trainer.ranks import DataParallel, adjacent_and_strided, pure_data
 
 NAME = "rl_async_packed"
 Groups = tuple[tuple[int, int], ...]  # (length, sequences)
-KERNEL_HEAD_DIM = 256  # FlashAttention's largest
+# FlashAttention's largest head.
+KERNEL_HEAD_DIM = 256
 _kernel: Any = varlen_attn
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # then fewer key heads are refused without it
+# Versions of PyTorch that have this parameter refuse fewer key heads without it.
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     _kernel = partial(varlen_attn, enable_gqa=True)
-UNKNOWN = ("s_aux", "position_bias")  # would change the result, and are not computed here
+# Options that would change the result and are not computed here.
+UNKNOWN = ("s_aux", "position_bias")
 
 
 def packed_attention(
@@ -76,8 +79,8 @@ def packed_attention(
     A token sees those of its own sequence up to itself, or the last ``sliding_window`` of them. With ``softcap`` c
     scores are c * tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2). With ``sharing_ranks`` N are this rank's
     tokens of the row, and ``packed_groups`` and ``packed_borders`` are of all of it. With ``packed_tree`` sequences
-    share what they begin with (``tree_attention.py``). Raises ValueError when the model asks for anything else, so that
-    none is computed wrongly.
+    share prefixes, as the module describes. Raises ValueError when the model asks for anything else, rather than
+    compute it wrongly.
     """
     asked = [name for name in UNKNOWN if options.get(name) is not None]
     if (
@@ -128,7 +131,7 @@ def _by_groups(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[N, heads, D] of a packed row, a call for each group of equally long sequences."""
+    """Attend in a packed row, [N, heads, D], with one call for each group of equally long sequences."""
     sizes = [length * sequences for length, sequences in groups]
     outputs = []
     for (length, sequences), *parts in zip(
@@ -148,12 +151,12 @@ def _of_tree(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[N, heads, D] of [1, heads, N, D]."""
+    """Attend over a tree of prefixes, [1, heads, N, D] to [N, heads, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = None if window is None or tree.longest <= window else window
-    if window is None and softcap is None and can_merge(q, v):
+    # PyTorch's fused kernel for CPUs needs values as wide as keys.
+    if window is None and softcap is None and q.shape[-1] == v.shape[-1]:
         return merged(q, k, v, tree, scaling)
-
     return copied(q, k, v, tree, window, partial(_masked, scaling=scaling, softcap=softcap))
 
 
@@ -169,18 +172,16 @@ def _attended(
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, *, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """``sees``: bool [L, S], what each token sees; None: all up to itself."""
-    return _fused(q, k, v, sees, scaling) if softcap is None else _capped(q, k, v, sees, scaling, softcap)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None) -> Tensor:
+    """Attend by ``sees``, bool [L, S], or causally if it is None."""
+    if softcap is not None:
+        return _capped(q, k, v, sees, scaling, softcap)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=sees, is_causal=sees is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
-    """[B, heads, L, D] with every score in memory, [B, heads, L, S]: no fused kernel of PyTorch's caps them."""
+    """Attend with every score in memory, [B, heads, L, S], since no fused kernel of PyTorch caps scores."""
     length, repeats = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
@@ -194,34 +195,30 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scaling: float
 AttentionInterface.register(NAME, packed_attention)
 
 
+# --- A tree of prefixes
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, window: int | None, attend: Attend) -> Tensor:
-    """Attention of [N, heads, D], and its result [N, heads, D]."""
+    """Attend over a tree with each path's keys copied, [N, heads, D] to [N, heads, D]."""
     out = q.new_empty(*q.shape[:2], v.shape[2])
     tokens, parts = [], []
     for queries, keys in calls.paths:
-        here_q, there_k, there_v = (_gathered(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
-        part = windowed(here_q, there_k, there_v, window, attend)
+        # [S, heads, L, D] of [N, heads, D] by an index [S, L].
+        node_q, path_k, path_v = (
+            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+            for x, index in ((q, queries), (k, keys), (v, keys))
+        )
+        part = windowed(node_q, path_k, path_v, window, attend)
         tokens.append(queries.flatten())
         parts.append(part.transpose(1, 2).flatten(0, 1))
     return out.index_copy(0, torch.cat(tokens), torch.cat(parts))
 
 
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """[S, heads, L, D] of [N, heads, D] by an index [S, L]."""
-    return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-
-
-def can_merge(q: Tensor, v: Tensor) -> bool:
-    """Whether ``merged`` serves these: PyTorch's fused kernel for CPUs does."""
-    return q.shape[-1] == v.shape[-1]
-
-
 def merged(q: Tensor, k: Tensor, v: Tensor, calls: TreeCalls, scaling: float | None) -> Tensor:
-    """The same, of queries [N, heads, D] and as many or fewer heads of keys and values."""
+    """Attend over a tree in parts, with queries [N, heads, D] and as many or fewer heads of keys and values."""
     result: Tensor = _Merged.apply(q, k, v, calls, scaling)
     return result
 
@@ -311,9 +308,12 @@ def _own(length: int, index: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterato
         yield _rows(x, length, index).repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
+# --- Ranks that share each packed row
+
+
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that share each packed row: which of them this is, how many there are, and their group."""
+    """The ranks that share each packed row: this one's place, their number, and their group."""
 
     rank: int
     size: int
@@ -323,9 +323,8 @@ class Sharing:
 def join_groups(size: int, timeout_s: float) -> tuple[DataParallel, Sharing | None]:
     """Let runs of ``size`` adjacent processes share rows, as one data-parallel rank each. A collective.
 
-    The second result is None if every process has rows of its own.
-
-    Exchanges wait no longer than ``timeout_s``. ``size`` divides the number of ranks.
+    The second result is None if every process has rows of its own. Exchanges wait no longer than ``timeout_s``.
+    ``size`` divides the number of ranks.
     """
     if size == 1:
         return pure_data_parallel(), None
@@ -336,10 +335,10 @@ def join_groups(size: int, timeout_s: float) -> tuple[DataParallel, Sharing | No
 
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of all heads [1, heads, n, D] to the whole row's of its heads, [1, heads / S, N, D].
+    """Exchange this rank's tokens of all heads [1, heads, n, D] for all tokens of its heads, [1, heads / S, N, D].
 
-    Heads that S does not divide are repeated, each as often as it takes: with grouped queries a rank needs a copy of
-    those of the keys that its queries look at. S divides the heads of the queries, so each rank's go together still.
+    Heads that S does not divide are repeated as often as necessary: with grouped queries a rank needs a copy of the
+    key heads that its queries attend to. S divides the query heads, so each rank's queries and keys stay matched.
     """
     size = group.size()
     heads = x.shape[1]
@@ -349,14 +348,13 @@ def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What this rank's heads found for the whole row [1, N, heads / S, D] to what all found for its tokens,
-    [1, n, heads, D]."""
+    """Exchange the results of this rank's heads [1, N, heads / S, D] for all heads of its tokens, [1, n, heads, D]."""
     by_rank = x[0].unflatten(0, (group.size(), -1))  # [S, n, heads / S, D]
     return _swapped(by_rank, group).transpose(0, 1).flatten(1, 2)[None]
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's part [n, ...] one after another, [N, ...]; the gradient is that of this rank's own part."""
+    """Concatenate every rank's part [n, ...] to [N, ...]; the gradient is that of this rank's own part."""
     whole: Tensor = _Gather.apply(part, group)
     return whole
 

@@ -8,7 +8,7 @@ A folder exists only when it is complete; ``step-000010`` is the state after 10 
     value_head.safetensors     of a critic, or of a policy that shares its backbone with one
     critic/              the same three for a critic with a model of its own
     random-rankN.safetensors   torch's random state
-    queue.msgpack        the queue's snapshot, from which it admits unfinished work again
+    queue.msgpack        the queue's snapshot, to admit unfinished work again
     state.json           step, lineage, KL coefficient and the format version
     manifest.json        sizes and checksums of all other files
 
@@ -148,7 +148,8 @@ def publish(temporary: Path, root: Path, step: int, allow: Callable[[], None] = 
     force_to_disk(temporary / MANIFEST)
     allow()
     replaced = root / f".{final.name}.replaced{UNFINISHED}"
-    if final.exists():  # only after a resume, from the abandoned lineage
+    # It exists only after a resume, from the abandoned lineage.
+    if final.exists():
         final.rename(replaced)
     temporary.rename(final)
     force_to_disk(root)
@@ -159,7 +160,8 @@ def prune(root: Path, keep: int, spared: Collection[int]) -> None:
     """Delete all but the newest ``keep`` checkpoints and those of the steps ``spared``."""
     for old in list_checkpoints(root)[:-keep]:
         if _step_of(old) not in spared:
-            hidden = old.rename(root / f".{old.name}.old{UNFINISHED}")  # so that a partly deleted one is not listed
+            # Hidden, a partly deleted one is not listed.
+            hidden = old.rename(root / f".{old.name}.old{UNFINISHED}")
             shutil.rmtree(hidden)
 
 
@@ -170,7 +172,7 @@ def drop_unfinished(root: Path) -> None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first. One of a newer lineage is newer, whatever its step."""
+    """List the complete checkpoints, oldest first. One of a newer lineage is newer, regardless of its step."""
     found = (path for path in root.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
     return sorted((path for path in found if (path / "state.json").is_file()), key=_age)
 
@@ -179,7 +181,8 @@ def _age(folder: Path) -> tuple[float, int]:
     try:
         lineage: float = read_state(folder).lineage
     except UNDECODABLE:
-        lineage = math.inf  # looked at first, and found damaged
+        # The caller looks at it first, and finds it damaged.
+        lineage = math.inf
     return lineage, _step_of(folder)
 
 
@@ -216,7 +219,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def damage_of(folder: Path) -> str | None:
-    """Describe the damage of a checkpoint, naming the file; None if there is none, or if format 1 has no checksums."""
+    """Describe the damage of a checkpoint, naming the file, or return None. Format 1 has no checksums to verify."""
     try:
         state = read_state(folder)
     except UNDECODABLE as error:
@@ -268,7 +271,8 @@ class Saver:
         self._resumed, self._check_lineage = resumed, check_lineage
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._flight: Future[None] | None = None
-        self._step = -1  # of the newest checkpoint that was started
+        # The step of the newest checkpoint that was started.
+        self._step = -1
         self._durable: int | None = None
 
     @property
@@ -350,7 +354,8 @@ class Saver:
             part.unlink()
         write_manifest(folder, digests)
         publish(folder, self._root, step, self._check_lineage)
-        self._check_lineage()  # a successor that is not known by now has found this checkpoint, and not an older one
+        # A successor that is not known by now has found this checkpoint, and not an older one.
+        self._check_lineage()
         prune(self._root, self._keep, {step, self._resumed})
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
@@ -359,11 +364,13 @@ class Saver:
         except CheckpointFailed as error:
             if isinstance(error.__cause__, TrainerReplaced):
                 raise error.__cause__ from None
-            self._check_lineage()  # a successor deletes what it takes for a crashed trainer's
+            # A successor deletes files that it takes for a crashed trainer's.
+            self._check_lineage()
             raise
 
 
-DTYPES = {  # names as in a safetensors header
+# Names as in a safetensors header.
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -377,12 +384,15 @@ DTYPES = {  # names as in a safetensors header
 }
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SUFFIX = ".safetensors"
-MOMENT = "|"  # separates the name of a parameter from that of a tensor of AdamW
-STEPS = f"schedule{MOMENT}steps"  # the optimizer steps that were taken
-SHARDING = "DCP_SHARDING_INFO"  # a key in the header's metadata
+# MOMENT separates the name of a parameter from that of a tensor of AdamW, STEPS names the number of optimizer steps,
+# and SHARDING is a key in the header's metadata.
+MOMENT = "|"
+STEPS = f"schedule{MOMENT}steps"
+SHARDING = "DCP_SHARDING_INFO"
 NO_NOTES: Mapping[str, str] = {}
-FAILURES = (OSError, SafetensorError)  # a full disk raises either, depending on who was writing
-UNREADABLE = (*FAILURES, ValueError, KeyError)  # a tensor of another shape, or none
+# A full disk raises either, depending on who was writing. A missing tensor or another shape is unreadable, too.
+FAILURES = (OSError, SafetensorError)
+UNREADABLE = (*FAILURES, ValueError, KeyError)
 
 
 class StoredPart(NamedTuple):
@@ -516,7 +526,7 @@ class StoredShards:
                 self._stacked[f"{part.name}{separator}{kind}"] = name, part
 
     def whole(self, name: str) -> Tensor:
-        """Assemble a tensor. Raises KeyError if there is none of the name."""
+        """Assemble a tensor. Raises KeyError for an unknown name."""
         whole = torch.empty(self.sizes[name], dtype=self.dtypes[name])
         self.read_into(whole, name)
         return whole
@@ -526,7 +536,7 @@ class StoredShards:
     ) -> None:
         """Fill ``local`` with the part ``where`` of a tensor, by default all of it.
 
-        Raises KeyError if there is no such tensor, and ValueError if it has not the shape ``size``, by default that
+        Raises KeyError for an unknown name, and ValueError if it has not the shape ``size``, by default that
         of ``local``, or parts of it are missing.
         """
         where = [slice(0, count) for count in local.shape] if where is None else where
@@ -583,7 +593,7 @@ def on_all_ranks(
 
 
 def stored(folder: Path) -> Metadata:
-    """Read which tensors are in ``folder``, and in which files. Not a collective."""
+    """Read the names of the tensors in ``folder`` and their files. Not a collective."""
     return HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
@@ -620,7 +630,8 @@ def write_tensors(
         begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8
+    # Tensors begin at a multiple of 8.
+    encoded += b" " * (-len(encoded) % 8)
     with target.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:

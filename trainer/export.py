@@ -37,7 +37,8 @@ from rl_async.trainer.pretrained import StoredWeights
 from rl_async.weight_sync.buckets import add
 
 SHARDS = "shards"
-WEIGHTS = "lm."  # prefix of the language model's parameters
+# The prefix of the language model's parameters.
+WEIGHTS = "lm."
 WHOLE = "model.safetensors"
 
 
@@ -57,7 +58,8 @@ def write_described(folder: Path, config: Any, tokenizer: str | None, complete: 
         write_model(folder)
     shards = StoredShards(folder / SHARDS)
     names = [name for name in shards.sizes if name.startswith(VALUE_HEAD) and MOMENT not in name]
-    if names:  # not in the model's folder, from which engines load every tensor
+    # They stay out of the model's folder, since engines load every tensor in it.
+    if names:
         save_file({name.removeprefix(VALUE_HEAD): shards.whole(name) for name in names}, folder / VALUE_HEAD_FILE)
 
 
@@ -80,18 +82,18 @@ def write_model(folder: Path, target: Path | None = None) -> None:
         write_merged(folder / ADAPTER_FOLDER, target)
     else:
         config = json.loads((folder / MODEL_FOLDER / "config.json").read_text())
-        write_whole(folder / SHARDS, target, _hf_name, config["model_type"])
 
+        def hugging_face_name(name: str) -> str | None:
+            return name.removeprefix(WEIGHTS) if name.startswith(WEIGHTS) and MOMENT not in name else None
 
-def _hf_name(name: str) -> str | None:
-    return name.removeprefix(WEIGHTS) if name.startswith(WEIGHTS) and MOMENT not in name else None
+        write_whole(folder / SHARDS, target, hugging_face_name, config["model_type"])
 
 
 def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> int:
     """Write the Hugging Face folder ``out`` from the checkpoint of ``step``, by default the newest; return the step.
 
     ``part`` is the model's folder within the checkpoint: ``.`` for the policy, ``critic`` for a critic with a model of
-    its own, whose value head is copied too. Raises UserError if there is no such checkpoint, it is damaged, or ``out``
+    its own, whose value head is copied too. Raises UserError if the checkpoint is missing or damaged, or ``out``
     exists.
     """
     if not run.is_dir():
@@ -109,7 +111,8 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
     if out.exists():
         raise UserError(f"{out} exists; name a folder that does not exist yet")
     for left in out.parent.glob(f".{glob.escape(out.name)}.[0-9]*"):
-        shutil.rmtree(left)  # whole weights, of an export that was killed
+        # These are whole weights, left by an export that was killed.
+        shutil.rmtree(left)
     with written_whole(out) as temporary:
         shutil.copytree(folder / part / MODEL_FOLDER, temporary)
         if not (temporary / WHOLE).is_file():
@@ -133,7 +136,7 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def base_of(path: str) -> Base:
-    """Describe the model in ``path``, reading its weight files. Raises UserError if there are none."""
+    """Describe the model in ``path``, reading its weight files. Raises UserError without any."""
     stored = StoredWeights(Path(path), "trainer.lora")
     return Base(str(Path(path).absolute()), {file.name: digest(file) for file in stored.files})
 
@@ -224,7 +227,7 @@ def _kind(config: LoraConfig, targets: list[str]) -> dict[str, object]:
 
 
 def _module(key: str) -> str:
-    """Return the layer to which a tensor of PEFT's file belongs."""
+    """Return the layer that a tensor of PEFT's file belongs to."""
     return key.removeprefix(PEFTS).rpartition(".lora_")[0]
 
 

@@ -20,8 +20,7 @@ from transformers import AttentionInterface
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import TrainingDiverged
 from rl_async.torch_shared import to_host
-from rl_async.trainer import attention as packed_attention
-from rl_async.trainer.attention import join_groups
+from rl_async.trainer.attention import NAME, join_groups, packed_attention
 from rl_async.trainer.backend import LossFn, OutputName, Outputs, Published, learning_rate_factor
 from rl_async.trainer.batch_layout import row_cost_of
 from rl_async.trainer.checkpoints import MOMENT, STEPS, StoredShards, host_copy, own_parts, read_shards, write_shards
@@ -45,7 +44,7 @@ from rl_async.weight_sync.reshard import ShardedWeights, one_box_each
 
 
 class Fsdp2Backend:
-    """Implements ``interface.Backend`` with FSDP2.
+    """Implements ``backend.Backend`` with FSDP2.
 
     Master weights are float32; with dtype bfloat16 they are cast for compute, and gradients are reduced in float32.
     ``config`` configures this model's optimizer; a critic's differs from the policy's. Without a config, or unless
@@ -112,14 +111,15 @@ class Fsdp2Backend:
     ) -> tuple[float, float]:
         assert self.optimizer is not None and self.schedule is not None and self.config is not None
         world = dist.get_world_size()
-        losses = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, after the last micro-batch
+        # Read once, after the last micro-batch, since reading waits for the device.
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
             # One rank has nothing to send, and would keep whole gradients beside their sum.
             self.model.set_requires_gradient_sync(world == 1 or number == len(batches) - 1)
             loss = loss_fn(number, self.model.outputs(batch, requested))
             losses += loss.detach()
             # FSDP averages over ranks, but the loss is already divided by the global count, and each of the ranks that
-            # share rows has its own part of the gradient (ulysses.py).
+            # share rows has its own part of the gradient (attention.py).
             (loss * world).backward()
         norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)).item()
         total = losses.item()
@@ -136,7 +136,8 @@ class Fsdp2Backend:
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a pass without gradient leaves some of them whole
+                # A pass without gradient leaves some of them whole.
+                module.reshard()
         if what == "adapters":
             layout, local = self._adapter_layout, {name: _shard(part) for name, part in adapters(self.model.lm)}
             return ShardedWeights(layout, one_box_each(layout, dist.get_rank(), local))
@@ -179,7 +180,7 @@ class Fsdp2Backend:
         return write
 
     def _describe(self, folder: Path) -> None:
-        """Write what other tools read. Called on rank 0."""
+        """Write the files that other tools read. Called on rank 0."""
         assert self.config is not None
         if self._lora is not None:
             write_adapter(folder, folder / SHARDS, self._base, self._lora, self._targets)
@@ -203,9 +204,13 @@ class Fsdp2Backend:
             self._make_moments()
         if sharded:
             read_shards(self._weights() | self._moments() | steps, shards)
-        else:  # whole tensors, experts one by one
-            read_shards({n.removeprefix(WEIGHTS): t for n, t in self._language_model().items()}, folder / MODEL_FOLDER)
-            read_shards(self._value_head() | self._moments() | steps, folder)
+        else:
+            # An older format: whole tensors, experts one by one.
+            language = {n.removeprefix(WEIGHTS): t for n, t in self._weights().items() if n.startswith(WEIGHTS)}
+            read_shards(language, folder / MODEL_FOLDER)
+            head = self.model.value_head
+            values = {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
+            read_shards(values | self._moments() | steps, folder)
         for state in self.optimizer.state.values():
             state["step"].fill_(float(steps[STEPS]))
         done = self.schedule.last_epoch = int(steps[STEPS])
@@ -226,22 +231,15 @@ class Fsdp2Backend:
             named = {name for name, _ in self._trained()}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in named}
 
-    def _language_model(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self._weights().items() if name.startswith(WEIGHTS)}
-
-    def _value_head(self) -> dict[str, Tensor]:
-        """Return the value head's parameters by name within it; empty if there is none."""
-        head = self.model.value_head
-        return {} if head is None else {name: parameter.detach() for name, parameter in head.named_parameters()}
-
     def _moments(self) -> dict[str, Tensor]:
-        """Return AdamW's moments as ``parameter|name``; none before its first step."""
+        """Return AdamW's moments as ``parameter|name``, which are empty before its first step."""
         assert self.optimizer is not None
         return {
             f"{name}{MOMENT}{key}": tensor
             for name, parameter in self._trained()
             for key, tensor in self.optimizer.state.get(parameter, {}).items()
-            if key != "step"  # of each parameter the same: ``STEPS``
+            # It is the same for all parameters, and saved once as ``STEPS``.
+            if key != "step"
         }
 
     def _make_moments(self) -> None:
@@ -292,7 +290,8 @@ def mesh_of(device: str, ranks: int, replicas: int, timeout_s: float) -> DeviceM
     """
     kind = device.partition(":")[0]
     if replicas == 1:
-        return init_device_mesh(kind, (ranks,))  # the group of all ranks, with its own deadline
+        # This is the group of all ranks, which has its own deadline.
+        return init_device_mesh(kind, (ranks,))
     sharing, same_shard = adjacent_and_strided(ranks // replicas, timeout_s)
     rows = torch.arange(ranks).view(replicas, -1)
     return DeviceMesh.from_group([same_shard, sharing], kind, mesh=rows, mesh_dim_names=("replicate", "shard"))
@@ -304,8 +303,8 @@ def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
     Modules keep their names and class, so checkpoints and exports do not change.
     """
     if config.compile:
-        # Its grouping differs in every micro-batch, and each would be compiled anew.
-        AttentionInterface.register(packed_attention.NAME, torch.compiler.disable(packed_attention.packed_attention))
+        # The grouping of packed attention differs in every micro-batch, and each would be compiled anew.
+        AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
@@ -314,7 +313,7 @@ def prepare(layers: torch.nn.ModuleList, config: TrainerConfig) -> None:
 
 
 def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = False) -> Any:
-    """Put a ``heads.Headed`` under ``fully_shard``; it remains the same module and becomes an FSDPModule too.
+    """Put a ``model.Headed`` under ``fully_shard``; it remains the same module and becomes an FSDPModule too.
 
     It computes in ``dtype``, but values in float32: they are regression targets, and bfloat16 has three digits.
     """
@@ -331,5 +330,5 @@ def shard(model: Any, mesh: DeviceMesh, dtype: torch.dtype, cpu_offload: bool = 
 
 
 def allocate(model: Any, device: str) -> None:
-    """Give a sharded ``heads.Headed`` memory for this rank's part of the parameters that have none yet."""
+    """Give a sharded ``model.Headed`` memory for this rank's part of the parameters that have none yet."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

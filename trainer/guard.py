@@ -19,7 +19,8 @@ class Breach(NamedTuple):
     metric: str
     value: float
     limit: float
-    key: str  # config key that sets the limit
+    # The config key that sets the limit.
+    key: str
 
     def __str__(self) -> str:
         sign = "<" if self.value < self.limit else ">"
@@ -31,7 +32,8 @@ class GuardAction:
     """What to do after a step: log a warning, and/or set the queue's bound on staleness."""
 
     warning: str = ""
-    max_staleness: int | None = None  # None: leave the bound as it is
+    # If None, the bound stays as it is.
+    max_staleness: int | None = None
 
 
 class Guard:
@@ -45,7 +47,8 @@ class Guard:
         """``max_staleness`` is the configured bound; with a bound below ``least`` the run could not continue."""
         self._config, self._configured, self._least = config, max_staleness, min(least, max_staleness)
         self._bound = max_staleness
-        self._outside = 0  # steps in a row
+        # The number of consecutive steps out of band.
+        self._outside = 0
         self._inside = 0
         self._said_blind = False
 
@@ -104,7 +107,8 @@ class Guard:
 
     def _breaches(self, metrics: Mapping[str, float]) -> list[Breach]:
         found = []
-        if not metrics["correction/ess"] >= self._config.min_ess:  # so that NaN is out of band
+        # Negated, so that NaN is out of band.
+        if not metrics["correction/ess"] >= self._config.min_ess:
             found.append(Breach("correction/ess", metrics["correction/ess"], self._config.min_ess, "min_ess"))
         if not metrics["correction/k3"] <= self._config.max_kl:
             found.append(Breach("correction/k3", metrics["correction/k3"], self._config.max_kl, "max_kl"))

@@ -32,8 +32,7 @@ from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import DataError, UserError
 from rl_async.model_files import experts_of
 from rl_async.torch_shared import bfloat16_products, output_logits, widened
-from rl_async.trainer import attention as packed_attention
-from rl_async.trainer.attention import Sharing, gathered
+from rl_async.trainer.attention import NAME, Sharing, gathered
 from rl_async.trainer.backend import OutputName, Outputs, policy_outputs
 from rl_async.trainer.families import LogitForm, logit_form, why_not_shared, why_padded
 from rl_async.trainer.packing import Packed, PackedTree, Tensors, pack, pack_tree
@@ -45,11 +44,12 @@ Head = Literal["policy", "value", "both"]
 
 MODEL_FOLDER = "model"
 VALUE_HEAD_FILE = "value_head.safetensors"
-VALUE_HEAD = "value_head."  # prefix of its tensors in a checkpoint's shards
+# The prefix of its tensors in a checkpoint's shards.
+VALUE_HEAD = "value_head."
 
 
 class ValueHead(torch.nn.Linear):
-    """Hidden states [B, T, H] to one number each [B, T]; 0 at first.
+    """Maps hidden states [B, T, H] to one number each [B, T], initially 0.
 
     Zeros make every rank start alike and keep the first gradients out of the backbone. The result is not a view of
     another tensor: writing to a view would lose FSDP's hooks.
@@ -65,8 +65,11 @@ class ValueHead(torch.nn.Linear):
 
 
 class Headed(torch.nn.Module):
-    """``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows
-    pass the same ones, and each gets the outputs of all of their tokens."""
+    """A language model with its heads.
+
+    ``lm`` is a Hugging Face causal LM, or with head "value" the decoder without its logits. Ranks that share rows pass
+    the same ones, and each gets the outputs of all of their tokens.
+    """
 
     def __init__(self, lm: Any, head: Head, sharing: Sharing | None = None, shares_prefixes: bool = False) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ class Headed(torch.nn.Module):
         self.replay: RouterReplay | None = None
 
     def outputs(self, batch: Tensors, requested: frozenset[OutputName]) -> Outputs:
-        """One pass over a micro-batch: packed if the model can be, with shared prefixes if it has any, else padded."""
+        """Run a micro-batch: packed if the model can be, computing shared prefixes once, and padded otherwise."""
         if not self.packs:
             return Outputs(**self(batch, requested))
         if self.replay is not None and batch.experts is not None:
@@ -98,14 +101,15 @@ class Headed(torch.nn.Module):
     def forward(
         self, batch: Packed | PackedTree | Tensors, requested: frozenset[OutputName]
     ) -> dict[str, Tensor | None]:
-        """The fields of ``Outputs``, [N, ...] of a packed batch, [M, ...] of a packed tree, [B, T-1, ...] of a padded
-        one; none is a view.
+        """Compute the fields of ``Outputs``, none of them a view.
 
-        Log-probabilities are made in here, where FSDP has gathered lm_head's weight, once for all chunks.
+        They are [N, ...] for a packed batch, [M, ...] for a packed tree, and [B, T-1, ...] for a padded one.
+
+        Log-probabilities are computed here, where FSDP has gathered lm_head's weight, once for all chunks.
         """
-        return (
-            self._packed(batch, requested) if isinstance(batch, Packed | PackedTree) else self._padded(batch, requested)
-        )
+        if isinstance(batch, Packed | PackedTree):
+            return self._packed(batch, requested)
+        return self._padded(batch, requested)
 
     def _packed(self, packed: Packed | PackedTree, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
         inputs = packed.backbone_inputs()
@@ -129,7 +133,7 @@ class Headed(torch.nn.Module):
         return outputs
 
     def _padded(self, batch: Tensors, requested: frozenset[OutputName]) -> dict[str, Tensor | None]:
-        """Padding stands behind every real token, where causal attention never looks."""
+        """Run a padded batch: padding stands behind every real token, where causal attention never looks."""
         if not self.has_logits:
             hidden = self.lm(input_ids=batch.tokens, use_cache=False).last_hidden_state
             return {"values": self._values(hidden[:, :-1])}
@@ -155,7 +159,7 @@ def build_headed(
     """Build the float32 model of a Hugging Face folder, or of the ``critic`` folder of a checkpoint with its head.
 
     The language model's parameters have no memory yet; the second result fills them. The device and the dtype are
-    those that the model will compute on and in. Raises UserError if there is no model of the kind, or if it cannot
+    those that the model will compute on and in. Raises UserError if ``path`` holds no such model, or if it cannot
     compute as ``options`` say.
     """
     options = options or TrainerConfig()
@@ -187,7 +191,7 @@ def build_headed(
 def replay_routers(model: Headed, options: TrainerConfig) -> None:
     """Let a policy replay the experts that engines chose, as ``trainer.router_replay`` says.
 
-    Raises UserError if it is to and its routers cannot.
+    Raises UserError if it must and its routers cannot.
     """
     config = model.lm.config
     reason = why_not_replayed(config, packs=model.packs, compiled=options.compile)
@@ -195,16 +199,22 @@ def replay_routers(model: Headed, options: TrainerConfig) -> None:
         model.replay = RouterReplay(model.lm)
 
 
-CPU_CHUNK_LOGITS = 2**23  # the fastest of those measured
-GPU_CHUNK_LOGITS = 2**26  # a GPU needs larger matrices
+# --- Log-probabilities
+
+# The logits that are in memory at once: the fastest number of those measured. A GPU needs larger matrices.
+CPU_CHUNK_LOGITS = 2**23
+GPU_CHUNK_LOGITS = 2**26
 
 
 class TokenStats(NamedTuple):
-    """Float32 [N] each; None if not requested."""
+    """Statistics of the distribution over the next token, float32 [N] each.
+
+    Entropy and sum_squares, the sum of pi^2 over the vocabulary, are None unless requested.
+    """
 
     logprobs: Tensor
-    entropy: Tensor | None  # of the distribution over the next token
-    sum_squares: Tensor | None  # sum over the vocabulary of pi^2
+    entropy: Tensor | None
+    sum_squares: Tensor | None
 
 
 class LogitHead(NamedTuple):
@@ -230,7 +240,7 @@ def token_stats(
         targets: int64 [N].
         temperature: float32 [N].
         requested: of "entropy" and "sum_squares"; other names are ignored.
-        chunk_logits: logits in memory at once; None: what suits the device.
+        chunk_logits: logits in memory at once; by default as suits the device.
     """
     usual = CPU_CHUNK_LOGITS if hidden.device.type == "cpu" else GPU_CHUNK_LOGITS
     chunk = max(1, (chunk_logits or usual) // head.weight.shape[0])
@@ -240,7 +250,7 @@ def token_stats(
 
 
 def head_logits(hidden: Tensor, head: LogitHead, temperature: Tensor) -> Tensor:
-    """All logits [N, V] over the temperature, computed in at least float32."""
+    """Compute all logits [N, V] over the temperature in at least float32."""
     logits, form = output_logits(hidden, head.weight, head.bias), head.form
     if form.softcap is None:
         return logits.mul_(form.scale / temperature[:, None])
@@ -364,13 +374,16 @@ def _add_product(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
         total.addmm_(dz.t().to(total.dtype), hidden.to(total.dtype))
 
 
+# --- Kernels
+
+
 def attention_implementation(config: Any) -> str:
     """The attention implementation of Transformers to load a model with, from its Hugging Face config."""
-    return packed_attention.NAME if why_padded(config) is None else "sdpa"
+    return NAME if why_padded(config) is None else "sdpa"
 
 
 def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str | None:
-    """Why a model with this Hugging Face config computes what rows share once per row; None if once."""
+    """Why a model with this Hugging Face config computes shared prefixes once per row, or None."""
     if reason := why_padded(config):
         return f"its rows are not packed: {reason}"
     if options.sequence_parallel > 1:
@@ -384,7 +397,7 @@ def why_prefixes_apart(config: Any, device: str, options: TrainerConfig) -> str 
 
 def apply_liger(lm: Any, device: str) -> None:
     """Let a Hugging Face model, or its decoder alone, compute with Liger's Triton kernels. Not its loss:
-    log-probabilities come from ``token_logprobs``.
+    log-probabilities come from ``token_stats``.
 
     Liger replaces the rotary embedding for all models of the kind in this process. Raises UserError where there is no
     GPU, no Liger, or none for this kind of model.
@@ -399,12 +412,16 @@ def apply_liger(lm: Any, device: str) -> None:
             "trainer.kernels=liger needs Liger, which is not installed; install it with `pip install 'rl-async[liger]'`"
         ) from error
     kind = lm.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # Liger itself would only log it
+    # Liger itself would only log it.
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"trainer.kernels=liger: no kernels for models of type {kind}; use trainer.kernels=torch")
     _apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose routers choose by softmax, and return logits, weights, experts
+# --- Router replay
+
+# Kinds of models whose routers choose by softmax, and return logits, weights and experts.
+REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def why_not_replayed(config: Any, *, packs: bool, compiled: bool) -> str | None:
@@ -446,10 +463,11 @@ def check_records(experts: Tensor, config: Any) -> None:
 
 
 class RouterReplay:
-    """Replays records in the routers of a decoder's layers, and says how often they would have chosen the same."""
+    """Replays records in the routers of a decoder's layers, and measures how often their own choice agrees."""
 
     def __init__(self, lm: Any) -> None:
-        self._same: list[Tensor] = []  # bool [N] of each layer, of a pass that has not ended
+        # bool [N] of each layer, of a pass that has not ended.
+        self._same: list[Tensor] = []
         self._counts = False
         for number, layer in enumerate(lm.base_model.layers):
             if getattr(layer.mlp, "gate", None) is not None:
@@ -460,9 +478,9 @@ class RouterReplay:
         self._same, self._counts = [], True
 
     def end(self) -> Tensor:
-        """End a pass; return the share of layers whose router would have chosen the record's experts, float32 [N].
+        """End a pass; return the share of layers whose router agrees with the record's experts, float32 [N].
 
-        1 for a token without a record. Layers that are recomputed later are not counted again.
+        The share of a token without a record is 1. Layers that are recomputed later are not counted again.
         """
         same, self._same, self._counts = self._same, [], False
         return torch.stack(same).float().mean(0)
@@ -480,7 +498,8 @@ class _ReplayingLayer:
 
     def __init__(self, layer: Any, number: int, note: Callable[[Tensor], None]) -> None:
         self._layer_forward, self._router_forward = layer.forward, layer.mlp.gate.forward
-        self._normalises = getattr(layer.mlp.gate, "norm_topk_prob", True)  # Mixtral's always does
+        # Mixtral's router has no such attribute and always normalises.
+        self._normalises = getattr(layer.mlp.gate, "norm_topk_prob", True)
         self._number, self._note = number, note
         self._record: Tensor | None = None
         layer.mlp.gate.forward = self._route

@@ -2,7 +2,7 @@
 
 ``collate`` makes padded ``Tensors``. ``pack`` drops the padding and puts results for the one row back in their places.
 Rows of a group share their prompt, those of one episode a longer history, and all rows perhaps the opening of the chat
-format. A causal model computes the same for a token whatever follows it, so ``prefix_tree`` and ``pack_tree`` let
+format. A causal model computes a token regardless of the tokens after it, so ``prefix_tree`` and ``pack_tree`` let
 shared tokens stand once.
 """
 
@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from rl_async.errors import DataError
 from rl_async.messages import Trajectory
 
-LEAST = 8  # tokens: a shorter run is not worth a node of its own, which costs every layer calls
+# A run of fewer tokens is not worth a node of its own, which costs every layer calls.
+LEAST = 8
 
 
 class Node(NamedTuple):
@@ -33,7 +34,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """B rows as N tokens, in an order in which a node's descendants follow it.
+    """B rows as N tokens, ordered so that a node's descendants follow it.
 
     Rows of different temperatures share nothing, so that a token is predicted by one distribution.
     """
@@ -52,7 +53,7 @@ def prefix_tree(
     least: int = LEAST,
     experts: np.ndarray | None = None,
 ) -> PrefixTree | None:
-    """Find what the rows [B, T] share; None if that is nothing. Runs shorter than ``least`` are not shared.
+    """Find the prefixes that rows [B, T] share, or return None without any. Runs shorter than ``least`` are not shared.
 
     Tokens that went through other ``experts`` [B, T, layers, k] are not the same.
     """
@@ -100,7 +101,8 @@ class _Building:
     def __init__(self, least: int) -> None:
         self.tokens = 0
         self._least = least
-        self._open: list[tuple[int, int, int]] = []  # start and stop, and how many tokens come before it in a row
+        # Start and stop, and the number of tokens before the node in a row.
+        self._open: list[tuple[int, int, int]] = []
         self._closed: list[Node] = []
 
     def add(self, length: int, common: int) -> int:
@@ -141,15 +143,15 @@ class _Building:
 class Tensors(msgspec.Struct):
     """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1.
 
-    There is no attention mask: padding stands behind every real token, where causal attention never looks.
+    Attention needs no mask: padding stands behind every real token, where causal attention never looks.
     """
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B] on the host, real tokens of each row
     mask: Tensor  # bool [B, T-1], true where token t+1 is trained
     temperature: Tensor  # float32 [B, 1, 1]
-    tree: PrefixTree | None = None  # of the rows, for a model that computes once what they share
-    experts: Tensor | None = None  # int16 [B, T, layers, k] on the host, those that engines chose; -1: not recorded
+    tree: PrefixTree | None = None  # shared prefixes of the rows, for a model that computes them once
+    experts: Tensor | None = None  # int16 [B, T, layers, k] on the host, the engines' choice, -1 if not recorded
 
     @property
     def computed(self) -> int:
@@ -165,7 +167,7 @@ def collate(
     share_prefixes: bool = False,
     replay_routers: bool = False,
 ) -> Tensors:
-    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train; None: all sampled ones.
+    """Pad rows to a micro-batch on ``device``. ``mask`` [B, T-1] has the tokens that train, by default all sampled.
 
     Raises DataError if rows whose routers are to be replayed name experts of different models.
     """
@@ -186,7 +188,7 @@ def collate(
 
 
 def _experts(rows: Sequence[Trajectory], width: int) -> np.ndarray | None:
-    """Pad the rows' records of experts, int16 [B, width, layers, k], with -1; None if there are none.
+    """Pad the rows' records of experts, int16 [B, width, layers, k], with -1, or return None without any.
 
     Raises DataError if they are not of one model.
     """
@@ -227,7 +229,7 @@ class Packed:
     predicts: Tensor  # int64 [M], positions that a token follows
     places: Tensor  # int64 [M], where those stand in [B, T-1] when it is flat
     shape: tuple[int, int]  # B, T-1
-    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
+    experts: Tensor | None = None  # int16 [N, layers, k], the experts to replay, -1 for the router's own
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
@@ -320,7 +322,7 @@ class PackedTree:
     predictions: Tensor  # int64 [K], of the M, for every token of a row but its first
     places: Tensor  # int64 [K], where those stand in [B, T-1] when it is flat
     shape: tuple[int, int]  # B, T-1
-    experts: Tensor | None = None  # int16 [N, layers, k], those to replay; -1: the router's own
+    experts: Tensor | None = None  # int16 [N, layers, k], the experts to replay, -1 for the router's own
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""
@@ -346,7 +348,8 @@ def pack_tree(batch: Tensors, tree: PrefixTree) -> PackedTree:
     """Put each token of ``tree``, which is that of the rows of ``batch``, into one row."""
     (rows, width), device = batch.tokens.shape, batch.tokens.device
     first = tree.before < 0
-    order = np.cumsum(~first) - 1  # the number of the prediction of each token that is no first one
+    # The number of the prediction of each token that is not a first one.
+    order = np.cumsum(~first) - 1
     followers = [path[1:] for path in tree.paths]
     cells = [row * (width - 1) + np.arange(len(path)) for row, path in enumerate(followers)]
 
@@ -392,7 +395,8 @@ def tree_calls(tree: PrefixTree, device: torch.device) -> TreeCalls:
 
 def _paths(tree: PrefixTree) -> Iterator[tuple[int, Tensor]]:
     """Yield each node's length, and its path: the tokens from the root's first to its own last."""
-    above: list[tuple[int, Tensor]] = []  # the nodes around this one: where they end, and their paths
+    # The ends and the paths of the nodes around this one.
+    above: list[tuple[int, Tensor]] = []
     for start, stop, end in tree.nodes:
         while above and above[-1][0] <= start:
             above.pop()

@@ -53,7 +53,8 @@ def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.St
         finally:
             dist.destroy_process_group()
     except RuntimeError as error:
-        if not is_collective_failure(error):
+        # Gloo and FileStore raise RuntimeErrors that are known only by their text.
+        if not isinstance(error, dist.DistError) and not any(text in str(error) for text in COLLECTIVE_FAILURES):
             raise
         rank = os.environ.get("RANK", "0")
         missing = who_is_missing(folder, int(rank), int(os.environ.get("WORLD_SIZE", "1")))
@@ -61,25 +62,22 @@ def ranks_joined(config: RunConfig, folder: Path) -> Iterator[tuple[str, dist.St
         raise RanksLost(f"rank {rank} lost the other ranks ({hint}): {missing}: {error}") from error
 
 
-def is_collective_failure(error: RuntimeError) -> bool:
-    """Return whether a collective raised the error; gloo and FileStore raise RuntimeErrors known only by their text."""
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in COLLECTIVE_FAILURES)
-
-
 def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
     """Join the trainer's process group and seed this rank; return this rank's device and the ranks' store."""
-    if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
+    # By default the launcher's OMP_NUM_THREADS applies.
+    if config.launcher.threads is not None:
         torch.set_num_threads(config.launcher.threads)
     device = pick_device(config.model.device)
     rank, ranks = int(os.environ.setdefault("RANK", "0")), int(os.environ.setdefault("WORLD_SIZE", "1"))
     timeout_s = config.trainer.collective_timeout_s
     store: dist.Store = dist.HashStore()
-    if "MASTER_PORT" in os.environ:  # without it this is a single rank started by hand
+    if "MASTER_PORT" in os.environ:
         store = _shared_store(rank, ranks, timeout_s)
     else:
-        bind_groups("127.0.0.1", devices=False)  # which may carry the weights to engines elsewhere
+        # This is a single rank started by hand. Its devices may carry the weights to engines elsewhere.
+        bind_groups("127.0.0.1", devices=False)
     timeout = timedelta(seconds=timeout_s)
-    # counts and flags are reduced on the host
+    # Counts and flags are reduced on the host.
     dist.init_process_group(backends_of(device), store=store, rank=rank, world_size=ranks, timeout=timeout)
     random.seed(config.seed + rank)
     torch.manual_seed(config.seed + rank)
@@ -87,7 +85,8 @@ def start_process_group(config: RunConfig) -> tuple[str, dist.Store]:
         return "cpu", store
     local = rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(local)
-    dist.all_reduce(torch.zeros(1, device=device))  # NCCL needs all ranks in the first exchange of a group
+    # NCCL needs all ranks in the first exchange of a group.
+    dist.all_reduce(torch.zeros(1, device=device))
     return f"{device}:{local}", store
 
 
@@ -113,7 +112,8 @@ def _shared_store(rank: int, ranks: int, timeout_s: float) -> dist.Store:
     try:
         return listening_store(host, port, timeout_s, ranks)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # for the moment
+        # An address in use may become free, so this error is one that starting again mends.
+        if error.errno == errno.EADDRINUSE:
             raise RanksLost(f"rank 0 cannot listen on {host}:{port} (MASTER_PORT): {error}") from error
         raise UserError(f"MASTER_ADDR={host}: rank 0 cannot listen there ({error}); give its own address") from error
 
@@ -124,12 +124,13 @@ class DataParallel:
 
     A data-parallel rank is one process, or all the processes that hold one copy of the model between them (tensor,
     pipeline or sequence parallel): they read and train the same rows. ``group`` holds one process of each data-parallel
-    rank, this one among them; None stands for all processes.
+    rank, this one among them; None stands for all processes. One process of each data-parallel rank ``is_recorder``
+    and records its rows.
     """
 
     rank: int
     size: int
-    is_recorder: bool  # one process of each data-parallel rank records what was trained
+    is_recorder: bool
     group: dist.ProcessGroup | None = None
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -167,7 +168,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self.code = EXIT_SIGNAL + signal.SIGTERM  # to exit with; another rank may have had the signal
+        # The exit code, also when another rank received the signal.
+        self.code = EXIT_SIGNAL + signal.SIGTERM
         self._training = False
 
     def listen(self) -> None:
@@ -188,6 +190,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.requested and number == signal.SIGINT
         self.code = EXIT_SIGNAL + number
-        self.requested = True  # even now: Python drops what a handler raises in the callback of a weak reference
+        # Set before the exit below too: Python drops an exception of a handler in the callback of a weak reference.
+        self.requested = True
         if again or not self._training:
             sys.exit(self.code)

@@ -38,14 +38,14 @@ log = logging.getLogger("rl_async.trainer")
 
 
 class RefusedRow(msgspec.Struct, frozen=True):
-    """A row that came to ``rank`` with other tokens than were announced, one line of ``refused.jsonl``."""
+    """A row whose tokens, by ``tokens_hash``, were not those announced; one line of ``refused.jsonl``."""
 
     lineage: int
     step: int
     group: int
     sample: int
     segment: int
-    tokens_hash: str  # of what came
+    tokens_hash: str
     rank: int
 
 
@@ -55,7 +55,7 @@ def append_trained(path: Path, lineage: int, step: int, rows: Iterable[Trajector
 
 
 def append_refused(path: Path, lineage: int, step: int, rank: int, tokens_hash: Mapping[RowKey, str]) -> None:
-    """Append one line per row that came to a rank with other tokens than were announced."""
+    """Append one line per row that a rank fetched with other tokens than were announced."""
     _append(path, lineage, [RefusedRow(lineage, step, *key, digest, rank) for key, digest in tokens_hash.items()])
 
 
@@ -78,7 +78,8 @@ class _Evaluated(msgspec.Struct):
 def is_evaluated(run: Path, step: int) -> bool:
     """Whether the result of the evaluation of a version is recorded."""
     path = run / "evaluations.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what has no end was torn
+    # A line without an end was torn.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return any(msgspec.json.decode(line, type=_Evaluated).step == step for line in lines)
 
 
@@ -109,7 +110,7 @@ def _last_lineage(run: Path) -> int:
 
 
 def _written_lineage(run: Path) -> int | None:
-    """Return what the file says; -1 without one, None if that is no number."""
+    """Return the number in the file, -1 if it is missing, or None if it holds something else."""
     try:
         text = (run / LINEAGE).read_bytes().strip()
     except FileNotFoundError:
@@ -117,15 +118,17 @@ def _written_lineage(run: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _trained_lineage(path: Path) -> int:
-    """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall; -1 without one."""
-    with suppress(*UNDECODABLE):
-        return msgspec.json.decode(last_line(path), type=_OfLineage).lineage
-    return -1
+class _LineageOfLine(msgspec.Struct):
+    """Reads the lineage alone, so that a line of any version of the format will do."""
 
-
-class _OfLineage(msgspec.Struct):
     lineage: int
+
+
+def _trained_lineage(path: Path) -> int:
+    """Return the lineage of the newest whole line of ``trained.jsonl``, whose lineages never fall, or -1."""
+    with suppress(*UNDECODABLE):
+        return msgspec.json.decode(last_line(path), type=_LineageOfLine).lineage
+    return -1
 
 
 def require_newest(run: Path, lineage: int) -> None:
@@ -140,21 +143,28 @@ def require_newest(run: Path, lineage: int) -> None:
         raise TrainerReplaced(f"{run}: the trainer of lineage {lineage} was replaced by one of lineage {newest}")
 
 
-DIGITS = 4  # of a number that are recorded
+# --- The outcome of each token
+
+# Significant digits of a recorded number.
+DIGITS = 4
 
 
 @dataclass(frozen=True)
 class TokenOutcomes:
-    """What became of each token of a batch, [M] on the host; position t of a row stands for its token t + 1."""
+    """The outcome of each token of a batch, [M] on the host; position t of a row stands for its token t + 1.
+
+    ``corrected`` is the correction as ``update.attributed`` completes it. ``logprobs`` is its target: log pi_old, or
+    with bypass log pi_theta of the first pass.
+    """
 
     rows: Rows
-    corrected: Corrected  # as ``update.attributed`` completes it
-    logprobs: Tensor  # the target of the correction: log pi_old, or with bypass log pi_theta of the first pass
+    corrected: Corrected
+    logprobs: Tensor
     advantages: Tensor
 
 
 def explain(row: Trajectory, index: int, outcomes: TokenOutcomes) -> Explanation:
-    """Collect what became of the sampled tokens of row ``index``, in order."""
+    """Collect the outcomes of the sampled tokens of row ``index``, in order."""
     # Position t of a row in the tensors stands for token t + 1.
     sampled = int(outcomes.rows.starts[index]) + np.flatnonzero(row.loss_mask[1:])
     weights = outcomes.corrected.weights.numpy()[sampled]
@@ -176,7 +186,10 @@ def _rounded(weights: np.ndarray) -> list[float]:
     return [round(value, DIGITS - 1 - exponent) for value, exponent in zip(values.tolist(), exponents.tolist())]
 
 
-IN_FLIGHT = 2  # trajectory files that may wait to be written; a further one waits for the oldest
+# --- The recorder
+
+# Trajectory files that may wait to be written. A further one waits for the oldest.
+IN_FLIGHT = 2
 
 
 class Recorder:
@@ -190,16 +203,18 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, lineage: int, rank: int, *, is_recorder: bool, keep: int | None = None) -> None:
-        """``keep``: newest steps whose trajectories stay; None: all."""
-        self._keep, self._forgotten = keep, 0  # steps before this one have no files of this rank
+        """Keep the trajectories of the ``keep`` newest steps, by default of all."""
+        # Steps before ``_forgotten`` have no files of this rank.
+        self._keep, self._forgotten = keep, 0
         self._folder, self._lineage, self._rank, self._is_recorder = folder, lineage, rank, is_recorder
-        self._writer = ThreadPoolExecutor(1, "recorder")  # its thread is joined when the process exits
+        # The thread is joined when the process exits.
+        self._writer = ThreadPoolExecutor(1, "recorder")
         self._in_flight: deque[Future[None]] = deque()
 
     def trained(self, batch: Batch, outcomes: TokenOutcomes, began: int = 0) -> None:
-        """Record the rows that this rank trained, if it is the one of its data-parallel rank that records.
+        """Record the rows that this rank trained, if it records for its data-parallel rank.
 
-        ``began``: when the update did, for the traces of the episodes.
+        ``began`` is the time when the update began, for the traces of the episodes.
         """
         if not self._is_recorder:
             return
@@ -220,7 +235,7 @@ class Recorder:
             tracing.add(name, "train", began, about, parent=EPISODE)
 
     def _forget(self, step: int) -> None:
-        """Delete what is too old when ``step`` is recorded: of an earlier process all, else this rank's next file."""
+        """Delete files that are too old once ``step`` is recorded, those of earlier processes included."""
         until = 0 if self._keep is None else max(0, step + 1 - self._keep)
         if until == self._forgotten + 1:
             for lineage in range(self._lineage + 1):
@@ -230,11 +245,11 @@ class Recorder:
         self._forgotten = until
 
     def refused(self, step: int, tokens_hash: Mapping[RowKey, str]) -> None:
-        """Record rows that came to this rank with other tokens than were announced, for the audit."""
+        """Record rows that this rank fetched with other tokens than were announced, for the audit."""
         append_refused(self._folder / "refused.jsonl", self._lineage, step, self._rank, tokens_hash)
 
     def evaluated(self, result: FinishedEvaluation, rows: list[Trajectory]) -> None:
-        """Record the trajectories of an evaluation beside those that were trained, then its result as one line."""
+        """Record the trajectories of an evaluation beside the trained ones, then its result as one line."""
 
         def write() -> None:
             write_trajectories(evaluation_file(self._folder, result.step), rows)
@@ -250,12 +265,12 @@ class Recorder:
     def _submit(self, write: Callable[[], None]) -> None:
         while self._in_flight and (len(self._in_flight) >= IN_FLIGHT or self._in_flight[0].done()):
             self._in_flight.popleft().result()
-        self._in_flight.append(self._writer.submit(_logging_errors, write))
 
+        def logged() -> None:
+            try:
+                write()
+            except Exception as error:
+                log.error("recording trajectories: %s: %s", type(error).__name__, error)
+                raise
 
-def _logging_errors(write: Callable[[], None]) -> None:
-    try:
-        write()
-    except Exception as error:
-        log.error("recording trajectories: %s: %s", type(error).__name__, error)
-        raise
+        self._in_flight.append(self._writer.submit(logged))

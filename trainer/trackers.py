@@ -103,7 +103,8 @@ def swanlab(config: RunConfig, folder: Path) -> Destination:
 def wandb(config: RunConfig, folder: Path) -> Destination:
     """Log to Weights & Biases; offline it writes to ``wandb/`` in the run folder."""
     if config.tracking.offline:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, in offline mode too
+        # W&B would send errors to its makers, in offline mode too.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     run = wandb.init(
@@ -121,7 +122,8 @@ def wandb(config: RunConfig, folder: Path) -> Destination:
 def mlflow(config: RunConfig, folder: Path) -> Destination:
     """Log to MLflow at MLFLOW_TRACKING_URI, or else to the database ``mlflow/mlflow.db`` in the run folder."""
     if config.tracking.offline:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which its makers get, wherever the metrics go
+        # MLflow would send telemetry to its makers, regardless of where the metrics go.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
 
     known = folder / "mlflow" / _RUN_ID
@@ -171,7 +173,8 @@ class Tracking:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Start the trackers. Raises ConfigError naming the one that cannot start and what to install."""
         self._live: dict[str, Destination] = {}
-        self.latest: Metrics = {}  # the newest value of each metric
+        # The newest value of each metric.
+        self.latest: Metrics = {}
         names: tuple[TrackerName, ...] = ("jsonl", *config.tracking.backends)
         for name in dict.fromkeys(names):
             try:
@@ -181,13 +184,15 @@ class Tracking:
                 raise ConfigError(
                     f"tracking.backends: {name} is not installed; pip install 'rl-async[{name}]' ({error})"
                 ) from error
-            except Exception as error:  # whatever a third party raises at start, it is misconfigured
+            # Any exception of a third party at start means that it is misconfigured.
+            except Exception as error:
                 self.close()
                 raise ConfigError(f"tracking.backends: {name} could not start: {error}") from error
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Send one step's metrics to all trackers; one other than jsonl that fails is dropped with a warning."""
-        self.latest = {**self.latest, **metrics}  # another object: others read it meanwhile
+        # A new object, since other threads read the old one.
+        self.latest = {**self.latest, **metrics}
         for name, tracker in list(self._live.items()):
             self._guard(name, partial(tracker.log, step, metrics))
 
@@ -207,10 +212,12 @@ class Tracking:
 
     def _guard(self, name: str, action: Callable[[], object]) -> None:
         if name == "jsonl":
-            action()  # the run's own record: losing it is an error
+            # This is the run's own record, and losing it is an error.
+            action()
             return
         try:
             action()
-        except Exception as error:  # a third party's failure must never end a run
+        # A third party's failure must never end a run.
+        except Exception as error:
             log.warning("tracker %s failed and is switched off: %s: %s", name, type(error).__name__, error)
             del self._live[name]

@@ -266,7 +266,7 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 
 
 def gae_advantage(x: AdvantageInputs) -> Tensor:
-    """Generalised advantage estimation by a critic's values (``values.py``), whitened over the batch on demand."""
+    """Generalised advantage estimation by a critic's values (``gae``), whitened over the batch on demand."""
     assert x.values is not None, "gae needs a critic"
     advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
     if not x.options.whiten:

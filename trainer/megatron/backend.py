@@ -259,7 +259,7 @@ def _detached(outputs: Outputs) -> Outputs:
 
 
 class MegatronBackend:
-    """Implements ``interface.Backend`` with Megatron-Core. It offers no distributions.
+    """Implements ``backend.Backend`` with Megatron-Core. It offers no distributions.
 
     It computes in ``dtype``. Gradients are summed in float32, and with dtype bfloat16 the optimizer keeps float32
     masters, of which the model's weights are the rounded values. ``config`` says how the ranks share the model; unless
