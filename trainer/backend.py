@@ -28,15 +28,15 @@ class Outputs(msgspec.Struct, frozen=True):
     """Results of one forward pass for tokens 1..T-1 of a micro-batch, at the recorded temperature.
 
     ``values`` comes from a value head (always for a critic, on request for a policy that shares its backbone with one),
-    everything else from a policy head; what was not requested is None, and so is ``agreement`` unless experts are
-    replayed. Beyond the end of a row (``Tensors.lengths``) the numbers are finite and meaningless.
+    everything else from a policy head. Outputs that were not requested are None, and so is ``agreement`` unless experts
+    are replayed. Beyond the end of a row (``Tensors.lengths``) the numbers are finite and meaningless.
     """
 
     logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
     entropy: Tensor | None = None  # [B, T-1] of the distribution over the next token
     sum_squares: Tensor | None = None  # [B, T-1] sum over the vocabulary of pi^2
     distribution: Tensor | None = None  # [B, T-1, V] log-probabilities of all tokens
-    values: Tensor | None = None  # [B, T-1] value of the state in which each token was chosen
+    values: Tensor | None = None  # [B, T-1] value of the state before each token
     agreement: Tensor | None = None  # [B, T-1] share of layers whose router agrees with the experts that were replayed
 
 
@@ -45,7 +45,8 @@ def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputNa
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(2, chosen[..., None]).squeeze(2) - normaliser
     if not requested:
-        return Outputs(logprobs)  # a distribution over the vocabulary is never built
+        # A distribution over the vocabulary is never built.
+        return Outputs(logprobs)
     distribution = logits - normaliser[..., None]
     return Outputs(
         logprobs=logprobs,
@@ -73,7 +74,7 @@ class Backend(Protocol):
 
     The processes of one data-parallel rank pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on
     every micro-batch in turn, on equal numbers; these carry gradient only where the logits are. A loss may therefore
-    keep sums of what it sees, and all processes get the same sums.
+    keep sums over its inputs, and all processes get the same sums.
     """
 
     device: str
@@ -98,18 +99,17 @@ class Backend(Protocol):
         """Return this rank's shards of the weights that engines get, and the layout over all ranks.
 
         Names are those of published checkpoints (``weight_sync/experts.py`` for experts); tied duplicates and a value
-        head are left out. Weights are sent in the model's dtype,
-        without a copy if they are held as they are published. A backend that trains adapters gives the weights merged
-        with them, the base without them, or the adapters alone, in float32 and named as in
-        ``weight_sync/buckets.py``.
+        head are left out. Weights are sent in the model's dtype, without a copy if they are held as they are published.
+        A backend that trains adapters gives the weights merged with them, the base without them, or the adapters alone,
+        in float32 and named as in ``weight_sync/buckets.py``.
         """
         ...
 
     def stage(self, folder: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
         """Copy what this rank saves to the host and return a function that writes the copy into ``folder``.
 
-        That function may run in another thread while training continues. It is a collective of ``group`` (None: of all
-        ranks) and raises CheckpointFailed on all ranks if one of them could not write.
+        That function may run in another thread while training continues. It is a collective of ``group``, by default
+        of all ranks, and raises CheckpointFailed on all ranks if one of them could not write.
         """
         ...
 

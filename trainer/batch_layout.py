@@ -1,4 +1,4 @@
-"""The layout of a batch: which rank trains which row in which forward pass, as a pure function of the headers.
+"""Assigns a batch's rows to ranks and forward passes, as a pure function of the headers.
 
 Every rank sees the headers of the whole batch, so all ranks compute the same layout without communicating. Shares are
 equal by ``RowCost``, the operations that a model needs for a row, and dealt out by the largest differencing method.
@@ -40,17 +40,14 @@ def row_cost_of(config: Any, *, padded: bool = False, shares_prefixes: bool = Fa
     (Narayanan et al., arXiv:2104.04473, appendix, with causal attention). A sliding window counts as full attention.
     """
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    attention, score_width = _latent_attention(config) if _latent(config) else _attention(config)
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    attention, score_width = _latent_attention(config) if latent else _attention(config)
     dense, sparse = _mlp_layers(config)
     weights = layers * attention + dense * 3 * hidden * config.intermediate_size
     weights += sparse * _expert_weights(config) + hidden * config.vocab_size
     return RowCost(
         linear=2 * weights, quadratic=layers * heads * score_width, padded=padded, shares_prefixes=shares_prefixes
     )
-
-
-def _latent(config: Any) -> bool:
-    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _attention(config: Any) -> tuple[int, int]:
@@ -94,7 +91,8 @@ def _expert_weights(config: Any) -> int:
     return config.hidden_size * (3 * met + experts_of(config))
 
 
-Part = tuple[int, list[int]]  # its sum, and its items
+# A part's sum, and its items.
+Part = tuple[int, list[int]]
 
 
 def karmarkar_karp(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -141,7 +139,8 @@ def imbalance(sums: Sequence[int]) -> float:
     return max(sums) * len(sums) / sum(sums) - 1.0 if any(sums) else 0.0
 
 
-WORTH_DIVIDING = 0.95  # of the busiest rank's work
+# A group is divided only if that leaves the busiest rank less than this share of its work.
+WORTH_DIVIDING = 0.95
 
 
 class Sized(Protocol):
@@ -201,7 +200,7 @@ def layout(
     Groups are permuted with (seed, step) and their rows cut into ``minibatches`` equal parts, so that rows of one
     prompt stay together but for those at a cut; greedy episodes, which do not train, are dealt out to them afterwards,
     so that no part has nothing else. Within a part ranks get nearly equal cost, and so do the micro-batches of a rank,
-    none of which holds more than ``max_tokens`` tokens (a single longer row stands alone). For a model that shares
+    each with at most ``max_tokens`` tokens (a single longer row stands alone). For a model that shares
     prefixes, a prompt counts once in each micro-batch. For one that pads, a micro-batch holds rows of similar length,
     and padding counts.
     """
@@ -349,7 +348,8 @@ def _even(micros: list[list[list[int]]], count: int, sizes: Sizes, max_tokens: i
 def _similar(rows: list[int], headers: Sequence[Sized], max_tokens: int) -> list[list[int]]:
     micro: list[list[int]] = []
     longest = 0
-    for row in sorted(rows, key=lambda row: -headers[row].tokens):  # the first row of a micro-batch sets its width
+    # The first row of a micro-batch sets its width.
+    for row in sorted(rows, key=lambda row: -headers[row].tokens):
         if micro and longest * (len(micro[-1]) + 1) <= max_tokens:
             micro[-1].append(row)
         else:

@@ -56,7 +56,7 @@ class BatchSource(Protocol):
 class QueueSource:
     """Consumes reserved batches of the transfer queue.
 
-    A batch may take ``timeout_s``, not counting the time in which no agent program asks for episodes.
+    A batch may take ``timeout_s``, not counting the time when no agent program asks for episodes.
     ``on_mismatch(step, hashes)`` is called when fetched rows do not match their announced token hashes.
     """
 
@@ -73,7 +73,7 @@ class QueueSource:
     def reserve(self, step: int, stopping: Callable[[], bool]) -> Reserved | None:
         """Wait for the batch of ``step``, polling the queue and ``stopping`` every POLL_S.
 
-        Raises RlAsyncError with what is missing when the deadline passes.
+        Raises RlAsyncError, naming the missing groups, when the deadline passes.
         """
         deadline = self._clock() + self._timeout_s
         remind_at = -math.inf
@@ -330,7 +330,7 @@ class WholeBatch:
 
 
 def numbered(keys: Sequence[Hashable]) -> Tensor:
-    """Number keys [N] from 0 in the order in which they first occur, int64 [N]."""
+    """Number keys [N] from 0 in order of their first occurrence, int64 [N]."""
     found: dict[Hashable, int] = {}
     return torch.tensor([found.setdefault(key, len(found)) for key in keys], dtype=torch.int64)
 

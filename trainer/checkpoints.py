@@ -503,7 +503,7 @@ def _read_own(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 class StoredShards:
-    """The tensors of a folder of shards, of which any part can be read. ``sizes`` has the shape of each by its name.
+    """Reads any part of the tensors in a folder of shards. ``sizes`` has the shape of each by its name.
 
     An expert that is stored stacked with others can be read by the name of its own, too (``weight_sync/experts.py``).
     A file is open for one slice: mapped pages count as a rank's memory.

@@ -31,7 +31,7 @@ TYPES = (torch.float32, torch.bfloat16)
 def measure_rates(hidden: int, inner: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Time one layer's product ``x [TOKENS, hidden] @ W [inner, hidden].T`` with its two gradients in each type.
 
-    Types alternate, and each counts with its fastest try, so that a moment in which the processor is busy elsewhere
+    Types alternate, and each counts with its fastest try, so that a moment when the processor is busy elsewhere
     changes little. Returns GFLOP/s by type.
     """
     hidden = min(hidden, PRODUCTS // TOKENS)
@@ -50,7 +50,7 @@ def measure_rates(hidden: int, inner: int, clock: Callable[[], float] = time.per
         _ = inputs @ weight.T, gradient @ weight, gradient.T @ inputs
         return clock() - begun
 
-    # The first try also pays for what a kernel sets up once.
+    # The first try also pays for a kernel's setup.
     first = {kind: timed(kind) for kind in TYPES}
     fastest = dict(first)
     for _ in range(TRIES):

@@ -82,7 +82,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def why_unsupported(hf: Any) -> str | None:
-    """Return the first feature of the model that is not supported here; None if there is none."""
+    """Return the first feature of the model that is not supported here, or None."""
     if hf.model_type not in MEGATRON_FAMILIES:
         return f"is of the family {hf.model_type!r}, not of {', '.join(MEGATRON_FAMILIES)}"
     rope, moe = hf.rope_parameters, hf.model_type == "qwen3_moe"

@@ -61,7 +61,7 @@ class Guard:
         """Take in a step's metrics. Raises PolicyDrifted if ``action`` is stop and the patience is exhausted.
 
         A step without the metrics is ignored: it trained no token, or only tokens that were sampled under a grammar's
-        mask, of which the first such step warns.
+        mask; the first such step warns.
         """
         if self._config.action == "off":
             return GuardAction()

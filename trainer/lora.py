@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: y = W x + alpha / rank * B A x, of which A and B train.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by PEFT: y = W x + alpha / rank * B A x, where A and B train.
 
 An adapter of ``layers.0.self_attn.q_proj`` is the parameters ``layers.0.self_attn.q_proj.lora_A.default.weight``
 [rank, in] and ``...lora_B.default.weight`` [out, rank]; the layer's own weight [out, in] is ``...base_layer.weight``.
@@ -19,14 +19,15 @@ from rl_async.weight_sync.buckets import add
 
 BASE_LAYER = ".base_layer"
 NAMES = (".lora_A.default.weight", ".lora_B.default.weight")
-SEED = 0  # every rank draws the same A; B is zero, so that the model begins as its base
+# Every rank draws the same A. B is zero, so that the model begins as its base.
+SEED = 0
 
 
 def attach(lm: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
     """Freeze ``lm`` in ``dtype`` and add float32 adapters that train, without memory; ``draw`` gives them values.
 
     Returns the names of the layers that have one.
-    Raises UserError if PEFT is missing, or a target is no linear layer of the decoder.
+    Raises UserError if PEFT is missing, or a target is not a linear layer of the decoder.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -34,7 +35,8 @@ def attach(lm: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
     except ImportError as error:
         raise UserError("trainer.lora needs PEFT; install it with pip install 'rl-async[lora]'") from error
     targets = chosen(lm, config.targets)
-    for parameter in lm.parameters():  # not the buffers: rotary frequencies stay float32
+    # Buffers keep their type: rotary frequencies stay float32.
+    for parameter in lm.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
     inject_adapter_in_model(
@@ -58,7 +60,8 @@ def draw(lm: Any) -> None:
                 continue
             whole = torch.zeros(parameter.shape)
             if name.endswith(NAMES[0]):
-                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))  # as PEFT does
+                # As PEFT does.
+                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
             local, part = own_part(parameter)
             local.copy_(whole[part])
 
@@ -83,7 +86,7 @@ def without_adapters(lm: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapters(lm: Any) -> Iterator[tuple[str, Tensor]]:
-    """The adapters of ``lm`` under the names with which they travel."""
+    """Yield the adapters of ``lm`` under their published names."""
     for name, parameter in lm.named_parameters():
         if name.endswith(NAMES):
             yield name.replace(".default.", "."), parameter

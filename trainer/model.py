@@ -326,7 +326,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """A chunk's targets [R], its entropy and sum of squares [R, 1], and the gradients by what was computed [R, 1]."""
+    """A chunk's targets [R], its entropy and sum of squares [R, 1], and the gradients by each of the results [R, 1]."""
 
     targets: Tensor
     entropy: Tensor | None
@@ -399,8 +399,8 @@ def apply_liger(lm: Any, device: str) -> None:
     """Let a Hugging Face model, or its decoder alone, compute with Liger's Triton kernels. Not its loss:
     log-probabilities come from ``token_stats``.
 
-    Liger replaces the rotary embedding for all models of the kind in this process. Raises UserError where there is no
-    GPU, no Liger, or none for this kind of model.
+    Liger replaces the rotary embedding for all models of the kind in this process. Raises UserError without a
+    GPU, without Liger, or if Liger does not know this kind of model.
     """
     if device == "cpu":
         raise UserError(f"trainer.kernels=liger needs a GPU, and the model is on {device}; use trainer.kernels=torch")

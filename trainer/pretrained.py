@@ -30,7 +30,8 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return the part of ``tensor`` that this rank holds, as a view, and its place in the whole. Not a collective."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
-    (chunk,) = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
+    # This is the protocol of torch.distributed.checkpoint.
+    (chunk,) = tensor.__create_chunk_list__()
     places = zip(chunk.offsets, chunk.sizes, strict=True)
     return tensor.to_local(), tuple(slice(offset, offset + size) for offset, size in places)
 
@@ -43,14 +44,15 @@ def read_part(path: Path | str, name: str, part: tuple[slice, ...]) -> Tensor:
 
 
 ONE_FILE = "model.safetensors"
-NAMED = 3  # missing tensors that an error lists
+# The number of missing tensors that an error lists.
+NAMED = 3
 
 
 class StoredWeights:
     """The tensors of a Hugging Face folder's safetensors files.
 
     No file stays open: the pages of a mapped file count as this process's memory. ``key`` is the config's, for errors.
-    Raises UserError if there are no such files.
+    Raises UserError if the files are missing.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -72,9 +74,9 @@ class StoredWeights:
         return sorted(set(self._files.values()))
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """Read a tensor, or the ``part`` of it, in the type in which it is stored.
+        """Read a tensor, or the ``part`` of it, in its stored type.
 
-        Raises UserError if there is no such tensor.
+        Raises UserError for an unknown name.
         """
         if name not in self._files:
             raise UserError(f"{self.key}: the weights in {self.folder} have no tensor {name}")
@@ -98,8 +100,8 @@ class StoredWeights:
 def skeleton(kind: Any, config: Any, attention: str) -> Any:
     """Build a float32 model in evaluation mode whose parameters have no memory; its buffers are computed as ever.
 
-    ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use. Raises ValueError if there
-    is no such model for the config.
+    ``kind`` is an auto class of Transformers, and ``attention`` the implementation to use. Raises ValueError if
+    Transformers has no such model for the config.
     """
     with _without_memory():
         model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
@@ -111,7 +113,8 @@ def _without_memory() -> Iterator[None]:
     """Put the parameters of modules that are made meanwhile on the meta device, before they are initialised."""
 
     def to_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter) -> Any:
-        if parameter.is_meta:  # tied parameters stay one
+        # Tied parameters stay one.
+        if parameter.is_meta:
             return None
         return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
@@ -154,7 +157,7 @@ def _keeps_rows(operation: object) -> bool:
 
 
 class Pretrained:
-    """The plan by which the tensors of a model are read from a folder. Reads shapes only, until ``fill``.
+    """Plans how the tensors of a model are read from a folder. Reads shapes only, until ``fill``.
 
     Raises UserError if a parameter of ``model`` is not stored, or stored in another shape.
     """

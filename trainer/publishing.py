@@ -5,10 +5,10 @@
 
 In: a version and the policy's backend, after a step. Out: engines that confirmed the version, and metrics
 ``sync/...`` and ``mismatch/...``. The training loop calls a ``Publisher`` on every rank. A ``WeightSource`` says
-where weights are sent from: gathered on rank 0, or every rank's own shards; how training and generation share devices
-is up to the phase (``weight_sync.phases``). ``WatchedPublisher`` wraps a publisher and compares log-probabilities of
-canaries. On shared devices the engines have answered and sleep by then, and the trainer has its device. Versions and
-checksums prove what an engine received; only its log-probabilities prove what it computes with. To add a check of
+where weights are sent from: gathered on rank 0, or every rank's own shards. How training and generation share devices
+is up to the phase (``weight_sync.coordinator``). ``WatchedPublisher`` wraps a publisher and compares log-probabilities
+of canaries. On shared devices the engines have answered and sleep by then, and the trainer has its device. Versions
+and checksums prove what an engine received; only its log-probabilities prove what it computes with. To add a check of
 publications, write another wrapper with the same two methods.
 """
 

@@ -1,4 +1,4 @@
-"""What a rank holds from step to step, and what it does between steps: save, report, watch, leave."""
+"""The state of a rank from step to step, and its work between steps: save, report, watch, leave."""
 
 import logging
 import time
@@ -62,7 +62,7 @@ class Run:
         self.memory.at(phase)
 
     def checkpoint(self, completed: int) -> None:
-        """Begin to save. The source keeps what came before until ``retire`` finds the checkpoint durable."""
+        """Begin to save. The source keeps earlier batches until ``retire`` finds the checkpoint durable."""
         self.recorder.flush()
         snapshot = self.source.snapshot() if self.rank == 0 else b""
         state = CheckpointState(step=completed, lineage=self.lineage, kl_coef=self.kl.coef, format=FORMAT)
@@ -71,15 +71,15 @@ class Run:
             self.saver.wait()
 
     def retire(self) -> None:
-        """Let the source drop what came before a checkpoint that has become durable."""
+        """Let the source drop the batches before a checkpoint that has become durable."""
         durable = self.saver.durable()
         if durable is not None and self.rank == 0:
             self.source.checkpointed(durable)
 
     def started(self, published: Version) -> None:
-        """Begin to evaluate the initial weights if that is wanted, or those of the checkpoint if that was lost.
+        """Begin to evaluate the initial weights if configured, or those of the checkpoint if that result was lost.
 
-        What was being evaluated when the trainer ended is closed by the queue.
+        The queue closes an evaluation that was running when the trainer ended.
         """
         if self.evaluations is None:
             return
@@ -103,7 +103,7 @@ class Run:
         self.tracking.log(step, head | metrics)
 
     def watch(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the guard a step that has been logged. Raises PolicyDrifted, on all ranks alike, if it ends the run."""
+        """Show the guard a step that has been logged. Raises PolicyDrifted on all ranks if it ends the run."""
         verdict = self.guard.observe(step, metrics)
         if self.rank != 0:
             return

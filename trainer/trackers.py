@@ -171,7 +171,7 @@ class Tracking:
     """All configured trackers behind one interface, ``jsonl`` always among them."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Start the trackers. Raises ConfigError naming the one that cannot start and what to install."""
+        """Start the trackers. Raises ConfigError naming the one that cannot start and the package to install."""
         self._live: dict[str, Destination] = {}
         # The newest value of each metric.
         self.latest: Metrics = {}

@@ -119,7 +119,7 @@ def publishes_after(config: RunConfig, steps: int) -> bool:
 def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness: int | None) -> dict[str, float]:
     """Rewards, response lengths, and the staleness of the trained tokens.
 
-    Rewards, those of turns included, are over episodes that were scored, of which there must be one;
+    Rewards, those of turns included, are over scored episodes, at least one;
     ``reward/unscored_fraction`` says how many were not (a scorer failed, for one role at least). ``staleness/mean`` and
     ``staleness/max`` are over trained tokens: the step minus the step of the version that sampled each.
     ``max_staleness`` is the bound beyond which tokens were masked, or None. Greedy episodes of
@@ -171,7 +171,7 @@ def conversations(ranks: DataParallel, batch: Batch) -> dict[str, float]:
 def conversation_sums(headers: Sequence[TrajectoryHeader], rows: Sequence[Trajectory]) -> list[float]:
     """[assistant turns, tool calls, failed tool calls, cut results, malformed calls of each kind, then for each
     episode its rows with an error] of a rank's sampled rows, to be added up over ranks; ``headers`` are those of all
-    ranks' rows. A turn counts in the row in which it was sampled."""
+    ranks' rows. A turn counts in the row that sampled it."""
     rows = [row for row in rows if not row.baseline]
     errors = {header.episode_id: 0.0 for header in headers if not header.baseline}
     for row in rows:

@@ -27,7 +27,8 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, ShapingConfig
 from rl_async.messages import TIMEOUT, TrajectoryHeader
 from rl_async.trainer.algorithms.rows import Rows, by_rows, on_tokens, row_sums
 
-EPSILON = 1e-4  # beside a standard deviation that divides
+# Added to a standard deviation that divides.
+EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class AdvantageInputs:
     values: Tensor | None = None  # float64 [N, T], the critic's
     logprobs: Tensor | None = None  # float64 [N, T], log pi_old
     sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
-    importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects; None: bypassed
+    importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects, None if bypassed
     cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens, turns or time
     rows: Rows | None = None  # where packed rows stand
 
@@ -131,7 +132,7 @@ class Groups:
         return variance.sqrt()
 
     def max(self, values: Tensor, where: Tensor) -> Tensor:
-        """Largest of the values [N] where ``where`` [N], over each row's group [N]; -inf if there is none."""
+        """Largest of the values [N] where ``where`` [N], over each row's group [N]; -inf without any."""
         start = torch.full((self.count,), -torch.inf, dtype=values.dtype)
         return start.scatter_reduce(0, self.index[where], values[where], "amax")[self.index]
 
@@ -142,7 +143,7 @@ class Groups:
 
     def centred(self, values: Tensor) -> Tensor:
         """Values [N] minus their group's mean; exactly 0 in a group whose values are equal, and for rows that do not
-        count. Rounding would be scaled up by what divides or whitens it, and by the optimizer."""
+        count. Rounding would be scaled up by a division or whitening, and by the optimizer."""
         tells = self.differs(values) | ~values.isfinite()
         return torch.where((self.weights > 0) & tells, values - self.mean(values), 0.0)
 
@@ -473,11 +474,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 SHAPING_EPSILON = 1e-8
-RESAMPLE = 1  # beside (seed, step), so that this draw has nothing to do with that of mini-batches
+# Beside (seed, step), so that this draw is independent of that of mini-batches.
+RESAMPLE = 1
 # Finish reasons of trajectories that reached a limit on tokens or time, and of all that a limit cut.
 CUT_OFF = ("length", TIMEOUT)
 LIMITS = (*CUT_OFF, "max_turns")
-BEST_AND_OTHERS = (0.4, 0.1)  # weights of max_random
+# The weights of max_random.
+BEST_AND_OTHERS = (0.4, 0.1)
 
 
 def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
@@ -548,7 +551,8 @@ def row_repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, see
     counts = torch.ones(len(headers), dtype=torch.float64)
     values = shaped_rewards(headers, options)
     if options.resample == "none" or not scored.any() or not values.isfinite().all():
-        return counts  # an infinite reward makes the loss diverge, which names the step
+        # An infinite reward makes the loss diverge, and that error names the step.
+        return counts
     odds = resample_weights(values[scored].numpy(), options)
     draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
     counts[scored] = torch.from_numpy(draw.multinomial(len(odds), odds / odds.sum())).double()

@@ -3,7 +3,7 @@
 ``configs/schema/algorithm.py`` declares the options. Every rule looks at all sampled tokens of its row, regardless
 of the other rules' decisions, so their order only decides which of them is named; tokens that were sampled under a
 grammar's mask are left out of the measurements. The ratio of a token is r = pi/mu. Metrics say how far the policies
-are apart, and what the rules did.
+are apart, and count the effects of the rules.
 """
 
 import functools
@@ -17,7 +17,8 @@ from torch import Tensor
 from rl_async.configs.schema.algorithm import RULES, Correction, band, limits
 from rl_async.trainer.algorithms.rows import Rows, by_rows, row_sums
 
-LOG_RATIO_LIMIT = 20.0  # beyond exp(20) a ratio signals numerical trouble, not a usable weight
+# Beyond exp(20) a ratio signals numerical trouble, not a usable weight.
+LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Corrected:
 
     weights: Tensor  # 0 where ``keep`` is false
     keep: Tensor  # bool, tokens that train
-    rule: Tensor  # uint8, index into RULES of what masked a token or set its weight to 0; 0: nothing did
+    rule: Tensor  # uint8, index into RULES of the rule that masked a token or set its weight to 0, else 0
 
     def times(self, weights: Tensor | None) -> "Corrected":
         """Multiply the weights of all tokens; None leaves them."""
@@ -76,7 +77,7 @@ def correct(
         mask: bool [B, T], sampled tokens.
         age: int [B, T], staleness of each token in steps.
         correction: the options.
-        free: bool [B, T], those of ``mask`` that no grammar's mask restricted; None: all.
+        free: bool [B, T], those of ``mask`` that no grammar's mask restricted, by default all.
         rows: where packed rows stand.
     """
     free = mask if free is None else free
@@ -90,7 +91,7 @@ def correct(
 def _weigh(
     target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, free: Tensor, *, correction: Correction
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute weights, [B, T] or [B, 1], which of the tokens train, uint8 [B, T], and by which rule not."""
+    """Compute weights, [B, T] or [B, 1], the tokens that train, uint8 [B, T], and the rules that mask the others."""
     # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
     # masks and new tensors.
     keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
@@ -134,11 +135,12 @@ def _weights(log_ratio: Tensor, correction: Correction) -> Tensor:
 
 
 def _rejected(log_ratio: Tensor, free: Tensor, age: Tensor, correction: Correction) -> Iterator[tuple[str, Tensor]]:
-    """Yield each rejecting rule and what it rejects, bool [B, T] or [B, 1], in the order of ``correction.rules``."""
+    """Yield each rejecting rule and its rejections, bool [B, T] or [B, 1], in the order of ``correction.rules``."""
     if correction.max_age is not None:
         yield "max_age", age > correction.max_age
     if correction.veto is not None:
-        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)  # 0 where nothing is free
+        # Tokens that are not free have a log ratio of 0.
+        yield "veto", (log_ratio < math.log(correction.veto)).any(1, keepdim=True)
     for name, limit in correction.reject.items():
         level, _, measure = name.rpartition("_")
         low, high = limits(name, limit)
@@ -178,7 +180,8 @@ def _sum(values: Tensor) -> Tensor:
     return values.sum(1, keepdim=True, dtype=torch.float64)
 
 
-AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # first and last age of each bucket, in steps
+# The first and last age of each bucket, in steps.
+AGES = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))
 
 
 def correction_metrics(
@@ -222,7 +225,7 @@ def _buckets(mask: Tensor, age: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _drift_metrics(log_ratio: Tensor, chosen: Tensor, rows: Rows | None) -> dict[str, float]:
-    """Measure the distance between the policies from log r = log pi - log mu in float64, whatever the correction does.
+    """Measure the distance between the policies from log r = log pi - log mu in float64, regardless of the correction.
 
     ``kl``: mean of -log r, an estimate of KL(mu || pi) (k1); ``k3``: mean of r - 1 - log r, its low-variance form;
     ``ess``: (sum r)^2 / (n sum r^2), 1 when on-policy, and ``seq_ess`` the same of the products over rows;

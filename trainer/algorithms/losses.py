@@ -24,8 +24,10 @@ from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig, K
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 from rl_async.trainer.algorithms.rows import Rows
 
-LOG_SEQUENCE_RATIO_LIMIT = 10.0  # of gspo's mean of log r over a row
-SMALLEST = 1e-8  # beside the complement of a probability, as in verl
+# The limit of gspo's mean of log r over a row.
+LOG_SEQUENCE_RATIO_LIMIT = 10.0
+# Added to the complement of a probability, as in verl.
+SMALLEST = 1e-8
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class LossInputs:
     mask: Tensor  # bool, tokens that train; elsewhere all values are finite and must not matter
     free: Tensor  # bool, those of them that were sampled without a grammar's mask; ratios of rows are over these
     options: AlgorithmConfig
-    selected: Tensor | None = None  # bool, what the loss's ``select`` picked from the whole mini-batch
+    selected: Tensor | None = None  # bool, tokens that the loss's ``select`` picked in the whole mini-batch
 
     @property
     def log_ratio(self) -> Tensor:
@@ -186,7 +188,7 @@ def gspo(x: LossInputs) -> Tensor:
 def gmpo(x: LossInputs) -> Tensor:
     """-w A exp(mean_t of log r_t, limited token by token): the geometric mean of the ratios, on each token, [B, T].
 
-    log r_t is limited to [-clip_low, clip_high], on the side on which PPO would clip: the smaller of A log r_t and
+    log r_t is limited to [-clip_low, clip_high], on the side where PPO would clip: the smaller of A log r_t and
     A clip(log r_t). The paper's limits are 0.4 and 0.4. Weights enter by their own geometric mean over the row, and A
     by its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
 
@@ -202,7 +204,7 @@ def gmpo(x: LossInputs) -> Tensor:
     return -weights * log_mean.exp() * _row_mean(x.advantages, x)
 
 
-# --- A trust region: tokens on which the policy has moved too far are masked, -w r A elsewhere
+# --- A trust region: tokens whose policy has moved too far are masked, -w r A elsewhere
 
 
 def _moves_away(x: LossInputs) -> Tensor:
@@ -212,7 +214,7 @@ def _moves_away(x: LossInputs) -> Tensor:
 
 
 def _beyond(x: LossInputs, distance: Tensor, limit: float) -> Tensor:
-    """Where a distance is above ``limit``, or where A > 0 above ``dppo_high`` if there is one, bool [B, T]."""
+    """Where a distance is above ``limit``, or where A > 0 above an optional ``dppo_high``, bool [B, T]."""
     high = x.options.loss_options.dppo_high
     return distance > (limit if high is None else torch.where(x.advantages > 0, high, limit))
 
@@ -280,14 +282,16 @@ def select_m2po(x: SelectInputs) -> Tensor:
     squares = torch.where(x.mask, (x.proximal - x.behaviour).double() ** 2, 0.0)
     values = squares[x.mask].sort().values
     means = values.cumsum(0) / torch.arange(1, len(values) + 1, dtype=torch.float64)
-    kept = int((means <= x.options.loss_options.m2po).sum())  # the running means only rise
+    # The running means only rise.
+    kept = int((means <= x.options.loss_options.m2po).sum())
     if kept == len(values):
         return torch.zeros_like(x.mask)
-    limit = values[kept]  # tokens as extreme as the first that has to go are masked with it
+    # Tokens as extreme as the first that has to go are masked with it.
+    limit = values[kept]
     return x.mask & (squares >= limit)
 
 
-# --- Against the collapse of entropy: holds back tokens on which advantage and log-probability rise together
+# --- Against the collapse of entropy: holds back tokens whose advantage and log-probability rise together
 #
 # The covariance of a token is (A - mean A) (log pi_old - mean log pi_old), means over the mini-batch. The paper takes
 # it of the policy in training; taking pi_old (mu when bypassed) lets tokens be picked before the forward passes, so
@@ -350,7 +354,8 @@ LOSSES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(ppo),
     "decoupled_ppo": PolicyLoss(decoupled_ppo),
     "reinforce": PolicyLoss(reinforce),
-    "gpg": PolicyLoss(reinforce),  # GPG (arXiv:2504.02546) is the plain gradient; what is its own is the advantage
+    # GPG (arXiv:2504.02546) is the plain gradient; only its advantage is new.
+    "gpg": PolicyLoss(reinforce),
     "gspo": PolicyLoss(gspo),
     "gmpo": PolicyLoss(gmpo),
     "sapo": PolicyLoss(sapo),
@@ -366,7 +371,8 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-K3_LIMIT = 10.0  # reached at d = -2.6: one token must not outweigh a whole batch
+# Reached at d = -2.6: one token must not outweigh a whole batch.
+K3_LIMIT = 10.0
 
 Estimator = Callable[[Tensor, Tensor], Tensor]  # log pi_theta, log pi_ref -> KL; all [B, T]
 
@@ -444,11 +450,15 @@ class KlController:
 
 @dataclass(frozen=True)
 class Counts:
-    """The divisors of a mini-batch, over all ranks."""
+    """The divisors of a mini-batch, over all ranks.
 
-    tokens: int  # that train
-    sequences: float  # sum of the row weights of all rows, also of those in which no token trains
-    width: int  # tokens of the longest possible response, the constant of seq-mean-token-sum-norm
+    ``tokens`` counts those that train. ``sequences`` is the sum of all row weights, also of rows that train no token.
+    ``width`` is the length of the longest possible response, the constant of seq-mean-token-sum-norm.
+    """
+
+    tokens: int
+    sequences: float
+    width: int
 
 
 def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:

@@ -1,6 +1,6 @@
 """One rank of supervised fine-tuning: ``python -m rl_async.trainer.finetune --run OUT.run``.
 
-It trains on the conversations that ``rl-async sft`` encoded there, from the newest checkpoint if there is one, and
+It trains on the conversations that ``rl-async sft`` encoded there, from the newest checkpoint, if any, and
 writes the model when the last step is done.
 """
 

@@ -13,7 +13,7 @@ ROWS, HELD_OUT = "rows", "held-out"  # folders within the run folder
 
 
 class RowSize(NamedTuple):
-    """The properties of a row by which ``batching.layout`` deals it to micro-batches."""
+    """The properties of a row that ``batch_layout.layout`` reads."""
 
     tokens: int
     baseline: bool = False
@@ -56,7 +56,7 @@ class ChatRows:
         return slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
 
     def size(self, row: int) -> RowSize:
-        """Return the properties of a row by which it is put into a micro-batch."""
+        """Return the properties of a row that its layout depends on."""
         span = self.span(row)
         return RowSize(span.stop - span.start)
 

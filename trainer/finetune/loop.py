@@ -155,7 +155,7 @@ def negative_log_likelihood(outputs: Outputs, batch: Tensors) -> torch.Tensor:
 
 
 def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
-    """Return the loss per learned token on held-out conversations, logged by rank 0; empty if there are none."""
+    """Return the loss per learned token on held-out conversations, logged by rank 0; empty without any."""
     if not len(run.held_out):
         return {}
     sums = torch.zeros(2, dtype=torch.float64)
@@ -196,7 +196,7 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
 
 
 def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
-    """Pad rows to a micro-batch; ``mask`` is true where a token is learned. There is no behaviour policy."""
+    """Pad rows to a micro-batch, without a behaviour policy; ``mask`` is true where a token is learned."""
     if not numbers:
         return empty_tensors(device)
     spans = [rows.span(number) for number in numbers]
@@ -299,7 +299,7 @@ def training_config(config: RunConfig, rows: int) -> RunConfig:
 
 
 def resume_point(folder: Path) -> tuple[int, int]:
-    """Return the step of the newest whole checkpoint, 0 if there is none, and a new lineage. A collective.
+    """Return the step of the newest whole checkpoint, or 0, and a new lineage. A collective.
 
     Rank 0 deletes the log lines of later steps, which are trained again.
     """

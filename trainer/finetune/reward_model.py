@@ -18,7 +18,7 @@ GRAD_CLIP = 1.0
 
 
 class TokenPair(NamedTuple):
-    """Token ids of two conversations of which the first is better, by at least ``margin``."""
+    """Token ids of two conversations; the first is better by at least ``margin``."""
 
     chosen: list[int]
     rejected: list[int]

@@ -82,7 +82,7 @@ class ReplayedRouter:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer  # of the whole model, from 0
-        self.record: Tensor | None = None  # int16 [N, k]; None: nothing is replayed
+        self.record: Tensor | None = None  # int16 [N, k], or None if nothing is replayed
         self.same: Tensor | None = None  # bool [N], where the router would have chosen the same experts
 
     def get_replay_topk(
@@ -121,7 +121,7 @@ def replayed_routers(chunk: Any) -> list[ReplayedRouter]:
 
 
 def hand_out(routers: Sequence[ReplayedRouter], experts: Tensor | None) -> None:
-    """Have the next pass replay a record, int16 [N, layers, k]; None: route by itself."""
+    """Have the next pass replay a record, int16 [N, layers, k], or with None route by itself."""
     for router in routers:
         router.record = None if experts is None else experts[:, router.layer]
         router.same = None
@@ -150,7 +150,7 @@ RoutersOf = Callable[[Any], Sequence[ReplayedRouter]]  # of a part of the model
 
 
 class Pass:
-    """The callbacks of one pass, and what they collect: ``outputs`` and ``losses`` by micro-batch.
+    """The callbacks of one pass, and their results: ``outputs`` and ``losses`` by micro-batch.
 
     Micro-batches beyond ``count`` only fill the pipeline. A rank's tokens are padded to a ``multiple``. ``gives`` names
     the fields of the outputs, ``given`` those of a model and a request.
@@ -298,7 +298,7 @@ class MegatronBackend:
             read_weights(self._model, self._optimizer, open_model(Path(path), shape))
 
     def _megatron(self) -> AbstractContextManager[None]:
-        """Return the context in which Megatron's code runs."""
+        """Return the context that Megatron's code runs in."""
         return megatron_on_cpu() if self.device == "cpu" else nullcontext()
 
     @property
@@ -463,7 +463,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The stream of a device without streams, on which all work is complete."""
+    """The stream of a device without streams, where all work is complete."""
 
     def wait_stream(self, other: "_Stream") -> None:
         """Do nothing: all work is complete."""

@@ -31,7 +31,7 @@ Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The dimensions of a model on which the mapping depends."""
+    """The dimensions of a model that the mapping depends on."""
 
     layers: int
     heads: int

@@ -46,17 +46,16 @@ class PackedAttention(torch.nn.Module):
         rows, places = (part.flatten() for part in shared_places(bounds, self._sharing))
         longest = int(packed_seq_params.max_seqlen_q)
         if self._sharing > 1:
-            query, key, value = (self._whole_rows(part) for part in (query, key, value))
+            # Exchange this rank's tokens of all heads, [N, heads, d], for a part of the heads of all ranks' tokens.
+            query, key, value = (
+                to_heads(part.transpose(0, 1)[None], self._group)[0].transpose(0, 1) for part in (query, key, value)
+            )
         q, k, v = (_lay_out(part, rows, places, len(bounds) - 1, longest) for part in (query, key, value))
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
         attended = attended.transpose(1, 2)[rows, places]
         if self._sharing > 1:
             attended = to_sequence(attended[None], self._group)[0]
         return attended.flatten(1)
-
-    def _whole_rows(self, part: Tensor) -> Tensor:
-        """Exchange this rank's tokens of all heads, [N, heads, d], for a part of the heads of all ranks' tokens."""
-        return to_heads(part.transpose(0, 1)[None], self._group)[0].transpose(0, 1)
 
 
 def shared_places(bounds: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class ShardedModel:
 
 
 class LocalParameter(NamedTuple):
-    """A parameter of this rank, and which shard it is of which tensors."""
+    """A parameter of this rank, with its tensors and its shard of them."""
 
     parameter: torch.nn.Parameter
     shard: Shard
@@ -207,7 +207,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
-    """Wrap the model's parts with float32 buffers in which gradients are summed over data-parallel ranks."""
+    """Wrap the model's parts with float32 buffers that sum gradients over data-parallel ranks."""
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
     )
@@ -310,7 +310,7 @@ class DistributedAdamW:
             sums.zero_()
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the tensors of which all gradients are views."""
+        """Yield the tensors that all gradients are views of."""
         for chunk in self._chunks:
             yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
