@@ -6,7 +6,7 @@ import { live, parameters, run as runPath, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, signed, visible } from "./format";
 import { commonTurns } from "./group";
-import { address, go, Missing, type Place } from "./main";
+import { address, go, Missing, type Place } from "./place";
 import { PlainText } from "./tokens";
 import { Reward } from "./trajectories";
 import { TurnFrame } from "./trajectory";

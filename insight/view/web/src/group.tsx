@@ -3,7 +3,7 @@
 import { parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, visible } from "./format";
-import { address, Missing, type Place } from "./main";
+import { address, Missing, type Place } from "./place";
 import { PlainText } from "./tokens";
 import { TurnFrame } from "./trajectory";
 import { Reward } from "./trajectories";

@@ -1,6 +1,6 @@
 // The shell: which page of which run is shown, and the list of runs.
 
-import { render, type ComponentChildren } from "preact";
+import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, live, useChanges, useKeys } from "./api";
 import { EvaluationPage } from "./evaluation";
@@ -10,48 +10,11 @@ import { RunPage } from "./run";
 import { TrajectoriesPage } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
 import { GroupPage } from "./group";
+import { address, go, Missing, parse } from "./place";
 import type { RunSummary } from "./types";
-
-export interface Place {
-  page: string;
-  run: string;
-  key: string;
-  given: Record<string, string>;
-}
 
 const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", ...(live && { flow: "Flow" }) };
 const PLACES = [...Object.keys(PAGES), "trajectory", "group"];
-
-function decoded(part: string): string {
-  try {
-    return decodeURIComponent(part);
-  } catch {
-    return part; // typed by hand
-  }
-}
-
-export function parse(hash: string): Place {
-  const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
-  const [page = "", run = "", key = ""] = path.split("/").map(decoded);
-  return { page: page || "run", run, key, given: Object.fromEntries(new URLSearchParams(query)) };
-}
-
-export function address(place: Partial<Place> & { page: string; run: string }): string {
-  const query = new URLSearchParams(Object.entries(place.given ?? {}).filter(([, value]) => value !== ""));
-  const parts = [place.page, place.run, ...(place.key ? [place.key] : [])].map(encodeURIComponent);
-  return `#/${parts.join("/")}${query.size ? `?${query}` : ""}`;
-}
-
-export function go(place: Partial<Place> & { page: string; run: string }, replace = false): void {
-  if (replace) history.replaceState(null, "", address(place));
-  else history.pushState(null, "", address(place));
-  window.dispatchEvent(new HashChangeEvent("hashchange"));
-}
-
-// Why a page cannot be shown, and where to go on.
-export function Missing({ why, to, title }: { why: ComponentChildren; to: Partial<Place> & { page: string; run: string }; title: ComponentChildren }) {
-  return <main class="page"><p class="problem">{why}; <a href={address(to)}>{title}</a></p></main>;
-}
 
 function App() {
   const [place, setPlace] = useState(parse(location.hash));

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, parameters, run as runPath, useKeys, useOfRuns, type OfRuns } from "./api";
 import { Chart, type Series } from "./charts";
 import { number } from "./format";
-import { go, type Place } from "./main";
+import { go, type Place } from "./place";
 import type { Change, Column, Config, Evaluations, Metrics, RunSummary } from "./types";
 
 // What is worth a look first: a title, and metrics of which those that the run has are drawn in one card.

@@ -3,7 +3,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, parameters, run as runPath, useKeys } from "./api";
 import { number, seconds, visible } from "./format";
-import { address } from "./main";
+import { address } from "./place";
 import { type Drawn, draw, under } from "./drawing";
 import { type Lane, type Span, type Timeline, KINDS, asSpan } from "./lanes";
 

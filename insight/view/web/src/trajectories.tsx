@@ -4,7 +4,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf } from "./embedded";
 import { number, visible } from "./format";
-import { address, go, type Place } from "./main";
+import { address, go, type Place } from "./place";
 import { Usage } from "./usage";
 import type { Change, Choices, Page, Row } from "./types";
 

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { live, parameters, run as runPath, useKeys, useLoaded } from "./api";
 import { keyOf, sameTask } from "./embedded";
 import { number, seconds, signed, toolArguments, visible } from "./format";
-import { address, go, Missing, type Place } from "./main";
+import { address, go, Missing, type Place } from "./place";
 import { Story, Timings } from "./story";
 import { Legend, PlainText, PROPERTIES, sameTokens, scaleOf, Strip, TokenText, type Property, type Scale } from "./tokens";
 import { Reward } from "./trajectories";

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import type { ComponentChildren } from "preact";
 import { number, seconds, visible } from "./format";
-import { address } from "./main";
+import { address } from "./place";
 import type { EngineUse, ToolUse } from "./types";
 
 export function Usage({ run, tools, engines }: { run: string; tools: ToolUse[]; engines: EngineUse[] }) {
