@@ -1,11 +1,11 @@
 """Commands on a run that exists: look at it, explain it, serve its page, and act on its engines, queue and gateway.
 
 ``show``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``view``, ``report``, ``trace``, ``engine``,
-``queue``, ``gateway``, ``play``. What they do is in other modules, which are imported when a command runs."""
+``queue``, ``gateway``, ``play``. The modules that do the work are imported when a command runs.
+"""
 
 import argparse
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.capacity import plan_devices
 
-    given = arguments
-    return plan_devices(given.config, given.overrides, given.gpus, given.run, given.check, given.json)
+    return plan_devices(
+        arguments.config, arguments.overrides, arguments.gpus, arguments.run, arguments.check, arguments.json
+    )
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +207,7 @@ def _steps(given: str | None) -> range | None:
 
 def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    verify = commands.add_parser("verify", help="do its log-probabilities agree with a plain forward pass?")
+    verify = commands.add_parser("verify", help="Check its log-probabilities against a plain forward pass")
     verify.epilog = "RL_ASYNC_TOKEN_FILE names the file with the engine's token: RUN/keys/engines.token in a run."
     verify.add_argument("url", metavar="URL", help="of an embedded engine, of vLLM with --enable-scale-out, or SGLang")
     verify.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="default: vllm")
@@ -214,23 +215,24 @@ def add_engine_commands(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--prompts", type=int, default=32, metavar="N", help="random prompts (default: 32)")
     verify.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="largest difference (default: 1e-4)")
     verify.set_defaults(command=_verify_engine)
-    show = commands.add_parser("list", help="the engines of a running run, which version they serve and how fast")
+    show = commands.add_parser("list", help="List the engines of a running run, their versions and speeds")
     add_run(show)
     show.set_defaults(command=_list_engines)
-    add = commands.add_parser("add", help="give an engine that you started to a running run")
+    add = commands.add_parser("add", help="Give an engine that you started to a running run")
     add_run(add)
     add.add_argument("url", metavar="URL", help="of the engine; on this machine, unless the run spans several")
     add.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="default: vllm")
     add.add_argument("--wait", type=float, default=120.0, metavar="S", help="for its first weights (default: 120)")
     add.set_defaults(command=_add_engine)
-    remove = commands.add_parser("remove", help="take an added engine away; its requests go to the others")
+    remove = commands.add_parser("remove", help="Take an added engine away; its requests go to the others")
     add_run(remove)
     remove.add_argument("engine", metavar="ENGINE", help="its name, as `rl-async engine list` shows it")
     remove.set_defaults(command=_remove_engine)
 
 
 def _verify_engine(arguments: argparse.Namespace) -> int:
-    if not (arguments.model / "config.json").is_file():  # before seconds of imports
+    # The imports below take seconds.
+    if not (arguments.model / "config.json").is_file():
         raise UserError(f"--model: {arguments.model} is not the folder of a Hugging Face model: it has no config.json")
     from rl_async.launcher.cli.engine_verification import verify
 
@@ -274,51 +276,47 @@ def _remove_engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
-STATES = ("waiting", "leased", "ready", "reserved", "committed")
-TIMEOUT_S = 60.0
-
-
 def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     parser.description = "Inspect the transfer queue of a running run and act on it, or serve one without a run."
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    status = _queue_command(commands, "status", "counts by state, ages, rates, dead letters", _status)
+    status = _queue_command(commands, "status", "Print counts by state, ages, rates and dead letters")
     status.add_argument("--json", action="store_true", help="for programs")
     status.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="S", help="again every S seconds (2)")
 
-    ls = _queue_command(commands, "ls", "the groups that the queue holds", _ls)
-    ls.add_argument("--state", choices=STATES, default="", help="only those")
+    ls = _queue_command(commands, "ls", "List the groups that the queue holds")
+    ls.add_argument(
+        "--state", choices=("waiting", "leased", "ready", "reserved", "committed"), default="", help="only those"
+    )
     ls.add_argument("--json", action="store_true", help="one object per line")
 
-    peek = _queue_command(commands, "peek", "a stored trajectory, which stays in the queue", _peek)
+    peek = _queue_command(commands, "peek", "Print a stored trajectory, which stays in the queue")
     peek.add_argument("group", type=int, metavar="GROUP")
     peek.add_argument("sample", type=int, nargs="?", metavar="SAMPLE", help="default: the first one stored")
 
-    requeue = _queue_command(commands, "requeue", "admit the task of a dead letter again", _requeue)
+    requeue = _queue_command(commands, "requeue", "Admit the task of a dead letter again")
     requeue.add_argument("group", type=int, metavar="GROUP", help="as `rl-async queue status` shows it")
 
-    drain = _queue_command(commands, "drain", "stop admission; admitted groups are still finished and trained", _drain)
+    drain = _queue_command(commands, "drain", "Stop admission; admitted groups are still finished and trained")
     drain.add_argument("--undo", action="store_true", help="admit again")
 
     tail = _queue_command(
-        commands, "tail", "one line of JSON for each group that is trained, as one of several readers", _tail
+        commands, "tail", "Print a line of JSON for each group that is trained, as one of several readers"
     )
     tail.add_argument("--consumer", required=True, metavar="NAME", help="name under which the queue keeps the position")
     tail.add_argument("--oldest", action="store_true", help="a new consumer begins with the oldest group")
     tail.add_argument("--forget", action="store_true", help="print nothing; remove the consumer")
 
-    export = _queue_command(commands, "export", "write the stored rows as Parquet; they stay in the queue", _export)
+    export = _queue_command(commands, "export", "Write the stored rows as Parquet; they stay in the queue")
     export.add_argument("file", type=Path, metavar="FILE.parquet")
 
-    bring = _queue_command(commands, "import", "put an exported file into a queue", _import)
-    bring.add_argument("file", type=Path, metavar="FILE.parquet")
-    bring.add_argument("--as", dest="kind", choices=("ready", "tasks"), default="ready", help="default: ready groups")
-    bring.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"wait for room for a group ({TIMEOUT_S:g})"
-    )
-    _add_queue_serve(commands.add_parser("serve", help="a queue without a run"))
+    imports = _queue_command(commands, "import", "Put an exported file into a queue")
+    imports.add_argument("file", type=Path, metavar="FILE.parquet")
+    imports.add_argument("--as", dest="kind", choices=("ready", "tasks"), default="ready", help="default: ready groups")
+    imports.add_argument("--timeout", type=float, default=60.0, metavar="S", help="wait for room for a group (60)")
+    _add_queue_serve(commands.add_parser("serve", help="Serve a queue without a run"))
 
-    keygen = commands.add_parser("keygen", help="make the keys and tokens of a run's own processes, and of a client")
+    keygen = commands.add_parser("keygen", help="Make the keys and tokens of a run's own processes, and of a client")
     keygen.add_argument("folder", type=Path, metavar="FOLDER", help="RUN/keys, or for queue.keys; existing ones stay")
     keygen.add_argument("--client", metavar="NAME", help="of one more client, too: FOLDER/NAME.key")
     keygen.add_argument("--role", choices=ROLES, default="worker", help="what that client may do (default: worker)")
@@ -326,14 +324,11 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _queue_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    text: str,
-    do: Callable[[argparse.Namespace], int],
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text)
     parser.add_argument("run", metavar="RUN", help="run folder, folder of a served queue, or its tcp://HOST:PORT")
-    parser.set_defaults(command=do)
+    parser.set_defaults(command=_act_on_queue, action=name)
     return parser
 
 
@@ -358,54 +353,11 @@ def _add_queue_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_serve, steady=True)
 
 
-def _status(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import status
+def _act_on_queue(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.cli.queue_actions import ACTIONS
 
-    return status(arguments.run, as_json=arguments.json, every_s=arguments.watch)
-
-
-def _ls(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import ls
-
-    return ls(arguments.run, arguments.state, as_json=arguments.json)
-
-
-def _peek(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import peek
-
-    return peek(arguments.run, arguments.group, arguments.sample)
-
-
-def _requeue(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import requeue
-
-    return requeue(arguments.run, arguments.group)
-
-
-def _drain(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import drain
-
-    return drain(arguments.run, on=not arguments.undo)
-
-
-def _tail(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import forget, tail
-
-    if arguments.forget:
-        return forget(arguments.run, arguments.consumer)
-    return tail(arguments.run, arguments.consumer, oldest=arguments.oldest)
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import write
-
-    return write(arguments.run, arguments.file)
-
-
-def _import(arguments: argparse.Namespace) -> int:
-    from rl_async.launcher.cli.queue_actions import bring
-
-    return bring(arguments.run, arguments.file, arguments.kind, arguments.timeout)
+    action, names = ACTIONS[arguments.action]
+    return action(arguments.run, *(getattr(arguments, name) for name in names))
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -434,13 +386,10 @@ def _keygen(arguments: argparse.Namespace) -> int:
     return 0
 
 
-GATEWAY_USAGE = """rl-async gateway RUN [--host HOST] [--port PORT]
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.usage = """rl-async gateway RUN [--host HOST] [--port PORT]
        rl-async gateway ls RUN [--url URL]
        rl-async gateway end RUN EPISODE [--url URL]"""
-
-
-def add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.usage = GATEWAY_USAGE
     parser.description = (
         "Add a gateway to a running run: agent programs play its episodes, each at a base_url of its own. Or list the "
         "open episodes, or end one, so that it is played again. See docs/how-to/gateway.md."
@@ -457,7 +406,11 @@ def _gateway(arguments: argparse.Namespace) -> int:
         case ["ls", run]:
             return _list_episodes(Path(run), arguments.url)
         case ["end", run, episode]:
-            return _end_episode(Path(run), arguments.url, episode)
+            answer = _ask_gateway(Path(run), arguments.url, "/episodes/give-back", {"episode": episode})
+            if not answer["accepted"]:
+                raise UserError(f"episode {episode}: {answer['reason']}")
+            print(f"episode {episode} has ended; its sample is played again")
+            return 0
         case [run] if run not in ("ls", "end"):
             from rl_async.agent_loop.gateway.server import attach
 
@@ -492,14 +445,6 @@ def _list_episodes(run: Path, url: str) -> int:
     for one in listing["ignored"]:
         client, field = printable(one["client"]) or "a client without a name", printable(one["field"])
         print(f"{client}: {field} ignored in {one['requests']} requests (agent.gateway.unsupported)")
-    return 0
-
-
-def _end_episode(run: Path, url: str, episode: str) -> int:
-    answer = _ask_gateway(run, url, "/episodes/give-back", {"episode": episode})
-    if not answer["accepted"]:
-        raise UserError(f"episode {episode}: {answer['reason']}")
-    print(f"episode {episode} has ended; its sample is played again")
     return 0
 
 
@@ -554,7 +499,8 @@ def _play(arguments: argparse.Namespace) -> int:
     program = found_program(arguments.program)
     reward = load_grade(arguments.reward) if arguments.reward else None
     url = arguments.url or gateway_url(arguments.run)
-    gateway = Gateway(url, token_file=token_file(arguments.run, "gateway"), wait_s=WAIT_S)
+    # A request to stop takes effect when the gateway has answered, so it must not wait for long.
+    gateway = Gateway(url, token_file=token_file(arguments.run, "gateway"), wait_s=2.0)
     signals: list[int] = []
     with StopPipe() as stop:
 
@@ -578,6 +524,3 @@ def _play(arguments: argparse.Namespace) -> int:
     mean = f", mean reward {sum(player.rewards) / len(player.rewards):.3f}" if player.rewards else ""
     print(f"{len(player.rewards)} episodes played{mean}; {player.failed} given back", flush=True)
     return EXIT_SIGNAL + signals[0] if signals else 0
-
-
-WAIT_S = 2.0  # of one question to the gateway: a request to stop takes effect behind it

@@ -1,7 +1,8 @@
 """Commands that make something: a run, a model, an evaluation, rewards, configs and data sets.
 
 ``launch``, ``sft``, ``reward-model``, ``export``, ``model``, ``eval``, ``compare``, ``reward``, ``config``, ``data``;
-and the options that several commands share. Each command imports what it needs when it runs."""
+and the options that several commands share. The modules that do the work are imported when a command runs.
+"""
 
 import argparse
 import json
@@ -26,13 +27,10 @@ def add_run(parser: argparse.ArgumentParser, text: str = "run folder") -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
 
 
-MODES = ("colocated", "disaggregated")
-LAUNCHERS = ("local", "ray")
-
-
 def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train. Ctrl-C ends the run cleanly."
-    parser.add_argument("--mode", choices=MODES, help="take turns on a device, or work side by side")
+    modes = ("colocated", "disaggregated")
+    parser.add_argument("--mode", choices=modes, help="take turns on a device, or work side by side")
     add_config(parser)
     parser.add_argument("--name", default="", help="the run's folder below launcher.run_dir")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
@@ -41,7 +39,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="continue the named run, or the newest of this config (default: a named run that did not reach its end)",
     )
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="where: this machine, or Ray's nodes")
+    where = "where: this machine, or Ray's nodes"
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local", help=where)
     parser.add_argument("--address", default="", help="of the Ray cluster (default: the one that this machine is in)")
     parser.set_defaults(command=_launch, steady=True)
 
@@ -69,7 +68,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         raise ConfigError(problem)
     if told := no_room(given):
         print(told, file=sys.stderr)
-    if arguments.launcher == "local":  # elsewhere, the nodes may have what this machine lacks
+    # Ray's nodes may have files and packages that this machine lacks.
+    if arguments.launcher == "local":
         check_user_code(given)
         for line in () if given.rollout.replay else try_mcp_servers(given.agent):
             print(line, flush=True)
@@ -91,9 +91,6 @@ def _launch(arguments: argparse.Namespace) -> int:
     return launch(config, folder, resume=resume, unnamed=unnamed, fetched=fetched)
 
 
-SOLVED_HELP = "reward from which on an episode counts as passed, for pass@k (default: eval.solved)"
-
-
 def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample eval.samples answers to each of the first eval.tasks held-out tasks (data.eval_path) from model.path, "
@@ -104,7 +101,8 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", metavar="URL", help="base URL of a server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", metavar="NAME", help="the model at that server")
     parser.add_argument("--api-key-env", metavar="NAME", default="", help="environment variable with its API key")
-    parser.add_argument("--solved", type=float, metavar="REWARD", help=SOLVED_HELP)
+    solved = "least reward with which an episode counts as passed, for pass@k (default: eval.solved)"
+    parser.add_argument("--solved", type=float, metavar="REWARD", help=solved)
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="also write a line of JSON per episode, and role")
     parser.set_defaults(command=_evaluate, steady=True, fail=parser.error)
 
@@ -114,41 +112,32 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.sources import fetch_held_out, fetch_sources
 
-    _check_place(arguments.jsonl)
-    config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
-    check_user_code(config)
-    _warn_of_greedy(config.eval.samples, config.eval.temperature)
-    solved = config.eval.solved if arguments.solved is None else arguments.solved
-    told = arguments.config, solved, arguments.jsonl
-    if config.eval.endpoint is not None:
-        from rl_async.launcher.runs.evaluate_endpoint import evaluate_endpoint
-
-        return evaluate_endpoint(fetch_held_out(config), config.eval.endpoint, *told)
-    from rl_async.launcher.runs.evaluate import evaluate
-
-    return evaluate(fetch_sources(config), *told)
-
-
-def _check_place(jsonl: Path | None) -> None:
-    """Raise UserError if the folder is missing or the file is one: it is written at the end, after minutes or hours."""
+    jsonl = arguments.jsonl
+    # The file is written at the end, after minutes or hours.
     if jsonl is not None and not jsonl.parent.is_dir():
         raise UserError(f"--jsonl: there is no folder {jsonl.parent}; make it, or choose another")
     if jsonl is not None and jsonl.is_dir():
         raise UserError(f"--jsonl: {jsonl} is a folder; name a file")
-
-
-def _warn_of_greedy(samples: int, temperature: float) -> None:
-    """Say in one line that several samples are of no use where all are alike."""
-    if samples > 1 and temperature == 0:
+    config = load_config(arguments.config, [*_endpoint(arguments), *arguments.overrides])
+    check_user_code(config)
+    if config.eval.samples > 1 and config.eval.temperature == 0:
         print(
-            f"eval.samples={samples}: at eval.temperature=0 all answers to a task are alike, so pass@k is pass@1; "
-            "set e.g. eval.temperature=1.0",
+            f"eval.samples={config.eval.samples}: at eval.temperature=0 all answers to a task are alike, so pass@k is "
+            "pass@1; set e.g. eval.temperature=1.0",
             file=sys.stderr,
         )
+    solved = config.eval.solved if arguments.solved is None else arguments.solved
+    if config.eval.endpoint is not None:
+        from rl_async.launcher.runs.evaluate_endpoint import evaluate_endpoint
+
+        return evaluate_endpoint(fetch_held_out(config), config.eval.endpoint, arguments.config, solved, jsonl)
+    from rl_async.launcher.runs.evaluate import evaluate
+
+    return evaluate(fetch_sources(config), arguments.config, solved, jsonl)
 
 
 def _endpoint(arguments: argparse.Namespace) -> list[str]:
-    """Return the keys of the config for which the options stand."""
+    """Return the endpoint's options as overrides of config keys."""
     given = {"url": arguments.endpoint, "model": arguments.model, "api_key_env": arguments.api_key_env or None}
     if arguments.endpoint and not arguments.model:
         arguments.fail("--endpoint needs --model, the name of the model at that server")
@@ -187,7 +176,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-SFT_KEYS = {  # config key of each option of `rl-async sft`
+# The config key of each option of `rl-async sft`.
+SFT_KEYS = {
     "model": "model.path",
     "data": "data.path",
     "eval": "data.eval_path",
@@ -295,11 +285,11 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def add_model_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    reader = commands.add_parser("import", help="write a model as a folder of safetensors, tokenizer and chat template")
+    reader = commands.add_parser("import", help="Write a model as a folder of safetensors, tokenizer and chat template")
     reader.add_argument("source", metavar="SOURCE", help="a GGUF file, package:NAME with one, or OWNER/NAME[@REVISION]")
     reader.add_argument("folder", type=Path, metavar="DIR", help="folder to write, which must not exist")
     reader.set_defaults(command=_import_model, steady=True)
-    info = commands.add_parser("info", help="architecture, chat format, what trains and serves it, memory")
+    info = commands.add_parser("info", help="Describe a model: architecture, engines, trainers, memory")
     info.add_argument("model", metavar="DIR", help="folder, or what `model import` takes")
     info.add_argument("--config", metavar="NAME|PATH", help="a preset or a YAML file, to size the memory")
     add_overrides(info)
@@ -336,7 +326,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def add_reward_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    test = commands.add_parser("test", help="score answers without a run, and say what was extracted and why")
+    test = commands.add_parser("test", help="Score answers without a run, and show what was extracted and why")
     test.add_argument("data", metavar="DATA", help="as data.path; with the templates that the config has for this path")
     test.add_argument(
         "--answers",
@@ -352,7 +342,6 @@ def add_reward_commands(parser: argparse.ArgumentParser) -> None:
 
 def _test(arguments: argparse.Namespace) -> int:
     import asyncio
-    import json
 
     from rl_async.configs.load import load_config
     from rl_async.insight.terminal import printable
@@ -378,18 +367,18 @@ IMPORT_HELP = {
 
 def add_config_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("list", help="the presets").set_defaults(command=_list_presets)
-    show = commands.add_parser("show", help="a preset or file with every value, as a run here would have it")
+    commands.add_parser("list", help="List the presets").set_defaults(command=_list_presets)
+    show = commands.add_parser("show", help="Print a preset or file with every value, as a run here would have it")
     show.add_argument("config", metavar="NAME|PATH")
     add_overrides(show)
     show.set_defaults(command=_show_config)
-    explain = commands.add_parser("explain", help="what a key or a section means")
+    explain = commands.add_parser("explain", help="Explain a key or a section")
     explain.add_argument(
         "key", metavar="KEY", nargs="?", default="", help="default: list the sections and the keys beside them"
     )
     explain.set_defaults(command=_explain)
     for name, what in IMPORT_HELP.items():
-        reader = commands.add_parser(f"from-{name}", help=f"print our config for {what}")
+        reader = commands.add_parser(f"from-{name}", help=f"Print our config for {what}")
         reader.add_argument("file", metavar="FILE", type=Path, help=what)
         add_overrides(reader, f"further settings, as {name} has them")
         reader.set_defaults(command=_import_config, source=name)
@@ -414,7 +403,7 @@ def _show_config(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load import dump, load_config
     from rl_async.launcher.plan.machine import settle_here
 
-    # As a run on this machine would have it: roles that are started by hand read it from the run's folder.
+    # Roles that are started by hand read the config from the run's folder, so show it as a run here would have it.
     config, _ = settle_here(load_config(arguments.config, arguments.overrides), None)
     print(dump(config), end="")
     return 0
@@ -436,7 +425,7 @@ def _import_config(arguments: argparse.Namespace) -> int:
 
 def add_data_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    make = commands.add_parser("make", help="write tasks, held-out tasks and demonstrations as Parquet")
+    make = commands.add_parser("make", help="Write tasks, held-out tasks and demonstrations as Parquet")
     make.add_argument(
         "name",
         metavar="NAME",
@@ -444,13 +433,13 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
     )
     make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_make_data)
-    inspect = commands.add_parser("inspect", help="count and show the rows of a data set")
+    inspect = commands.add_parser("inspect", help="Count and show the rows of a data set")
     inspect.add_argument(
         "path", metavar="PATH", help="as data.path: Parquet, JSONL, OWNER/NAME:SPLIT or reasoning_gym:NAME"
     )
     inspect.set_defaults(command=_inspect_data)
     harbor = commands.add_parser(
-        "from-harbor", help="write a folder of Harbor's tasks as rows, for agent.environment=harbor:FOLDER"
+        "from-harbor", help="Write a folder of Harbor's tasks as rows, for agent.environment=harbor:FOLDER"
     )
     harbor.add_argument("folder", metavar="FOLDER", type=Path, help="has a folder with a task.toml for each task")
     harbor.add_argument("out", metavar="OUT.jsonl", type=Path, help="for data.path; an older file is replaced")
@@ -477,7 +466,7 @@ def _inspect_data(arguments: argparse.Namespace) -> int:
 
 
 def _from_harbor(arguments: argparse.Namespace) -> int:
-    """Write what can be played; name on standard error what cannot."""
+    """Write the tasks that can be played, and name the others on standard error."""
     from rl_async.agent_loop.environments.harbor import write_rows
 
     written, refused = write_rows(arguments.folder, arguments.out)
