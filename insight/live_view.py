@@ -5,7 +5,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -63,7 +63,7 @@ class View:
         self,
         config: RunConfig,
         folder: Path,
-        states: Callable[[], Sequence[ProcessState]],
+        states: Callable[[], Collection[ProcessState]],
         status: Callable[[], Awaitable[StatusReport]],
         console: Console | None = None,
     ) -> None:
@@ -238,7 +238,7 @@ class View:
             table.add_row("tools", "every call failed; `rl-async show` has the errors, logs/worker-*.log their places")
 
 
-def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> str:
+def _queue_text(report: StatusReport | None, states: Iterable[ProcessState]) -> str:
     if report is None:
         trained = any(state.name.startswith("trainer") and state.state == "ended" for state in states)
         return "closed, as training has ended" if trained else "no answer"
@@ -248,7 +248,7 @@ def _queue_text(report: StatusReport | None, states: Sequence[ProcessState]) -> 
     return text + "".join(f", {name} {count}" for name, count in troubles.items())
 
 
-def _processes_text(states: Sequence[ProcessState]) -> Text:
+def _processes_text(states: Iterable[ProcessState]) -> Text:
     text = Text()
     for state in states:
         text.append(state.name, style=STATE_COLOURS.get(state.state, "red"))

@@ -1,6 +1,7 @@
 """Reads files that another process appends to, from where the last call ended."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import msgspec
 
 from rl_async.files import last_line, undamaged
 
-Record = dict[str, float]  # one line of metrics.jsonl or evaluations.jsonl
+# One line of metrics.jsonl or evaluations.jsonl.
+Record = dict[str, float]
 
 
 def record_of(line: bytes) -> Record:
-    """Read one line of metrics. A number that was none in training is NaN, which JSON has as null."""
+    """Decode one line of metrics. NaN is written as null, since JSON lacks it."""
     found = msgspec.json.decode(line, type=dict[str, float | None])
     return {key: math.nan if value is None else value for key, value in found.items()}
 
@@ -24,25 +26,35 @@ def last_record(metrics: Path) -> Record:
 
 
 class LineTail:
-    """Reads the complete lines that were added since the last call."""
+    """Reads the complete lines that were added since the last call, beginning anew when another file replaced this one.
+
+    ``count`` is the number of lines read of the present file.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path, self._offset = path, offset
+        self._inode: int | None = None
+        self.count = 0
 
     def read(self) -> list[bytes]:
-        """Return the new lines without their newlines, oldest first; none if there is no file yet."""
+        """Return the new lines without their newlines, oldest first; none while the file does not exist."""
         return list(self.each())
 
     def each(self) -> Iterator[bytes]:
-        """Yield them one by one, so that a long file need not fit in memory."""
+        """Yield the new lines one by one, so that a long file need not fit in memory."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._inode not in (None, inode):
+                self._offset = self.count = 0
+            self._inode = inode
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
+                self.count += 1
                 yield line[:-1]
 
 

@@ -209,7 +209,7 @@ class ViewServer:
 
         def columns() -> dict[str, Any]:
             epoch, after = integer("epoch", given.get("epoch", "-1")), integer("after", given.get("after", "0"))
-            return {**run.metrics.since(keys, epoch, max(0, after)), "names": run.metrics.names}
+            return {**run.metrics.since(keys, epoch, max(0, after)), "names": list(run.metrics.columns)}
 
         return _refreshed(run, columns)
 
@@ -218,7 +218,7 @@ class ViewServer:
         solved = run.solved if given is None else number("solved", given)
         with self._indexer.of(run.folder).connect() as connection:
             table = queries.table(connection, solved)
-        return {"records": _refreshed(run, run.evaluations.records), "solved": solved, "table": table}
+        return {"records": _refreshed(run, run.evaluations), "solved": solved, "table": table}
 
     def _compare(self, run: ViewedRun, request: Request) -> Any:
         before, after = (integer(side, request.query_params.get(side, "")) for side in ("before", "after"))
@@ -301,7 +301,7 @@ class ViewServer:
             "run": run.name,
             "epoch": run.metrics.epoch,
             "count": len(run.metrics.steps),
-            "evaluations": len(run.evaluations.records()),
+            "evaluations": len(run.evaluations()),
             "indexed": None if progress is None else progress._asdict(),
             "running": summary["running"],
             "problem": summary["problem"],
@@ -444,8 +444,8 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
     table = queries.table(connection, run.solved)
     data: dict[str, Any] = {
         "config": run.config(),
-        "metrics": {**_thinned(run.metrics.since(run.metrics.names, -1, 0)), "names": run.metrics.names},
-        "evaluations": {"records": run.evaluations.records(), "solved": run.solved, "table": table},
+        "metrics": {**_thinned(run.metrics.since(run.metrics.columns, -1, 0)), "names": list(run.metrics.columns)},
+        "evaluations": {"records": run.evaluations(), "solved": run.solved, "table": table},
         "rows": [],
         "trajectories": {},
     }

@@ -19,44 +19,36 @@ from rl_async.insight.roster import ProcessRecord, read_roster
 from rl_async.insight.tail import LineTail
 from rl_async.process.run_files import TimelineReader
 
-MOST_STEPS = 1 << 53  # numbers below are whole as floats, too
+# JSON's numbers are read as floats, which hold whole numbers below this one exactly.
+MOST_STEPS = 1 << 53
 Record = Mapping[str, float | None]
 
 
 class StepRecords:
     """The records that were added to a file since the last call, also when the file is replaced by another.
 
-    ``key`` is the metric that has a record's step. A line that is no such record is left out; ``problem`` names the
-    last one.
+    ``key`` names the metric with a record's step. Other lines are left out; ``problem`` names the last one.
     """
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path, self._key, self._inode, self._tail = path, key, -1, LineTail(path)
-        self._count = 0  # lines that were read
+        self._path, self._key, self._tail = path, key, LineTail(path)
         self.problem = ""
 
     def read(self) -> list[tuple[int, Record]]:
-        """Return the new records with their steps, oldest first; none if there is no file yet."""
-        if not self._path.is_file():
-            return []
-        inode = self._path.stat().st_ino
-        if inode != self._inode:
-            self._inode, self._tail, self._count, self.problem = inode, LineTail(self._path), 0, ""
+        """Return the new records with their steps, oldest first; none while the file does not exist."""
         found = []
-        for line in self._tail.read():
-            self._count += 1
+        for line in self._tail.each():
+            if self._tail.count == 1:
+                self.problem = ""
             try:
-                found.append(self._parsed(line))
+                record = msgspec.json.decode(line, type=Record)
+                step = record.get(self._key)
+                if step is None or not 0 <= step < MOST_STEPS:
+                    raise ValueError(f"{self._key} is no step: {step}")
+                found.append((int(step), record))
             except (*UNDECODABLE, ValueError) as error:
-                self.problem = f"{self._path}, line {self._count}: {error}"
+                self.problem = f"{self._path}, line {self._tail.count}: {error}"
         return found
-
-    def _parsed(self, line: bytes) -> tuple[int, Record]:
-        record = msgspec.json.decode(line, type=Record)
-        step = record.get(self._key)
-        if step is None or not 0 <= step < MOST_STEPS:
-            raise ValueError(f"{self._key} is no step: {step}")
-        return int(step), record
 
 
 class MetricColumns:
@@ -67,43 +59,31 @@ class MetricColumns:
     """
 
     def __init__(self, path: Path) -> None:
-        self._records = StepRecords(path, "step")
+        self.records = StepRecords(path, "step")
         self.epoch = 0
         self.steps = array("q")
-        self._columns: dict[str, array[float]] = {}
+        # By name, in the order in which the metrics appeared.
+        self.columns: dict[str, array[float]] = {}
 
     def refresh(self) -> None:
         """Read what was added to the file."""
-        for step, record in self._records.read():
-            self._add(step, record)
-
-    @property
-    def problem(self) -> str:
-        """What is wrong with the file; empty if nothing is."""
-        return self._records.problem
-
-    def _add(self, step: int, record: Record) -> None:
-        if self.steps and step <= self.steps[-1]:
-            kept = bisect_left(self.steps, step)
-            del self.steps[kept:]
-            for column in self._columns.values():
-                del column[kept:]
-            self.epoch += 1
-        before = len(self.steps)
-        self.steps.append(step)
-        for name, value in record.items():
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([math.nan] * (before - len(column)))
-            column.append(math.nan if value is None else value)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all metrics, in the order in which they appeared."""
-        return list(self._columns)
+        for step, record in self.records.read():
+            if self.steps and step <= self.steps[-1]:
+                kept = bisect_left(self.steps, step)
+                del self.steps[kept:]
+                for column in self.columns.values():
+                    del column[kept:]
+                self.epoch += 1
+            before = len(self.steps)
+            self.steps.append(step)
+            for name, value in record.items():
+                column = self.columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (before - len(column)))
+                column.append(math.nan if value is None else value)
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of a metric; None if no step has it."""
-        return next((value for value in reversed(self._columns.get(name, ())) if math.isfinite(value)), None)
+        """Return the newest value of a metric, or None if no step has it."""
+        return next((value for value in reversed(self.columns.get(name, ())) if math.isfinite(value)), None)
 
     def since(self, names: Iterable[str], epoch: int, after: int) -> dict[str, Any]:
         """Return the columns ``names`` behind the first ``after`` records, or all records of another epoch.
@@ -116,33 +96,12 @@ class MetricColumns:
             "begin": begin,
             "count": len(self.steps),
             "steps": list(self.steps[begin:]),
-            "columns": {name: self._part(name, begin) for name in names if name in self._columns},
+            "columns": {name: self._part(name, begin) for name in names if name in self.columns},
         }
 
     def _part(self, name: str, begin: int) -> Sequence[float | None]:
-        values = [value if math.isfinite(value) else None for value in self._columns[name][begin:]]
+        values = [value if math.isfinite(value) else None for value in self.columns[name][begin:]]
         return values + [None] * (len(self.steps) - begin - len(values))
-
-
-class Evaluations:
-    """The records of ``evaluations.jsonl`` by the step that was evaluated; the newest record of a step counts."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = StepRecords(path, "eval/step")
-        self._records: dict[int, Record] = {}
-
-    def refresh(self) -> None:
-        """Read what was added to the file."""
-        self._records.update(self._lines.read())
-
-    @property
-    def problem(self) -> str:
-        """What is wrong with the file; empty if nothing is."""
-        return self._lines.problem
-
-    def records(self) -> list[Record]:
-        """Return them by step."""
-        return [self._records[step] for step in sorted(self._records)]
 
 
 CONFIG = "config.yaml"
@@ -158,25 +117,33 @@ class ViewedRun:
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
         self.metrics = MetricColumns(folder / "metrics.jsonl")
-        self.evaluations = Evaluations(folder / "evaluations.jsonl")
-        self.timeline = TimelineReader(folder)  # needs no lock
+        self._evaluations = StepRecords(folder / "evaluations.jsonl", "eval/step")
+        # By the step that was evaluated; the newest record of a step counts.
+        self._evaluated: dict[int, Record] = {}
+        # Needs no lock.
+        self.timeline = TimelineReader(folder)
         self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
-        self._unread = ""  # why the last refresh failed
+        # Why the last refresh failed.
+        self._unread = ""
 
     def refresh(self) -> None:
         """Read what the run has written since the last call. ``problem`` says what cannot be read."""
         self._unread = ""
         try:
             self.metrics.refresh()
-            self.evaluations.refresh()
+            self._evaluated.update(self._evaluations.read())
         except OSError as error:
             self._unread = str(error)
 
     @property
     def problem(self) -> str:
-        """What of the run cannot be read, and why; empty if everything can."""
-        found = (self._read_config()[2], self._unread, self.metrics.problem, self.evaluations.problem)
+        """The files of the run that cannot be read, and why; empty if all can."""
+        found = (self._read_config()[2], self._unread, self.metrics.records.problem, self._evaluations.problem)
         return "; ".join(filter(None, found))
+
+    def evaluations(self) -> list[Record]:
+        """Return the records of the run's evaluations by step."""
+        return [self._evaluated[step] for step in sorted(self._evaluated)]
 
     def config(self) -> dict[str, Any]:
         """Return the keys and values of the run's config, such as ``trainer.steps``.
@@ -203,12 +170,12 @@ class ViewedRun:
         return self._config
 
     def summary(self) -> dict[str, Any]:
-        """Return what the list of runs shows of it."""
+        """Return the run's entry in the list of runs."""
         config, steps = self.config(), self.metrics.steps
-        evaluations = self.evaluations.records()
+        evaluations = self.evaluations()
         wanted, done = config.get("trainer.steps", 0), steps[-1] + 1 if steps else 0
         roles = [record.role for record in _roster(self.folder)]
-        # One of a served model has no processes.
+        # An evaluation of a served model has no processes.
         evaluates = evaluates_only(roles) or "eval.endpoint.url" in config
         return {
             "name": self.name,

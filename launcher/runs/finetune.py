@@ -8,9 +8,9 @@ and the preset's demonstrations (``warm_start.pretrained``).
 import asyncio
 import hashlib
 import json
-import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, s
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import RENDEZVOUS, PortWish, assign_ports, finetune_ranks
 from rl_async.launcher.run_folder import create, hold, saved
-from rl_async.launcher.runs.launch import StopNotice, log_into, note_machine, shown
+from rl_async.launcher.runs.launch import log_into, note_machine, shown, stop_text
 from rl_async.launcher.sources import model_folder
 from rl_async.launcher.supervisor import Interrupted, keep_ranks
 from rl_async.process.private_folder import hold_private_folder
@@ -43,31 +43,9 @@ from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 
 POLL_S = 0.3
-LINES = 40  # of the whole run, besides those of measurements
+# So many lines are printed of the whole run, besides those of measurements.
+LINES = 40
 HEAD = f"{'steps':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
-
-
-class ReplacedTail:
-    """Reads the records that were added to a file since the last call, also when the file is replaced.
-
-    Ranks that restart from a checkpoint replace the file by a shorter one, which is then read from its beginning.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._inode, self._offset = path, -1, 0
-
-    def read(self) -> list[Record]:
-        """New records, oldest first; none if there is no file yet."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [msgspec.json.decode(line, type=Record) for line in whole.splitlines()]
 
 
 class FinetuneView:
@@ -75,11 +53,12 @@ class FinetuneView:
 
     def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
         self._console, self._steps, self._shown = console, steps, begun
-        self._metrics = ReplacedTail(folder / "metrics.jsonl")
-        self._evaluations = ReplacedTail(folder / "evaluations.jsonl")
+        self._metrics = MetricsTail(folder / "metrics.jsonl")
+        self._evaluations = MetricsTail(folder / "evaluations.jsonl")
         self._since: list[Record] = []
         self._measured, self._headed = begun > 0, False
-        self._metrics.read()  # left by an earlier start; the ranks replace the file
+        # Skip the records of an earlier start: ranks replace the files when they continue from a checkpoint.
+        self._metrics.read()
         self._evaluations.read()
 
     async def run(self) -> None:
@@ -96,8 +75,9 @@ class FinetuneView:
                 self._print(row(0, 0.0, None, evaluation["eval/loss"], None, None, None))
         for record in self._metrics.read():
             completed = int(record["step"]) + 1
+            # A step may be trained again.
             if completed <= self._shown:
-                continue  # it was trained again
+                continue
             self._shown = completed
             self._since.append(record)
             if completed == self._steps or completed % max(1, self._steps // LINES) == 0 or "eval/loss" in record:
@@ -209,10 +189,10 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
     view = FinetuneView(folder, steps, saved(folder), console)
-    notice = StopNotice(folder)
+    began = time.time()
 
     def on_stop(number: int) -> None:
-        console.print(notice.text(number), markup=False, soft_wrap=True)
+        console.print(stop_text(folder, began, number), markup=False, soft_wrap=True)
 
     try:
         async with shown(view.run()):

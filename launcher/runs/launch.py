@@ -83,22 +83,17 @@ def refuses_without_token(address: str) -> bool:
 NOT_IN_A_STEP = ("starting", "waiting for a batch")
 
 
-class StopNotice:
-    """Renders the notice for the run in ``folder``; make it before the run is started."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._began = folder, time.time()
-
-    def text(self, number: int) -> str:
-        """Render what happens on the signal ``number``."""
-        beats = [beat for beat in read_beats(self._folder) if beat.since >= self._began]  # not of an earlier start
-        return describe_stop(
-            beats[0] if beats else None,
-            last_record(self._folder / "metrics.jsonl").get("time/train_s"),
-            saved(self._folder),
-            time.time(),
-            "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",
-        )
+def stop_text(folder: Path, began: float, number: int) -> str:
+    """Tell the user who sent the signal ``number`` how the run in ``folder``, started at ``began``, will end."""
+    # Heartbeats of an earlier start may remain.
+    beats = [beat for beat in read_beats(folder) if beat.since >= began]
+    return describe_stop(
+        beats[0] if beats else None,
+        last_record(folder / "metrics.jsonl").get("time/train_s"),
+        saved(folder),
+        time.time(),
+        "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C",
+    )
 
 
 def describe_stop(beat: Beat | None, train_s: float | None, saved: int, now: float, key: str) -> str:
@@ -332,21 +327,22 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     async def on_trouble(why: str) -> None:
         await _diagnose(folder, why, console)
 
-    keys, notice = client_keys(config, folder, "operator"), StopNotice(folder)
+    keys, began = client_keys(config, folder, "operator"), time.time()
 
     def on_stop(number: int) -> None:
-        say(console, notice.text(number))
+        say(console, stop_text(folder, began, number))
 
     supervisor = Supervisor(planned, executor, folder, keys, on_trouble, on_stop)
     try:
         with supervisor:
             await prepare(config, planned, supervisor, console)
-            await supervisor.allocate()
+            await supervisor.children.beside(executor.allocate())
             say(console, f"run folder: {folder}")
             if kept := saved(folder):
                 say(console, f"resumed from the checkpoint of version {kept}")
             announce(config, folder, executor, console)
-            view = View(config, folder, supervisor.states, supervisor.status, console)
+            states = supervisor.children.states
+            view = View(config, folder, states.values, lambda: supervisor.queue.status(), console)
             async with AsyncExitStack() as beside:
                 await beside.enter_async_context(shown(view.run()))
                 if config.tracking.view:
@@ -358,7 +354,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
         lost = unsaved(folder)
         hint = f"continue with --resume --name {folder.name}" if begun(folder) else "there is nothing to continue"
         print(f"interrupted; every process has ended; {lost}{hint}", file=sys.stderr)
-        return EXIT_FAILED if lost and not supervisor.ended_at_once else EXIT_SIGNAL + interruption.number
+        return EXIT_FAILED if lost and not supervisor.children.ended_at_once else EXIT_SIGNAL + interruption.number
     _print_summary(console, view)
     return 0
 

@@ -59,7 +59,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 
 def state(supervisor: Supervisor, name: str) -> tuple[str, int]:
-    return next((s.state, s.restarts) for s in supervisor.states() if s.name == name)
+    return next((s.state, s.restarts) for s in supervisor.children.states.values() if s.name == name)
 
 
 async def registered(supervisor: Supervisor) -> list[str]:
@@ -73,7 +73,7 @@ async def test_a_run_ends_with_its_trainer(rig: Any, make_plan: Any) -> None:
         rig.go()
 
     supervisor = await supervise(rig, make_plan(rig.folder), meddle)
-    assert {s.state for s in supervisor.states()} == {"ended"}
+    assert {s.state for s in supervisor.children.states.values()} == {"ended"}
     assert (rig.folder / "logs" / "engine-0.log").read_text() == "engine has started\n"
     assert (rig.folder / "trainer.resumed").read_text() == "False\n"
 
@@ -203,7 +203,9 @@ async def test_a_run_goes_on_without_one_of_several_engines_or_workers(rig: Any,
     broken = replace(kept[0], name=f"{role}-1", argv=("sh", "-c", "exit 7"))
     changes: dict[str, Any] = {f"{role}s": (*kept, broken), "ports": (*plan.ports, PortWish("engine-1"))}
     supervisor = await supervise(rig, replace(plan, **changes), meddle)
-    assert {s.name: s.state for s in supervisor.states() if s.state != "ended"} == {f"{role}-1": "failed"}
+    assert {s.name: s.state for s in supervisor.children.states.values() if s.state != "ended"} == {
+        f"{role}-1": "failed"
+    }
 
 
 @pytest.mark.parametrize("role", ["queue", "engine", "worker", "trainer"])
@@ -345,8 +347,8 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
-        await supervisor.allocate()
-        supervisor._children.write_roster()
+        await supervisor.children.beside(supervisor._executor.allocate())
+        supervisor.children.write_roster()
         assert [(record.name, record.state, record.exit) for record in read_roster(rig.folder)] == [
             ("prepare", "ended", 0)
         ]

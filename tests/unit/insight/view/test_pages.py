@@ -16,7 +16,7 @@ from rl_async.insight.recorded_evaluations import compare as by_files
 from rl_async.insight.recorded_evaluations import read_evaluation
 from rl_async.insight.view.index import TrajectoryIndex
 from rl_async.insight.view.queries import compared, recorded, table
-from rl_async.insight.view.runs import Evaluations, MetricColumns
+from rl_async.insight.view.runs import MetricColumns, ViewedRun
 from rl_async.insight.view.trajectories import RecordedRow, lines, story, token_texts, tokenizer_of
 from rl_async.messages import Trajectory, Version, VersionRun
 from rl_async.recording import write_trajectories
@@ -62,11 +62,11 @@ def test_columns_of_a_file_that_is_replaced_by_a_shorter_one(tmp_path: Path) -> 
 
 def test_the_newest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
-    evaluations = Evaluations(path)
+    run = ViewedRun("run", tmp_path)
     append(path, {"eval/step": 4, "eval/reward": 0.1}, {"eval/step": 0, "eval/reward": 0.0})
     append(path, {"eval/step": 4, "eval/reward": 0.2})
-    evaluations.refresh()
-    assert [record["eval/reward"] for record in evaluations.records()] == [0.0, 0.2]
+    run.refresh()
+    assert [record["eval/reward"] for record in run.evaluations()] == [0.0, 0.2]
 
 
 def test_a_line_that_is_no_record_hides_none_behind_it(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_line_that_is_no_record_hides_none_behind_it(tmp_path: Path) -> None:
     append(path, {"step": 2, "a": 3.0})
     columns = MetricColumns(path)
     columns.refresh()
-    assert columns.since(["a"], -1, 0)["columns"] == {"a": [1.0, 3.0]} and "line 5" in columns.problem
+    assert columns.since(["a"], -1, 0)["columns"] == {"a": [1.0, 3.0]} and "line 5" in columns.records.problem
 
 
 def first_row(file: Path) -> RecordedRow:

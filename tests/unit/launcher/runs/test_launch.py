@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,12 @@ import pytest
 from rl_async.configs.load import load_config
 from rl_async.errors import ConfigError, QueueLost, UserError
 from rl_async.launcher.runs.launch import (
-    StopNotice,
     check_chat,
     describe_stop,
     log_into,
     naming_deletion,
     present_token,
+    stop_text,
     unsaved,
 )
 from rl_async.process.run_files import Beat, Phase, beat
@@ -134,14 +135,15 @@ def test_the_run_folder_tells_it_but_not_what_an_earlier_start_left(tmp_path: Pa
     old = tmp_path / "ranks" / "0.json"
     earlier = json.loads(old.read_text()) | {"since": 1.0}
     old.write_text(json.dumps(earlier))
-    notice = StopNotice(tmp_path)
-    assert "losing" not in notice.text(signal.SIGINT)
+    began = time.time()
+    assert "losing" not in stop_text(tmp_path, began, signal.SIGINT)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 7, "time/train_s": 500.0}) + os.linesep)
     for step in (4, 6):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").touch()
     beat(tmp_path, 0, 8, "training")
-    assert "step 8, about 500 s" in notice.text(signal.SIGTERM) and "losing 3 steps" in notice.text(signal.SIGTERM)
+    text = stop_text(tmp_path, began, signal.SIGTERM)
+    assert "step 8, about 500 s" in text and "losing 3 steps" in text
 
 
 def wanted() -> bool:
