@@ -23,13 +23,18 @@ class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process as the kernel, its log and its stacks show it."""
 
     record: ProcessRecord
-    state: str  # a letter as in ps, or gone, or remote
-    waits_in: str = ""  # kernel function
-    age_s: float = float("inf")  # since it was started
-    cpu: float = 0.0  # cores used while it was observed
+    # A letter as in ps, or gone, or remote.
+    state: str
+    # The kernel function in which it waits.
+    waits_in: str = ""
+    age_s: float = float("inf")
+    # Cores used while it was observed.
+    cpu: float = 0.0
     log_age_s: float | None = None
-    log_line: str = ""  # the last one; of a process that ended or has just been started again, its last error
-    stack: tuple[Frame, ...] = ()  # of its main thread, innermost call first; empty: unknown
+    # The last line of its log, or the last error of a process that ended or was just restarted.
+    log_line: str = ""
+    # The main thread's calls, innermost first; empty if they are unknown.
+    stack: tuple[Frame, ...] = ()
 
     @property
     def title(self) -> str:
@@ -61,15 +66,16 @@ class ObservedEngine(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     answers: bool
     version: str = "none yet"
-    paused: bool | None = None  # None: unknown
+    # Figures are None for engines that do not report them.
+    paused: bool | None = None
     requests: int | None = None
-    # How long its answer to one request took, and tokens that it sampled per second, if it counts them.
+    # How long it took to answer one request.
     answer_s: float = 0.0
     tokens_per_s: float | None = None
 
 
 class ObservedQueue(msgspec.Struct, frozen=True, kw_only=True):
-    """What the queue answered; ``oldest`` has, for each state, the group that has been longest in it."""
+    """The queue's answers. ``oldest`` has, for each state, the group that has been longest in it."""
 
     report: Inspection
     oldest: tuple[GroupRecord, ...] = ()
@@ -88,44 +94,53 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was observed of a run at one moment."""
 
     run: str
-    launcher: int | None  # its pid; None: the run has no launcher
+    # The launcher's pid, or None if it has ended.
+    launcher: int | None
     launcher_state: str = "S"
     processes: tuple[ObservedProcess, ...] = ()
     ranks: tuple[ObservedRank, ...] = ()
-    queue: ObservedQueue | None = None  # None: it did not answer
+    # None if it did not answer.
+    queue: ObservedQueue | None = None
     engines: tuple[ObservedEngine, ...] = ()
     deadlines: Deadlines = Deadlines()
     max_restarts: int = 3
-    steps: int = 0  # of the whole run
+    steps: int = 0
     steps_done: int = 0
-    evaluated: bool = False  # it was to evaluate only (`rl-async eval`), and did
-    evaluated_in_part: bool = False  # it was to, and ended before all episodes were complete
-    usual_step_s: float | None = None  # median of the last steps
-    # How much slower these are than earlier ones, if they are much slower.
+    # Whether a run of `rl-async eval`, which trains nothing, has recorded all episodes, or only those that were
+    # complete when it ended early.
+    evaluated: bool = False
+    evaluated_in_part: bool = False
+    # The median of the last steps, and a sentence if they are much slower than earlier ones.
+    usual_step_s: float | None = None
     slowdown: str = ""
-    disk_free: int = 1 << 40  # bytes, of the run's folder
-    shm_free: int = 1 << 40  # bytes, of /dev/shm
-    trouble: tuple[str, ...] = ()  # what could not be observed, and why
+    # Bytes left in the run's folder and in /dev/shm.
+    disk_free: int = 1 << 40
+    shm_free: int = 1 << 40
+    # One line for each observation that failed, with the reason.
+    trouble: tuple[str, ...] = ()
 
     def of_role(self, role: str) -> tuple[ObservedProcess, ...]:
         """Return the processes of one role."""
         return tuple(seen for seen in self.processes if seen.record.role == role)
 
     def rank_of(self, seen: ObservedProcess) -> ObservedRank | None:
-        """Return the heartbeat of a trainer process; None if the last one was an earlier process's."""
+        """Return the heartbeat of a trainer process, or None if the last one is an earlier process's."""
         return next((rank for rank in self.ranks if rank.pid == seen.record.pid), None)
 
 
-LEAST_FREE = 64 << 20  # bytes; below it a checkpoint or the journal fails
-SLOW_FACTOR = 3.0  # a step is slow beyond this many usual ones
-LINE = 400  # characters of a log line
-AGAIN = 2  # ends of a process, after which it will probably end again
-SETTLED_S = 60.0  # a restarted process that has run for longer may go on
+# With fewer free bytes a checkpoint or the journal fails.
+LEAST_FREE = 64 << 20
+# A step is slow if it takes so many times as long as usual, and longer than QUIET_S.
+SLOW_FACTOR, QUIET_S = 3.0, 30.0
+# Characters of a log line that a finding quotes.
+LINE = 400
+# A process that ended so often will probably end again, unless it has run for SETTLED_S since.
+AGAIN, SETTLED_S = 2, 60.0
 # An engine answers slowly from here on, if others answer SLOW_FACTOR times as fast.
 SLOW_ANSWER_S = 0.2
 SLOW_FLUSH_S = 1.0
-QUIET_S = 30.0  # slow at least beyond this
-IMPORTS_S = 20.0  # a process that is younger may still be starting
+# A younger process may still be importing.
+IMPORTS_S = 20.0
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
@@ -144,7 +159,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def diagnose(seen: Observation) -> Diagnosis:
     """Apply all rules to an observation, then classify what is left as slow or fine."""
-    if seen.launcher is None:  # the last heartbeats of its ranks are no waits any more
+    # Without a launcher, the last heartbeats of ranks are out of date, so nothing waits.
+    if seen.launcher is None:
         return _over(seen)
     if _is_ending(seen):
         halted = tuple(_stopped(seen)) if seen.launcher_state in HALTED else ()
@@ -156,10 +172,13 @@ def diagnose(seen: Observation) -> Diagnosis:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
     also = tuple(filter(None, (failed, _slow_disk(seen), _held_up(seen), *_slow_engines(seen), *_without(seen))))
-    late = _recovering(seen) or _starting(seen) or _late(seen) or _slower(seen)
+    slower = seen.slowdown and f"nothing is stuck, but the run is slow: {seen.slowdown}"
+    late = _recovering(seen) or _starting(seen) or _late(seen) or slower
     if late:
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
-    return Diagnosis(health="fine", findings=(_fine(seen), *also), waits=waits)
+    usual = "" if seen.usual_step_s is None else f", {seen.usual_step_s:.1f} s each"
+    fine = f"nothing is wrong: {seen.steps_done} of {seen.steps} steps are trained{usual}"
+    return Diagnosis(health="fine", findings=(fine, *also), waits=waits)
 
 
 def _is_ending(seen: Observation) -> bool:
@@ -169,7 +188,7 @@ def _is_ending(seen: Observation) -> bool:
 
 
 def needs_stacks(seen: Observation) -> bool:
-    """Whether stacks would say more of what was observed without them: something is silent or late."""
+    """Whether stacks would explain an observation made without them: something is silent or late."""
     if seen.launcher is None or _is_ending(seen):
         return False
     return bool(_silent_queue(seen) or _silent_engines(seen) or _late(seen))
@@ -299,7 +318,7 @@ def _said(process: ObservedProcess) -> str:
 
 
 def _recovering(seen: Observation) -> str:
-    """Describe the processes that the launcher restarts; empty if there are none."""
+    """Describe the processes that the launcher is restarting; may be empty."""
     again = [process for process in seen.processes if process.record.state == "restarting"]
     starting = [p for p in seen.processes if p.record.state == "starting" and p.record.restarts and not p.ended]
     return "; ".join(
@@ -384,7 +403,7 @@ def _all_given_up(seen: Observation) -> list[str]:
 
 def _starved(seen: Observation) -> list[str]:
     """Find why no batch is made while the trainer waits for one: draining, no workers, no engines or paused ones."""
-    waiting = _waiting_rank(seen)
+    waiting = next((rank for rank in seen.ranks if rank.phase == "waiting for a batch"), None)
     if waiting is None or seen.queue is None or waiting.for_s < QUIET_S:
         return []
     report = seen.queue.report
@@ -442,7 +461,7 @@ def _doing(process: ObservedProcess) -> str:
 
 
 def _effect(seen: Observation, process: ObservedProcess) -> str:
-    """Say what waits for a process that makes no progress."""
+    """Name the processes that wait for one that makes no progress."""
     role = process.record.role
     if role == "trainer":
         if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
@@ -480,10 +499,6 @@ def _is(process: ObservedProcess, worker: str) -> bool:
     return f"-{process.record.pid}-" in worker
 
 
-def _waiting_rank(seen: Observation) -> ObservedRank | None:
-    return next((rank for rank in seen.ranks if rank.phase == "waiting for a batch"), None)
-
-
 def _batch(seen: Observation) -> str:
     assert seen.queue is not None
     status = seen.queue.report.status
@@ -494,7 +509,7 @@ def _batch(seen: Observation) -> str:
 
 
 def _late(seen: Observation) -> str:
-    """Say how much slower the run is than before; empty if it is not."""
+    """Say how long a rank has been in its phase, if that is much longer than usual."""
     slowest = max(seen.ranks, key=lambda rank: rank.for_s, default=None)
     if slowest is None:
         return ""
@@ -511,11 +526,6 @@ def _late(seen: Observation) -> str:
         f"nothing is stuck, but the run is slow: trainer rank {slowest.rank} is {slowest.phase} of step "
         f"{slowest.step} for {slowest.for_s:.0f} s{than}{batch}{deadline}"
     )
-
-
-def _slower(seen: Observation) -> str:
-    """Say how much slower the run's steps have become; empty if they have not."""
-    return seen.slowdown and f"nothing is stuck, but the run is slow: {seen.slowdown}"
 
 
 def _slow_engines(seen: Observation) -> list[str]:
@@ -563,11 +573,6 @@ def _held_up(seen: Observation) -> str:
         f"the queue stood still {often} for seconds since it was started, as when the disk of its journal is slow: "
         f"{seen.run}/logs/queue.log says for how long"
     )
-
-
-def _fine(seen: Observation) -> str:
-    usual = "" if seen.usual_step_s is None else f", {seen.usual_step_s:.1f} s each"
-    return f"nothing is wrong: {seen.steps_done} of {seen.steps} steps are trained{usual}"
 
 
 def _over(seen: Observation) -> Diagnosis:

@@ -34,7 +34,7 @@ from rl_async.insight.diagnosis import (
 )
 from rl_async.insight.live_figures import Kept, Speeds
 from rl_async.insight.roster import ProcessRecord, read_roster, said_last
-from rl_async.insight.tail import MetricsTail, Record
+from rl_async.insight.tail import MetricsTail
 from rl_async.insight.terminal import printable
 from rl_async.messages import EngineRecord, GroupRecord
 from rl_async.process.http_auth import run_token
@@ -49,12 +49,14 @@ from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
-# For so long an engine's tokens are counted.
+# The time for which an engine's tokens are counted.
 SPEED_S = 0.5
-MOST_STACK_BYTES = 1 << 20  # of a process's file; beyond it begins anew
+# A process's file of stacks is emptied when it is larger.
+MOST_STACK_BYTES = 1 << 20
 POLL_S = 0.05
 TAIL_BYTES = 8192
-USUAL_STEPS = 10  # of which the usual length of a step is the median
+# The usual length of a step is the median of so many.
+USUAL_STEPS = 10
 LISTED = 1000
 
 
@@ -70,7 +72,11 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
     launcher, roles = launcher_of(run), [record.role for record in records]
     trouble: list[str] = []
     queue, engines = (None, ()) if launcher is None else _observe_queue(run, config, trouble)
-    metrics = _metrics(run)
+    metrics = MetricsTail(run / "metrics.jsonl").read()
+    speeds = Speeds()
+    for record in metrics:
+        speeds.add(msgspec.convert(record | {"step": int(record["step"])}, Kept))
+    usual = [record["time/step_s"] for record in metrics[-USUAL_STEPS:] if "time/step_s" in record]
     return Observation(
         run=str(run),
         launcher=launcher,
@@ -90,8 +96,8 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         steps_done=int(max((record["step"] + 1 for record in metrics), default=0)),
         evaluated=is_evaluated(run, roles),
         evaluated_in_part=is_evaluated_in_part(run, roles),
-        usual_step_s=_usual_step_s(metrics),
-        slowdown=_slowdown(metrics),
+        usual_step_s=statistics.median(usual) if usual else None,
+        slowdown=speeds.slowdown,
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
@@ -124,7 +130,7 @@ def _wholeness(run: Path) -> list[bool]:
 
 
 def launcher_of(run: Path) -> int | None:
-    """Return the process that holds the run's lock (``run_folder.hold``); None if there is no such process."""
+    """Return the process that holds the run's lock (``run_folder.hold``), or None if it has ended."""
     with suppress(FileNotFoundError, ValueError):
         pid = int(run.with_name(f".{run.name}.lock").read_text())
         return pid if state_of(pid) not in ENDED else None
@@ -180,9 +186,11 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
     signalled: dict[str, tuple[Path, int]] = {}
     for record in records:
         file = run / "stacks" / f"{record.name}.txt"
-        if file.is_file() and catches(record.pid, ASK):  # a process without a handler would die of it
+        # The signal would kill a process without a handler.
+        if file.is_file() and catches(record.pid, ASK):
+            # The process appends, so its file may be emptied.
             if file.stat().st_size > MOST_STACK_BYTES:
-                os.truncate(file, 0)  # the process appends
+                os.truncate(file, 0)
             signalled[record.name] = (file, file.stat().st_size)
             with suppress(ProcessLookupError):
                 os.kill(record.pid, ASK)
@@ -210,7 +218,8 @@ def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     try:
         done = subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=True)
     except (subprocess.SubprocessError, OSError):
-        return ()  # the table shows that there is no stack
+        # The report shows such a process without a stack.
+        return ()
     threads = msgspec.json.decode(done.stdout, type=list[_SpyThread])
     main = next((thread for thread in threads if thread.os_thread_id == pid), None)
     return () if main is None else tuple(Frame(f.filename, str(f.line), f.name) for f in main.frames)
@@ -224,7 +233,8 @@ class _SpyFrame(msgspec.Struct):
 
 class _SpyThread(msgspec.Struct):
     frames: list[_SpyFrame]
-    os_thread_id: int | None = None  # thread names of a stopped process cannot be read
+    # Threads are told apart by id: names of a stopped process's threads cannot be read.
+    os_thread_id: int | None = None
 
 
 def _log(path: Path, failing: bool) -> tuple[float | None, str]:
@@ -277,11 +287,14 @@ def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 def observe_engines(run: Path, records: Sequence[EngineRecord]) -> tuple[ObservedEngine, ...]:
     """Query these engines of the run, all at once."""
-    return asyncio.run(_observe_engines(records, run_token(run, "engines"))) if records else ()
+    if not records:
+        return ()
+    token = run_token(run, "engines")
 
+    async def observe_all() -> list[ObservedEngine]:
+        return await gather_or_cancel(*(_observe_engine(record, token) for record in records))
 
-async def _observe_engines(records: Sequence[EngineRecord], token: str) -> tuple[ObservedEngine, ...]:
-    return tuple(await gather_or_cancel(*(_observe_engine(record, token) for record in records)))
+    return tuple(asyncio.run(observe_all()))
 
 
 async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:
@@ -312,7 +325,8 @@ async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:
     except TimeoutError:
         return silent
     except EngineError:
-        return answering  # alive, of a version without these routes
+        # It is alive, but of a version without these routes.
+        return answering
     finally:
         await client.close()
         await http.close()
@@ -322,28 +336,12 @@ class _Paused(msgspec.Struct):
     is_paused: bool
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def _metrics(run: Path) -> list[Record]:
-    return MetricsTail(run / "metrics.jsonl").read()
-
-
-def _slowdown(metrics: Sequence[Record]) -> str:
-    speeds = Speeds()
-    for record in metrics:
-        speeds.add(msgspec.convert(record | {"step": int(record["step"])}, Kept))
-    return speeds.slowdown
-
-
-def _usual_step_s(metrics: Sequence[Record]) -> float | None:
-    last = [record["time/step_s"] for record in metrics[-USUAL_STEPS:] if "time/step_s" in record]
-    return statistics.median(last) if last else None
-
+# --- the report -------------------------------------------------------------------------------------------------------
 
 REPORT_FILE = "doctor.txt"
-FRAMES = 6  # of a stack
-LINE = 100  # characters of a log line
+# So many calls of a stack and characters of a log line are shown.
+FRAMES = 6
+LINE = 100
 
 
 def doctor(run: Path, *, as_json: bool = False) -> int:

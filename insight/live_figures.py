@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,10 +24,10 @@ from rl_async.transfer_queue import book as state_book
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"
 GIVEN_UP = "queue/dead_letters"
-# The newest steps, which are compared with all earlier ones; a run is slower from this factor and these seconds on.
+# So many of the newest steps are compared with earlier ones. A run is slower from this factor and these seconds on.
 NEWEST = 10
 SLOWER, SLOWER_S = 3.0, 1.0
-# Of the earlier steps so many are kept, evenly spaced.
+# At most so many earlier steps are kept, evenly spaced.
 EARLIER = 100
 PHASES = {"waiting": "waiting for a batch", "training": "training", "syncing": "publishing weights to engines"}
 TIMED = ("step_s", *PHASES, "tokens_per_s")
@@ -78,9 +79,9 @@ class Speeds:
 
     @property
     def slowdown(self) -> str:
-        """Describe a slowdown; empty for none.
+        """Say how much slower the newest steps are than earlier ones, and in which phase; empty if they are not.
 
-        Longer answers alone are none: the tokens per second must have fallen as well.
+        Longer answers alone do not count: the tokens per second must have fallen as well.
         """
         if len(self._earlier["step_s"]) < NEWEST:
             return ""
@@ -97,7 +98,7 @@ class Speeds:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median of the values that are numbers; 0 if none is."""
+    """Return the median of the values without NaN, or 0 of an empty list."""
     found = [value for value in values if not math.isnan(value)]
     return statistics.median(found) if found else 0.0
 
@@ -111,7 +112,7 @@ class History:
     def __init__(self) -> None:
         self._steps = array("q")
         self._columns = {name: array("d") for name in ("reward", "staleness", "held_out", "unscored")}
-        self._speeds = Speeds()
+        self.speeds = Speeds()
         self._last = b""
 
     def add(self, line: bytes) -> None:
@@ -125,42 +126,18 @@ class History:
         self._steps.append(kept.step)
         for name, column in self._columns.items():
             column.append(getattr(kept, name))
-        self._speeds.add(kept)
+        self.speeds.add(kept)
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def last(self) -> Record | None:
-        """The record of the newest step; None before the first."""
+        """The record of the newest step, or None before the first."""
         return msgspec.json.decode(self._last, type=Record) if self._last else None
 
-    @property
-    def rewards(self) -> list[float]:
-        """The mean reward of each step, oldest first."""
-        return self._values("reward")
-
-    @property
-    def held_out(self) -> list[float]:
-        """The rewards of evaluations that ended during a step, oldest first."""
-        return self._values("held_out")
-
-    @property
-    def staleness(self) -> list[float]:
-        """The largest staleness of each step, oldest first."""
-        return self._values("staleness")
-
-    @property
-    def unscored(self) -> list[float]:
-        """The share of each step's episodes that could not be scored, oldest first."""
-        return self._values("unscored")
-
-    @property
-    def slowdown(self) -> str:
-        """Say how much slower the newest steps are than the run's earlier ones, and in which phase; empty if not."""
-        return self._speeds.slowdown
-
-    def _values(self, name: str) -> list[float]:
+    def values(self, name: Literal["reward", "staleness", "held_out", "unscored"]) -> list[float]:
+        """Return a number of each step that has it, oldest first."""
         return [value for value in self._columns[name] if not math.isnan(value)]
 
 
@@ -267,15 +244,15 @@ def summary_lines(
     failures = [f"given up: {failed}"] if failed else []
     if not len(history):
         return [f"no step was trained; logs are in {folder / 'logs'}", *failures]
-    if share := mean(history.unscored):
+    if share := mean(history.values("unscored")):
         failures.append(f"not scored: {unscored_text(share)}")
-    rewards = history.rewards
+    rewards = history.values("reward")
     some = max(1, min(5, len(rewards) // 2))
     steps = "step" if some == 1 else f"{some} steps"
     lines = [
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
         f"(mean of the last {steps}), {len(rewards)} steps",
-        f"staleness: at most {max(history.staleness, default=0.0):.0f} (bound {bound})",
+        f"staleness: at most {max(history.values('staleness'), default=0.0):.0f} (bound {bound})",
         *failures,
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",

@@ -44,11 +44,15 @@ from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
-ASK_S = 5.0  # between two questions to the queue, if there is no panel
-AWAY_S = 15.0  # without an agent program, after which a line says so
-REMIND_S = 600.0  # between two lines that say the same
+# Without a panel, the queue is asked less often.
+ASK_S = 5.0
+# A line reports that no agent program has asked for an episode for so long.
+AWAY_S = 15.0
+# The same line is repeated at most this often.
+REMIND_S = 600.0
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
-INDENT = 10  # columns, of the text of a turn
+# Columns by which the text of a turn is indented.
+INDENT = 10
 MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
 ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -71,11 +75,14 @@ class View:
         self._console = console or Console()
         self._tail = LineTail(folder / "metrics.jsonl")
         self._history = History()
-        self._report: StatusReport | None = None  # the queue's last one
-        self._said: dict[str, float] = {}  # when the lines were printed that are repeated rarely, by kind
+        # The queue's last answer.
+        self._report: StatusReport | None = None
+        # When a line of each kind was last printed.
+        self._said: dict[str, float] = {}
         self._began = time.monotonic()
+        # Records of an earlier start are not shown again.
         with undamaged(folder / "metrics.jsonl"):
-            for line in self._tail.each():  # records of an earlier start are not shown again
+            for line in self._tail.each():
                 self._history.add(line)
 
     async def run(self) -> None:
@@ -107,12 +114,14 @@ class View:
         known: dict[str, ProcessState] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._print_troubles())  # beside the steps, as the queue may take long to answer
+                # A task of its own, since the queue may take long to answer.
+                group.create_task(self._print_troubles())
                 while True:
                     self._print_news(known)
                     await asyncio.sleep(REFRESH_S)
         finally:
-            self._print_news(known)  # the last step may have been recorded at the end of the run
+            # The last step may have been recorded at the end of the run.
+            self._print_news(known)
 
     async def _print_troubles(self) -> None:
         """Consumes the queue's status; produces lines on groups that were given up, on absent agent programs, and on
@@ -120,15 +129,15 @@ class View:
 
         Waits ASK_S between questions, and for the answers. Runs until cancelled.
         """
-        told = 0  # groups given up, when a line last said so
+        reported = 0
         while True:
             report = await self._queue_report()
             if report is not None and report.unattended_s > AWAY_S:
                 self._remind("away", f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
             if report is not None and (text := nothing_scored_text(report)):
                 self._remind("nothing scored", text)
-            if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * told:
-                told = count
+            if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * reported:
+                reported = count
                 self._print(given_up_text(report, None))
             await asyncio.sleep(ASK_S)
 
@@ -150,7 +159,7 @@ class View:
             self._print(step_line(record, self._config.trainer.steps))
             if share := record.get(UNSCORED):
                 self._remind("unscored", unscored_text(share))
-        if slower := self._history.slowdown:
+        if slower := self._history.speeds.slowdown:
             self._remind("slower", f"{slower}; `rl-async doctor {self._folder}` looks for the cause")
 
     def _print(self, line: str) -> None:
@@ -169,7 +178,7 @@ class View:
     def _newest_conversation(
         self, shown: tuple[int, RecordedConversation] | None
     ) -> tuple[int, RecordedConversation] | None:
-        """Return one of the newest step, by its number, or what is shown while that step has none yet."""
+        """Return a step and a conversation of it: the newest step, or the one shown while the newest has none yet."""
         record = self._history.last
         if record is None or (shown is not None and shown[0] == record["step"]):
             return shown
@@ -177,7 +186,7 @@ class View:
         return shown if found is None else (int(record["step"]), found)
 
     async def _queue_report(self) -> StatusReport | None:
-        """Ask the queue; None, shown as "no answer", if it is lost, which the supervisor handles."""
+        """Ask the queue; return None, shown as "no answer", if it is lost, which the supervisor handles."""
         try:
             self._report = await self._status()
         except QueueLost:
@@ -215,12 +224,12 @@ class View:
         return table
 
     def _add_step(self, table: Table, record: Record) -> None:
-        rewards = self._history.rewards
+        rewards = self._history.values("reward")
         split = time_split(record)
         width = max(10, min(60, self._console.width - 40))
         table.add_row("step", position(record, self._config.trainer.steps))
         table.add_row("reward", f"{sparkline(rewards, width)}  {rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}")
-        if evaluations := self._history.held_out:
+        if evaluations := self._history.values("held_out"):
             table.add_row("held out", f"{evaluations[-1]:.3f}")
         shares = "  ".join(f"{fill} {name} {s:.2f} s" for fill, (name, s) in zip("░█▒", split.items(), strict=True))
         table.add_row("time", f"{bar(list(split.values()), 20)}  {record.get('time/step_s', 0.0):.2f} s: {shares}")
@@ -230,7 +239,7 @@ class View:
             f"(bound {self._config.queue.max_staleness})",
         )
         table.add_row("tokens", f"{record.get('tokens/per_s', 0.0):,.0f} per second")
-        if slower := self._history.slowdown:
+        if slower := self._history.speeds.slowdown:
             table.add_row("slower", slower)
         if share := record.get(UNSCORED):
             table.add_row("not scored", unscored_text(share))

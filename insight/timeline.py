@@ -368,7 +368,7 @@ def window(run: Path, entered: Sequence[Entered], began: float | None, ended: fl
         "began": first,
         "until": timeline.until,
         "running": timeline.running,
-        "steps": [[step, *timeline.steps[step]] for step in _spread(within)],
+        "steps": [[step, *timeline.steps[step]] for step in within[:: max(1, -(-len(within) // PIXELS))]],
         "detailed": len(within) <= DETAILED,
         "left_out": left,
         "lanes": sorted((lane for lane in lanes if lane.rows), key=place),
@@ -380,11 +380,6 @@ def _cut(lane: Lane, since: float, until: float) -> Lane:
     if len(rows) == 1:
         rows = [thinned(rows[0], (until - since) / PIXELS)]
     return Lane(lane.process, lane.title, [row for row in rows if row])
-
-
-def _spread(steps: list[int]) -> list[int]:
-    """Return at most PIXELS of the steps, evenly chosen."""
-    return steps[:: max(1, -(-len(steps) // PIXELS))]
 
 
 NEWEST_OF_TRACE = 20  # steps, unless others are asked for

@@ -112,7 +112,7 @@ def test_a_long_run_is_remembered_in_a_few_bytes_per_step_and_each_step_costs_th
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < steps * 50
-    assert len(history) == len(history.rewards) == len(history.held_out) == steps
+    assert len(history) == len(history.values("reward")) == len(history.values("held_out")) == steps
     assert history.last is not None and history.last["other/3"] == 0.1
 
 
@@ -144,17 +144,17 @@ def test_a_run_that_is_slower_than_its_own_earlier_steps_is_told_with_the_phase(
     history, steps = History(), 1000
     for step in range(steps):
         history.add(line(step, 0.5, **usual, **{"tokens/per_s": 1000.0}))
-    assert history.slowdown == ""
+    assert history.speeds.slowdown == ""
     for step in range(steps, steps + 10):
         history.add(line(step, 0.5, **(usual | changes)))
-    assert words in history.slowdown and bool(words) == bool(history.slowdown)
+    assert words in history.speeds.slowdown and bool(words) == bool(history.speeds.slowdown)
 
 
 def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
     history = History()
     for step, reward in [(0, 0.1), (1, 0.2), (2, 0.9), (1, 0.3)]:
         history.add(line(step, reward))
-    assert history.rewards == [0.1, 0.3]
+    assert history.values("reward") == [0.1, 0.3]
     assert history.last is not None and history.last["step"] == 1
 
 
