@@ -40,7 +40,8 @@ from rl_async.insight.terminal import printable
 from rl_async.messages import Trajectory, Turn, role_rewards
 from rl_async.recording import evaluations, read_trajectories
 
-Prompt = Sequence[tuple[str, str]]  # role and text of each message before the policy's first turn
+# Role and text of each message before the policy's first turn.
+Prompt = Sequence[tuple[str, str]]
 
 
 class EpisodeLine(msgspec.Struct, kw_only=True):
@@ -95,7 +96,7 @@ def read_lines(path: Path) -> list[EpisodeLine]:
 
 
 def prompt_of(turns: Sequence[Turn]) -> Prompt:
-    """Return what was said before the policy's first turn."""
+    """Return the messages before the policy's first turn."""
     return [(turn.role, turn.text) for turn in takewhile(lambda turn: turn.role != "assistant", turns)]
 
 
@@ -105,24 +106,25 @@ def number_of(prompt: Prompt) -> int:
 
 
 def question_of(prompt: Prompt) -> str:
-    """Return what the user said last; empty if there is no user."""
+    """Return the user's last message, or an empty string."""
     return next((text for role, text in reversed(prompt) if role == "user"), "")
 
 
 def last_answer(turns: Sequence[Turn]) -> str:
-    """Return the policy's last turn; empty if it had none."""
+    """Return the policy's last turn, or an empty string."""
     return next((turn.text for turn in reversed(turns) if turn.role == "assistant"), "")
 
 
-TaskKey = tuple[str, str, str]  # data source, role and task
+# Data source, role and task.
+TaskKey = tuple[str, str, str]
 
 
 class Evaluation(NamedTuple):
-    """A recorded evaluation: of a version of a run, or of what ``rl-async eval`` evaluated.
+    """A recorded evaluation: of a version of a run, or by ``rl-async eval``.
 
-    ``means`` has the mean reward of each task, ``unscored`` counts episodes that could not be scored and count as 0,
-    ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` what the user said last in
-    it, and ``replies`` the last answer of the first sample that there is.
+    ``means`` has the mean reward of each task, and ``unscored`` counts episodes that could not be scored and count as
+    0. ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` the user's last message
+    in it, and ``replies`` the last answer of the first recorded sample.
     """
 
     name: str
@@ -167,12 +169,8 @@ def read_evaluation(where: str) -> Evaluation:
     )
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """Return the episodes of an evaluation that a run has recorded, role by role."""
-    return _answers(list(read_trajectories(file)))
-
-
 def _answers(rows: Sequence[Trajectory]) -> list[Answer]:
+    """Return the episodes of these rows, role by role."""
     tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
     return answers_of([row.header() for row in rows], tasks)
 
@@ -212,10 +210,12 @@ class Change(msgspec.Struct, kw_only=True):
     tasks: int
     before: Interval
     after: Interval
-    change: Interval  # of the mean, from each task's own change
+    # Of the mean, from each task's own change.
+    change: Interval
     better: int
     worse: int
-    p: float  # of paired_p
+    # By ``paired_p``.
+    p: float
 
 
 class TaskChange(msgspec.Struct, kw_only=True):
@@ -237,15 +237,18 @@ class Comparison(msgspec.Struct, kw_only=True):
     after: str
     sources: list[Change]
     tasks: list[TaskChange]
-    left_out: int  # tasks that only one of both has, or that have another prompt in each
-    unscored: tuple[int, int]  # episodes before and after that could not be scored, and count as 0
+    # Tasks that only one of both has, or that have another prompt in each.
+    left_out: int
+    # Episodes before and after that could not be scored, and count as 0.
+    unscored: tuple[int, int]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """Compare task by task. Raises UserError if they have no task with the same prompt in common."""
     first, second = before.means, after.means
     common = first.keys() & second.keys()
-    both = sorted(key for key in common if _asks_the_same(before, after, key))
+    # A prompt in a game may quote another role's answer, so only tasks without roles must ask the same.
+    both = sorted(key for key in common if before.asked[key] == after.asked[key] or key[1] != "")
     if not both:
         raise UserError(f"{before.name} and {after.name} have no task in common that asks the same")
     sources: dict[str, list[TaskKey]] = {}
@@ -302,13 +305,10 @@ def _change(source: str, first: Means, second: Means, tasks: Sequence[Sequence[T
     )
 
 
-def _asks_the_same(before: Evaluation, after: Evaluation, key: TaskKey) -> bool:
-    """Whether the policy was told the same first. What a role is told may come from another role's answer."""
-    return before.asked[key] == after.asked[key] or key[1] != ""
-
-
-SHOWN = 5  # tasks that became worse, and as many that became better
-LONGEST = 120  # characters of a prompt or an answer; the files have all
+# So many tasks that became worse are shown, and as many that became better.
+SHOWN = 5
+# Characters of a prompt or an answer that are shown; the files have all.
+LONGEST = 120
 
 
 def summary_table(summaries: Sequence[Summary], what: str) -> Table:
@@ -376,7 +376,8 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
-LONGEST_ANSWER = 160  # characters of a prompt or an answer; the files have all
+# As LONGEST, in a table whose columns fold.
+LONGEST_ANSWER = 160
 
 
 class HeldOut(msgspec.Struct):
@@ -391,7 +392,7 @@ class HeldOut(msgspec.Struct):
 
 
 def show_evaluations(run: Path, console: Console | None = None) -> None:
-    """Print what each data source earned in the first and the last evaluation, and then their answers side by side,
+    """Print the rewards of each data source in the first and the last evaluation, and then their answers side by side,
     tasks that changed most first.
 
     Raises UserError unless the run has recorded two.
@@ -409,7 +410,8 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
     solved = _solved(run)
     for version, file in ((first, before), (last, after)):
         title = f"version {version}: held-out reward, passed at {solved:g} or more"
-        console.print(summary_table(summarize_with_total(read_answers(file), solved), title))
+        answers = _answers(list(read_trajectories(file)))
+        console.print(summary_table(summarize_with_total(answers, solved), title))
     console.print(side_by_side(before, after, f"version {first}", f"version {last}"))
 
 
@@ -442,7 +444,8 @@ def _read(file: Path) -> dict[tuple[str, int, str], HeldOut]:
     with gzip.open(file, "rb") as lines:
         rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
     rows.sort(key=lambda row: row.segment)
-    return {(row.task_id, row.sample, row.role): row for row in rows}  # the last row of each
+    # The last row of each remains.
+    return {(row.task_id, row.sample, row.role): row for row in rows}
 
 
 def _said(row: HeldOut, role: str) -> str:

@@ -148,7 +148,7 @@ def simulate_all(
     """Simulate every split of the devices, in as many processes as there are cores, and announce each when it is
     done."""
     wanted = list(candidates(config, gpus))
-    simulated = partial(_simulate_candidate, config, costs, episodes)
+    simulated = partial(_simulate_split, config, costs, episodes)
     with ExitStack() as stack:
         rows: Iterator[SplitEstimate] = map(simulated, wanted)
         workers = min(int(cores()), len(wanted))
@@ -175,9 +175,10 @@ def _without_working_directory() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def _simulate_candidate(
+def _simulate_split(
     config: RunConfig, costs: Costs, episodes: Sequence[EpisodeShape], candidate: tuple[DeviceSplit, int]
 ) -> SplitEstimate:
+    """Call ``simulate`` in another process, which takes one argument at a time."""
     return simulate(config, *candidate, costs, episodes)
 
 

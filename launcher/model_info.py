@@ -36,7 +36,8 @@ def _weights(folder: Path, hf: Any) -> Facts:
     yield "architecture", f"{', '.join(hf.architectures or ['unknown'])} (model type {hf.model_type})"
     dtypes: Counter[str] = Counter()
     for file in sorted(folder.glob("*.safetensors")):
-        dtypes.update(_elements(file))
+        for tensor in read_header(file).values():
+            dtypes[tensor.dtype] += math.prod(tensor.shape)
     kinds = ", ".join(sorted(dtypes))
     yield "parameters", f"{dtypes.total():,} ({kinds})" if dtypes else "unknown: there are no safetensors files"
     yield "positions", f"{getattr(hf, 'max_position_embeddings', None) or 'unknown'}"
@@ -46,14 +47,6 @@ def _weights(folder: Path, hf: Any) -> Facts:
             "imported from",
             ", ".join(f"{value}" if key == "source" else f"{key} {value}" for key, value in facts.items()),
         )
-
-
-def _elements(file: Path) -> Counter[str]:
-    """Count the elements of a safetensors file by type, from its header alone."""
-    found: Counter[str] = Counter()
-    for tensor in read_header(file).values():
-        found[tensor.dtype] += math.prod(tensor.shape)
-    return found
 
 
 def _chat(folder: Path) -> Facts:

@@ -36,17 +36,21 @@ from rl_async.userload import load_user_object
 
 log = logging.getLogger("rl_async.play")
 
-LAST_WORDS = 500  # characters
-KEPT_BYTES = 1 << 20  # of each output stream, its end
+# Characters of a program's last line that are reported.
+LAST_WORDS = 500
+# The end of each output stream is kept.
+KEPT_BYTES = 1 << 20
 REMOVAL_S = 60.0
 FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
-MARK = "OPENAI_BASE_URL"  # a variable of the program and of what it starts, of another value in each episode
-XDG_HOME = re.compile(r"XDG_\w+_HOME")  # which would lead programs out of HOME
+# A variable with another value in each episode, by which its processes are found.
+MARK = "OPENAI_BASE_URL"
+# These would lead programs out of HOME.
+XDG_HOME = re.compile(r"XDG_\w+_HOME")
 PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
 
 
 class Outcome(NamedTuple):
-    """How a program ended. ``problem`` says why its episode must be played again; empty: it is to be graded."""
+    """How a program ended. ``problem`` says why its episode must be played again; without one it is graded."""
 
     problem: str
     stdout: str = ""
@@ -283,8 +287,10 @@ def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome
     return score
 
 
-OUTPUT = 100_000  # characters of what a program printed, its end, that the run's reward functions see
-FUTILE = 3  # times the programs at once: so many failures in a row end play
+# The run's reward functions see so many characters of a program's output, its end.
+OUTPUT = 100_000
+# So many failures in a row, times the programs at once, end play.
+FUTILE = 3
 
 
 class ProgramFails(RlAsyncError):

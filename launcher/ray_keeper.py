@@ -30,31 +30,38 @@ from rl_async.launcher.plan.machine import check_engine_python
 from rl_async.launcher.plan.planning import PortWish, hold_ports
 from rl_async.launcher.ray_placement import interface_of
 
-ORPHANED_S = 30.0  # without a call from the launcher, which has given this node up by then, or is gone
+# Without a call for so long, the launcher has ended or given this node up.
+ORPHANED_S = 30.0
 POLL_S = 0.1
 CHUNK = 1 << 18
 
 
 class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs of a node: folders, files and ports."""
+    """The folders, files and ports that a process needs on its node."""
 
     name: str
-    cwd: str  # the launcher's working directory
-    run: str  # its run folder, absolute or below cwd
-    token: str  # a file in the run folder; a node that sees it shares the folder
-    files: Mapping[str, bytes]  # of the run folder, for a node that does not
-    folders: Sequence[tuple[str, str]]  # config key and path
-    ports: Sequence[tuple[str, int, str]] = ()  # name, number or 0, config key
+    # The launcher's working directory and run folder; the latter is absolute or below the former.
+    cwd: str
+    run: str
+    # A file in the run folder: a node that sees it shares the folder. Other nodes get copies of ``files``.
+    token: str
+    files: Mapping[str, bytes]
+    # Config key and path of each.
+    folders: Sequence[tuple[str, str]]
+    # Name, number or 0, and config key of each.
+    ports: Sequence[tuple[str, int, str]] = ()
     engine_kind: str = ""
-    python: str = ""  # of the engine; empty: this process's own
+    # The engine's Python, if it is not this process's own.
+    python: str = ""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """The host and ports at which a process will listen."""
 
-    host: str  # the node's address
+    # The node's address, and whether it sees the run folder.
+    host: str
     ports: Mapping[str, int]
-    shared: bool  # whether the node sees the run folder
+    shared: bool
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +137,8 @@ class Keeper:
                     "away"
                 )
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with written_whole(path) as temporary:  # other processes of this node read the same files
+            # Other processes of this node read the same files.
+            with written_whole(path) as temporary:
                 temporary.touch(0o600)
                 temporary.write_bytes(content)
             self._exits.callback(path.unlink, missing_ok=True)
@@ -152,7 +160,7 @@ class Keeper:
             self._cwd,
         )
         self._last_call = time.monotonic()
-        self._guard = asyncio.create_task(self._end_orphan(self._child))
+        self._guard = asyncio.create_task(self._kill_orphan(self._child))
         return Started(pid=self._child.pid, started=self._child.started, offset=self._child.log_start)
 
     async def watch(self, offset: int, wait_s: float) -> Output:
@@ -161,7 +169,8 @@ class Keeper:
         deadline = time.monotonic() + wait_s
         while True:
             self._last_call = time.monotonic()
-            code = child.returncode  # before reading, so that the last lines are not missed
+            # Asked before reading, so that the last lines are not missed.
+            code = child.returncode
             with child.log.open("rb") as file:
                 file.seek(offset)
                 data = file.read(CHUNK)
@@ -172,7 +181,7 @@ class Keeper:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Send SIGTERM, and kill the process after ``timeout_s``; None: wait until it has ended."""
+        """Send SIGTERM, and kill the process after ``timeout_s``. Without one, wait until it has ended."""
         if self._child is not None:
             await self._child.stop(timeout_s)
 
@@ -193,8 +202,8 @@ class Keeper:
             raise UserError(f"{self._name} was not started on {self._host}")
         return self._child
 
-    async def _end_orphan(self, child: Child) -> None:
-        """Kill the process when the launcher has not called for ORPHANED_S: cut off from here, it starts it elsewhere.
+    async def _kill_orphan(self, child: Child) -> None:
+        """Kill the process when the launcher has not called for ORPHANED_S: it then starts it on another node.
 
         Waits for the clock; ends with the process.
         """
@@ -231,7 +240,8 @@ def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
 WATCH_S = 2.0
 ANSWER_S = 10.0
 RETRY_S = 0.5
-LOST_S = ORPHANED_S + 10.0  # without an answer: by then the keeper, if it lives, has killed the process
+# After so long without an answer, a keeper that still lives has killed the process.
+LOST_S = ORPHANED_S + 10.0
 
 
 class KeeperGone(RlAsyncError):
@@ -260,8 +270,10 @@ class RemoteChild:
     def __init__(self, name: str, client: KeeperClient, started: Started, host: str, log: Path) -> None:
         self.name, self.host, self.log = name, host, log
         self.pid, self.started = started.pid, started.started
-        self.lost = False  # its keeper is gone
-        log.touch()  # it may be read from now on
+        # Set when its keeper is gone.
+        self.lost = False
+        # The log may be read from now on.
+        log.touch()
         self.log_start = log.stat().st_size
         self._client, self._offset, self._code = client, started.offset, None
         self._following = asyncio.create_task(self._follow())
@@ -270,7 +282,7 @@ class RemoteChild:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs. Negative: the signal that killed it; SIGKILL stands also for a lost node."""
+        """The exit code, or minus the number of the signal that killed it: SIGKILL also for a lost node."""
         return self._code
 
     async def wait(self) -> int:
@@ -280,11 +292,12 @@ class RemoteChild:
         return self._code
 
     async def stop(self, timeout_s: float | None) -> int:
-        """Send SIGTERM to the process, and kill it after ``timeout_s``; None: wait until it has ended."""
+        """Send SIGTERM to the process, and kill it after ``timeout_s``. Without one, wait until it has ended."""
         if self._code is None and timeout_s is None:
             self._client.tell("stop")
         elif self._code is None and timeout_s is not None:
-            with suppress(KeeperGone, KeeperSilent):  # then the loop below finds that it is lost
+            # ``_follow`` finds a process that is lost.
+            with suppress(KeeperGone, KeeperSilent):
                 await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
         return await self.wait()
 

@@ -314,7 +314,9 @@ class RayNodes:
                 break
             except (KeeperGone, KeeperSilent) as error:
                 client.end()
-                if left <= 0 or _is_broken(error):
+                # Such as on a node without rl-async.
+                broken = isinstance(error.__cause__, ActorDiedError) and "creation task" in str(error.__cause__)
+                if left <= 0 or broken:
                     raise NoRoom(
                         f"{spec.name}: no node took it within rollout.start_timeout_s={self._plan.start_timeout_s:g} "
                         f"({resources.cpus:g} CPU, {resources.gpus:g} GPU): {error.__cause__ or error}; add a node and "
@@ -332,14 +334,11 @@ class RayNodes:
         self._assignments[spec.name] = Assignment(client, allocation)
         log.info("%s: on %s", spec.name, allocation.host)
         if moved and spec.role == "reward-model":
-            self._restart_users_of(spec.name)
+            # Command lines hold its old address: their processes restart with the new one.
+            for other in self._plan.processes:
+                if other.name != spec.name and other.mentions(spec.name) and other.name in self._children:
+                    self._children[other.name].kill_now()
         return self._assignments[spec.name]
-
-    def _restart_users_of(self, name: str) -> None:
-        """Kill the processes whose command lines hold the old address of ``name``; they restart with the new one."""
-        for spec in self._plan.processes:
-            if spec.name != name and spec.mentions(name) and spec.name in self._children:
-                self._children[spec.name].kill_now()
 
     def _request(self, spec: ProcessSpec) -> AllocationRequest:
         names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
@@ -373,11 +372,6 @@ def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, 
 def _portable(argv: list[str]) -> list[str]:
     """Replace the path of our own Python, which may differ on another node, by an empty word."""
     return ["", *argv[1:]] if argv[0] == sys.executable else argv
-
-
-def _is_broken(error: RlAsyncError) -> bool:
-    """Whether a keeper cannot be created at all, for example where rl-async is not installed."""
-    return isinstance(error.__cause__, ActorDiedError) and "creation task" in str(error.__cause__)
 
 
 def _names(bundles: tuple[Bundle, ...]) -> str:

@@ -13,7 +13,8 @@ from rl_async.launcher.plan.planning import GATEWAY, Plan, ProcessSpec
 KEY_HOLDERS = ("queue", "shard", "worker", "trainer")
 TOKEN_HOLDERS = ("engine", "reward-model", "worker", "trainer")
 COMPUTES = ("engine", "trainer", "reward-model")
-SMALL_CPUS = 0.25  # of a process that mostly waits
+# The share of a processor for a process that mostly waits.
+SMALL_CPUS = 0.25
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
 
 
@@ -100,7 +101,8 @@ def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool
                 "have several; use the local launcher, engines of one rank (rollout.tensor_parallel), or more GPUs"
             )
     processes = tuple(
-        ProcessResources(spec.name, _cpus(spec, threads), _floor(sum(1 / sharers[gpu] for gpu in spec.gpus)))
+        # Ray counts resources in ten thousandths.
+        ProcessResources(spec.name, _cpus(spec, threads), int(sum(10_000 / sharers[gpu] for gpu in spec.gpus)) / 10_000)
         for spec in specs
     )
     memory = sum(spec.memory_bytes or 0 for spec in specs)
@@ -118,11 +120,6 @@ def _cpus(spec: ProcessSpec, threads: int) -> float:
     if spec.role not in COMPUTES:
         return SMALL_CPUS
     return float(spec.ranks if spec.gpus else spec.ranks * threads)
-
-
-def _floor(share: float) -> float:
-    """Round down to ten thousandths, the resolution of Ray's resources."""
-    return int(share * 10_000) / 10_000
 
 
 def check_sharing(config: RunConfig, plan: Plan, without_folder: Sequence[str]) -> None:
@@ -154,7 +151,10 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str | None]]]) -> str:
-    """Return the interface that has an IPv4 address; empty if none has. ``interfaces``: (address, netmask) by name."""
+    """Return the interface that has an IPv4 address, or an empty string.
+
+    ``interfaces`` has the addresses and netmasks of each by its name.
+    """
     wanted = ipaddress.ip_address(address)
     near = ""
     for name, addresses in interfaces.items():
@@ -162,5 +162,6 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str 
             if own == address:
                 return name
             if mask and wanted in ipaddress.ip_network(f"{own}/{mask}", strict=False):
-                near = near or name  # such as 127.0.0.2, which the loopback interface has without naming it
+                # The loopback interface has addresses such as 127.0.0.2 without naming them.
+                near = near or name
     return near

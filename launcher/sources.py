@@ -240,14 +240,10 @@ _UNREADABLE = (
 )
 
 
-def cache_folder() -> Path:
-    """Return the folder in which converted models are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-async" / "models"
-
-
 def folder_of(file: Path) -> Path:
-    """Return where a GGUF file is kept in converted form; its name has the checksum of what the file holds."""
-    return cache_folder() / f"{file.stem}-{_checksum(file)[:12]}"
+    """Return the folder of a converted GGUF file, whose name has the checksum of the file's content."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "rl-async" / "models" / f"{file.stem}-{_checksum(file)[:12]}"
 
 
 def converted(file: Path, key: str) -> Path:

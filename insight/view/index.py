@@ -175,7 +175,7 @@ class TrajectoryIndex:
             self.progress = Progress(len(found) - len(todo), len(found))
             for name in gone:
                 _forget(connection, name)
-            for name in sorted(todo, key=_newest_first):
+            for name in sorted(todo, key=lambda name: (-_recorded(name).step, name)):
                 if stopping.is_set():
                     return
                 self._index(connection, name, found[name])
@@ -194,8 +194,7 @@ class TrajectoryIndex:
 
         Raises sqlite3.DatabaseError if the index cannot be written. A file that cannot be read loses its old rows.
         """
-        place = RecordedFile.of(name)
-        assert place is not None
+        place = _recorded(name)
         try:
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
@@ -224,9 +223,11 @@ def _forget(connection: sqlite3.Connection, name: str) -> None:
         _delete(connection, name)
 
 
-def _newest_first(name: str) -> tuple[int, str]:
+def _recorded(name: str) -> RecordedFile:
     file = RecordedFile.of(name)
-    return -file.step if file else 0, name
+    # ``_files`` lists no others.
+    assert file is not None
+    return file
 
 
 def _delete(connection: sqlite3.Connection, file: str) -> None:

@@ -68,7 +68,8 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
             f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
         )
     asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
-    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"  # never reused: a name stands for one process
+    # Names are not reused: each stands for one process.
+    engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"
     with _queue(run) as queue:
         known = queue.engines()
         for engine in known.engines:

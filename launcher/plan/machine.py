@@ -1,7 +1,7 @@
 """This machine and a run: what is chosen for its processor, whether it has what the run needs, and the run's plan here.
 
 How many threads each process computes with and the type of the weights (``model.dtype: auto``) depend on the processor;
-the choice is told at the start of a run and kept in its folder. Imports nothing heavy.
+the choice is printed at the start of a run and kept in its folder. Imports nothing heavy.
 """
 
 import json
@@ -416,8 +416,8 @@ def check_trainer(config: RunConfig, gpus: int) -> None:
     """Raise UserError if ``config.trainer`` or a tracker needs a package or a device that is missing here."""
     if config.trainer.backend == "megatron":
         check_megatron()
-    if config.trainer.lora is not None:
-        check_peft()
+    if config.trainer.lora is not None and find_spec("peft") is None:
+        raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
     check_trackers(config)
     check_kernels(config, gpus)
     check_sharing(config)
@@ -430,12 +430,6 @@ def check_megatron() -> None:
             f"trainer.backend=megatron: {sys.executable} has no Megatron-Core; install it with "
             "`python -m pip install 'rl-async[megatron]'`"
         )
-
-
-def check_peft() -> None:
-    """Raise UserError unless PEFT is installed for the trainer."""
-    if find_spec("peft") is None:
-        raise UserError(f"trainer.lora: {sys.executable} has no PEFT; install it with `pip install 'rl-async[lora]'`")
 
 
 def check_trackers(config: RunConfig) -> None:

@@ -18,27 +18,26 @@ from rl_async.userload import is_user_reference
 def write_tool_schemas(config: RunConfig, folder: Path) -> None:
     """Write the schemas of the config's tools, and of the built-in ones, which tasks may name, into a run's folder.
 
-    None behind a gateway, whose programs offer tools of their own. Raises ConfigError if one cannot be loaded.
+    Behind a gateway the file is empty: programs offer tools of their own. Raises ConfigError if one cannot be loaded.
     """
     from rl_async.agent_loop.tools.tool_registry import TOOLS
 
     names = [] if config.agent.gateway is not None else [*dict.fromkeys([*TOOLS, *config.agent.tools])]
-    apart = any(map(is_user_reference, names))
-    (folder / TOOLS_FILE).write_text(json.dumps(_schemas_apart(names) if apart else _schemas(names)))
+    if any(map(is_user_reference, names)):
+        printed = run_apart(
+            "launcher.plan.tool_schemas", json.dumps(names), what="agent.tools: loading them", limit_s=LOAD_S
+        )
+        # The user's code may have printed something before.
+        schemas = json.loads(printed.splitlines()[-1])
+    else:
+        schemas = _schemas(names)
+    (folder / TOOLS_FILE).write_text(json.dumps(schemas))
 
 
 def _schemas(names: Sequence[str]) -> dict[str, Any]:
     from rl_async.agent_loop.tools.tool_registry import get_tool
 
     return {name: get_tool(name).schema for name in names}
-
-
-def _schemas_apart(names: Sequence[str]) -> Any:
-    printed = run_apart(
-        "launcher.plan.tool_schemas", json.dumps(names), what="agent.tools: loading them", limit_s=LOAD_S
-    )
-    # The user's code may have printed something before.
-    return json.loads(printed.splitlines()[-1])
 
 
 def main() -> int:

@@ -38,20 +38,22 @@ def run_apart(module: str, *arguments: str, what: str, limit_s: float, given: by
     return done.stdout.decode(errors="replace")
 
 
-LOAD_S = 180.0  # importing torch from a slow disk takes a minute
+# Importing torch from a slow disk takes a minute.
+LOAD_S = 180.0
 
 
 def check_user_code(config: RunConfig) -> None:
-    """Raise ConfigError naming the key if something that the run would load does not exist, load or fit.
+    """Raise ConfigError naming the key if code that the run would load does not exist, load or fit.
 
-    So, too, if the run needs a sandbox and none can be made here.
+    Also raises it if the run needs a sandbox and none can be made here.
     """
     if uses_sandbox(config):
         make_sandbox(config.sandbox)
     named = list(named_code(config))
     _load([(key, name) for key, name in named if not is_user_reference(name)])
     if own := [(key, name) for key, name in named if is_user_reference(name)]:
-        _load_apart(own)
+        keys, names = (", ".join(dict.fromkeys(column)) for column in zip(*own))
+        run_apart("launcher.plan.user_code", json.dumps(own), what=f"{keys}: loading {names}", limit_s=LOAD_S)
 
 
 def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -83,25 +85,20 @@ def _load(named: Sequence[tuple[str, str]]) -> None:
     }
     for key, name in named:
         try:
-            # of the trainer's functions only existence: the trainer itself tries them, with torch, on a tiny batch
+            # The trainer's functions must only exist: the trainer itself tries them, with torch, on a tiny batch.
             loaders[key](name) if key in loaders else load_user_object(name, key)
         except ConfigError:
             raise
-        except (Exception, SystemExit) as error:  # importing a user's file may raise anything
+        # Importing a user's file may raise anything.
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
                 f"{key}: loading {name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
             ) from error
 
 
-def _load_apart(named: Sequence[tuple[str, str]]) -> None:
-    """Do ``_load`` in a process of its own."""
-    keys, names = (", ".join(dict.fromkeys(column)) for column in zip(*named))
-    run_apart("launcher.plan.user_code", json.dumps(named), what=f"{keys}: loading {names}", limit_s=LOAD_S)
-
-
 def main() -> int:
-    """Load what the argument lists as JSON pairs of key and name; what is wrong is the last line of standard error."""
+    """Load the pairs of key and name that the argument lists; an error is the last line of standard error."""
     try:
         _load(json.loads(sys.argv[1]))
     except ConfigError as error:

@@ -33,15 +33,14 @@ SHOWN = 300  # characters of a text
 
 
 class Fact(NamedTuple):
-    """Something that tools, environment or rewards say of an episode."""
+    """An answer of a tool, the environment or a reward in an episode."""
 
     place: str
     text: str
 
 
 class RecordedAnswers:
-    """Says what was sampled in each role's conversation, answer by answer, whatever it is asked; an empty answer when
-    there is no more."""
+    """An engine that repeats the recorded answers of each role's conversation, and gives empty ones after the last."""
 
     def __init__(self, rows: Sequence[Trajectory], stop_token_ids: Sequence[int]) -> None:
         self._answers = {
@@ -143,7 +142,7 @@ def _mentions(path: Path, sought: bytes) -> bool:
 
 
 def facts(rows: Sequence[Trajectory]) -> list[Fact]:
-    """List what tools, environment and rewards said in an episode of these rows, in order, without measured times."""
+    """List the answers of tools, environment and rewards in an episode, in order, without measured times."""
     return [
         Fact(f"{own[0].role}: {place}" if own[0].role else place, text)
         for own in by_role(rows)
@@ -153,7 +152,11 @@ def facts(rows: Sequence[Trajectory]) -> list[Fact]:
 
 def _facts_of_role(rows: Sequence[Trajectory]) -> list[Fact]:
     last = rows[-1]
-    turns = [max((row.turns[n] for row in rows if n < len(row.turns)), key=_rewarded) for n in range(len(last.turns))]
+    # Each turn as the row has it that records its reward.
+    turns = [
+        max((row.turns[n] for row in rows if n < len(row.turns)), key=lambda turn: turn.reward is not None)
+        for n in range(len(last.turns))
+    ]
     found = [fact for number, turn in enumerate(turns) for fact in _facts_of_turn(number, turn)]
     found.append(Fact("finish reason", last.finish_reason))
     parts = [(name, value) for name, value in sorted(last.reward_parts.items()) if not is_time(name)]
@@ -171,14 +174,9 @@ def compare(before: Sequence[Fact], now: Sequence[Fact]) -> tuple[list[str], boo
         else:
             same = False
             lines.append(f"{place} DIFFERS")
-            lines += [
-                f"  {when}: {_short(at[place]) if place in at else 'nothing'}" for when, at in _both(then, latest)
-            ]
+            for when, at in (("recorded", then), ("now     ", latest)):
+                lines.append(f"  {when}: {_short(at[place]) if place in at else 'nothing'}")
     return lines, same
-
-
-def _both(then: dict[str, str], latest: dict[str, str]) -> list[tuple[str, dict[str, str]]]:
-    return [("recorded", then), ("now     ", latest)]
 
 
 def _facts_of_turn(number: int, turn: Turn) -> Iterator[Fact]:
@@ -188,10 +186,6 @@ def _facts_of_turn(number: int, turn: Turn) -> Iterator[Fact]:
         yield Fact(f"turn {number}, {turn.role}", turn.text)
     if turn.reward is not None:
         yield Fact(f"turn {number}, reward", f"{turn.reward:g} {turn.reason}".strip())
-
-
-def _rewarded(turn: Turn) -> bool:
-    return turn.reward is not None
 
 
 def _sampled(row: Trajectory) -> Iterator[list[int]]:
