@@ -29,7 +29,8 @@ Kind = Literal[
     "wait", "train", "sync", "checkpoint", "generate", "tool", "environment", "reward", "start", "down", "other"
 ]
 
-LAUNCHER, WEIGHTS = "launcher", "weights"  # writers whose lanes are other processes
+# Writers whose lanes are other processes.
+LAUNCHER, WEIGHTS = "launcher", "weights"
 AGENTS, ENGINES = "agent workers", "engines"
 PHASES: dict[str, Kind] = {
     "starting": "start",
@@ -42,7 +43,8 @@ PHASES: dict[str, Kind] = {
 }
 STATES: dict[str, Kind] = {"starting": "start", "restarting": "down", "failed": "down"}
 ENDED = ("restarting", "ended", "failed")
-ROWS: dict[str, tuple[str, str]] = {  # of activities: process and row
+# Process and row of each kind of activity.
+ROWS: dict[str, tuple[str, str]] = {
     "tool": (AGENTS, "tools"),
     "environment": (AGENTS, "environments"),
     "reward": (AGENTS, "rewards"),
@@ -56,8 +58,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     ended: float
     kind: Kind
     name: str
-    step: int = -1  # that it belongs to; of an episode, the one that trained it
-    key: str = ""  # of the trajectory, as the page names it
+    # The step that it belongs to, or that trained its episode.
+    step: int = -1
+    # The page's key of its trajectory.
+    key: str = ""
     about: str = ""
 
 
@@ -81,7 +85,7 @@ class Played(msgspec.Struct, frozen=True):
 def process_lanes(entered: Sequence[Entered], until: float) -> list[Lane]:
     """Return the lanes of everything that was ``entered`` (oldest first), in the order of ``place``.
 
-    What has no end lasts until its process ended, or ``until``.
+    A span without a recorded end lasts until its process ended, or ``until``.
     """
     ends: dict[str, list[float]] = {}
     by_lane: dict[tuple[str, str], list[Entered]] = {}
@@ -117,7 +121,7 @@ def _spans(
 
 
 def _kind_of_rest(title: str, stage: str) -> Kind | None:
-    """Return the kind of a stage without one of its own; None: it is not drawn."""
+    """Return the kind of a stage without one of its own, or None if it is not drawn."""
     if title == "process" or not stage:
         return None
     if title == "weights":
@@ -221,9 +225,11 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     process: str
     version: str
-    stage: str  # what it is at; empty: it is over
-    began: float  # Unix time
-    ended: float  # of the last thing known of it
+    # Empty once the update is over.
+    stage: str
+    # Unix times of its beginning and of its last recorded stage.
+    began: float
+    ended: float
 
 
 def newest_updates(entered: Iterable[Entered]) -> list[Update]:
@@ -240,9 +246,11 @@ def newest_updates(entered: Iterable[Entered]) -> list[Update]:
     return [newest[process] for process in sorted(newest)]
 
 
-Placed = tuple[str, Span]  # with the engine that sampled it
-FILES = 64  # whose episodes are kept to be shown again
-MOST = 4000  # spans of a file that are
+# A span with the engine that sampled it.
+Placed = tuple[str, Span]
+# So many files, and spans of each, are kept to be shown again.
+FILES = 64
+MOST = 4000
 FROM_METRICS: tuple[tuple[str, Kind, str], ...] = (
     ("waiting for a batch", "wait", "wait_batch"),
     ("training", "train", "train"),
@@ -256,7 +264,8 @@ class Timeline(NamedTuple):
 
     lanes: list[Lane]
     steps: dict[int, tuple[float, float]]
-    until: float  # now, or of an ended run the end of what was recorded
+    # Now, or the end of an ended run's records.
+    until: float
     running: bool
 
 
@@ -338,10 +347,13 @@ def _played(
     return kept, total - len(kept)
 
 
-NEWEST_OF_PAGE = 6  # steps that are shown at first
-DETAILED = 24  # steps whose episodes are shown
-LATER = 4  # steps behind a window, whose episodes may have begun within it
-PIXELS = 2000  # into which a window is divided: nothing shorter is drawn alone
+# The page shows so many steps at first, and the episodes of at most DETAILED.
+NEWEST_OF_PAGE = 6
+DETAILED = 24
+# Episodes of so many steps behind a window may have begun within it.
+LATER = 4
+# A window is divided into so many parts, and nothing shorter is drawn alone.
+PIXELS = 2000
 
 
 def window(run: Path, entered: Sequence[Entered], began: float | None, ended: float | None) -> dict[str, Any]:
@@ -382,12 +394,13 @@ def _cut(lane: Lane, since: float, until: float) -> Lane:
     return Lane(lane.process, lane.title, [row for row in rows if row])
 
 
-NEWEST_OF_TRACE = 20  # steps, unless others are asked for
+# A trace has so many steps unless others are asked for.
+NEWEST_OF_TRACE = 20
 Event = dict[str, Any]
 
 
 def write_trace(run: Path, out: Path, steps: range | None) -> str:
-    """Write the trace of ``steps`` (None: of the newest), and say what it holds. Raises UserError if none is known."""
+    """Write the trace of ``steps``, or of the newest, and describe its content. Raises UserError if none is known."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is no run folder; name one, such as runs/NAME")
     timeline = read_processes(run, read_timeline(run))

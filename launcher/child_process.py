@@ -80,8 +80,10 @@ class Child:
         self.name, self.log, self.log_start = name, log, log_start
         self._process, self._segments = process, segments
         self._swept = False
-        self.host = ""  # the supervisor's own
-        self.started = read_stat(process.pid).started  # in clock ticks since the boot
+        # Empty for the supervisor's own machine.
+        self.host = ""
+        # In clock ticks since the boot.
+        self.started = read_stat(process.pid).started
 
     @classmethod
     async def start(
@@ -99,7 +101,8 @@ class Child:
         ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.role``).
         """
         segments = prefix_for(stacks)
-        sweep_segments(segments)  # the one before may have been killed with its supervisor
+        # An earlier process of this name may have been killed with its supervisor.
+        sweep_segments(segments)
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
@@ -128,7 +131,7 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs. Negative: the signal that killed it."""
+        """The exit code, or minus the number of the signal that killed it; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -137,14 +140,15 @@ class Child:
         Has no deadline of its own: the caller sets one.
         """
         code = await self._process.wait()
+        # Only once, since another group may get the id later.
         if not self._swept:
-            self._swept = True  # once: later, the group's id may be reused
+            self._swept = True
             self._signal_group(signal.SIGKILL)
             sweep_segments(self._segments)
         return code
 
     async def stop(self, timeout_s: float | None) -> int:
-        """Send SIGTERM to the process, and kill it after ``timeout_s``; None: wait until it has ended."""
+        """Send SIGTERM to the process, and kill it after ``timeout_s``. Without one, wait until it has ended."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -165,11 +169,12 @@ class Child:
             self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # the group is empty
+        # The group may be empty.
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def output(self) -> str:
-        """Return the end of what this process wrote, without what earlier ones left in the same log."""
+        """Return the end of this process's output. The log may begin with that of earlier ones."""
         return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
@@ -215,15 +220,15 @@ class Executor(Protocol):
     """Starts processes and knows their addresses: ``places()`` returns ports and hosts by name."""
 
     def open(self) -> None:
-        """Acquire what processes need; they may be started afterwards."""
+        """Acquire the resources that processes need; they may be started afterwards."""
         ...
 
     def close(self) -> None:
-        """End every process that was started, and release what ``open`` acquired."""
+        """End every process that was started, and release the resources of ``open``."""
         ...
 
     async def allocate(self) -> None:
-        """Choose host and ports for every process. Raises UserError for what is missing there."""
+        """Choose host and ports for every process. Raises UserError if something is missing there."""
         ...
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
@@ -286,7 +291,8 @@ class Roster:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._started: dict[str, tuple[ProcessSpec, Process]] = {}
-        self._entered: dict[str, tuple[int, str]] = {}  # pid and state that the timeline has
+        # The pid and state of each process as the timeline has them.
+        self._entered: dict[str, tuple[int, str]] = {}
 
     def add(self, spec: ProcessSpec, child: Process) -> None:
         """Enter a process that was started, in place of an earlier one of its name."""
@@ -296,7 +302,8 @@ class Roster:
         """Replace the file, with the states of the processes that have one."""
         records = []
         for name, (spec, child) in self._started.items():
-            unkept = "running" if child.returncode is None else "ended"  # the preparation is not among ``states``
+            # The preparation is not among ``states``.
+            unkept = "running" if child.returncode is None else "ended"
             known = states.get(name, ProcessState(name, unkept))
             records.append(
                 ProcessRecord(

@@ -221,7 +221,7 @@ class ViewedRuns:
         return sorted(found, key=_changed, reverse=True)
 
     def named(self, name: str) -> ViewedRun:
-        """Return the run of that name. Raises RequestRefused (404) if there is none."""
+        """Return the run of that name. Raises RequestRefused (404) for an unknown one."""
         run = next((run for run in self.all() if run.name == name), None)
         if run is None:
             raise RequestRefused(f"there is no run {name[:200]!r}", code="no_run", status=404)
@@ -237,7 +237,7 @@ def _parsed(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _roster(folder: Path) -> Sequence[ProcessRecord]:
-    """Return the processes that the run started; none of a folder that was copied in part."""
+    """Return the processes that the run started. A folder that was copied in part may lack their list."""
     try:
         return read_roster(folder)
     except UserError:

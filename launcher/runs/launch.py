@@ -52,7 +52,7 @@ _CONNECT_S = 60.0
 
 
 def present_token(environment: MutableMapping[str, str], home: Path, wants_token: Callable[[], bool]) -> bool:
-    """Have Ray present this user's token, if there is one and the cluster wants it; returns whether it does.
+    """Have Ray present this user's token if the cluster wants it, and return whether it does.
 
     Ray 2.60 presents a token to a cluster that it found by itself, but to an address only if RAY_AUTH_MODE says so. A
     cluster that wants none takes a client that presents one, and then cancels its actors: hence ``wants_token``, which
@@ -67,12 +67,13 @@ def present_token(environment: MutableMapping[str, str], home: Path, wants_token
 
 
 def refuses_without_token(address: str) -> bool:
-    """Whether the cluster at ``address`` (empty: RAY_ADDRESS, or this machine's) takes no client without a token.
+    """Whether the cluster at ``address``, or without one of RAY_ADDRESS or this machine, refuses clients without token.
 
-    Also True if none can connect for another reason: with the token Ray then says which. Takes about a second, and
-    four if the cluster refuses.
+    Also True if no client can connect for another reason, which Ray then names to the client with the token. Takes
+    about a second, and four if the cluster refuses.
     """
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}  # Ray reads it once in a process, so it takes another one
+    # Ray reads the variable once in a process, so the question takes another one.
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-P", "-c", _CONNECT, address or "auto"]
     try:
         return subprocess.run(command, env=environment, capture_output=True, timeout=_CONNECT_S).returncode != 0
@@ -151,7 +152,8 @@ async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
-LOG = Path("logs", "launcher.log")  # in the run folder
+# In the run folder.
+LOG = Path("logs", "launcher.log")
 
 
 def launch(
@@ -236,7 +238,8 @@ def check_reachable(address: str) -> None:
     """Raise UserError if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()) or "/" in host:
-        return  # another form of address, or none
+        # Another form of address, or the default one.
+        return
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -291,19 +294,18 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def check_chat(config: RunConfig) -> None:
-    """Raise ConfigError if the model's chat format does not go with the config or with what it replays, or if that
-    is not whole; a model elsewhere is unknown.
+    """Raise ConfigError if the model's chat format does not go with the config, or a recording to replay is unusable.
 
-    Workers check it, too. The embedded engine is there as soon as they are: here the check would only delay them.
+    A model that is not a folder here cannot be checked. Workers check it, too; the embedded engine starts as fast as
+    they do, so that a check here would only delay them.
     """
     agent, replay = config.agent, config.rollout.replay
     asks = agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
     wants = replay or (asks and config.rollout.engine != "embedded")
     chat: ChatFormat | None = None
     if wants and Path(config.model.path).is_dir():
-        from rl_async.agent_loop.chat_formats.format_registry import (
-            load_format,  # imports Transformers, which takes seconds
-        )
+        # Imports Transformers, which takes seconds.
+        from rl_async.agent_loop.chat_formats.format_registry import load_format
 
         chat = load_format(config.model.path, agent)
     if replay:
@@ -312,7 +314,7 @@ def check_chat(config: RunConfig) -> None:
 
 
 def announce(config: RunConfig, folder: Path, executor: Executor, console: Console) -> None:
-    """Write ``endpoints.json``, and print the address of the gateway if there is one."""
+    """Write ``endpoints.json``, and print the address of an optional gateway."""
     places = endpoints(config, folder, *executor.places())
     write_endpoints(folder, places)
     if places.gateway:
@@ -415,7 +417,8 @@ def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
     """
     config, machine = settle_here(config, folder)
     planned = plan_here(config, folder, resume=resume)
-    assign_ports([wish for wish in planned.ports if wish.port])  # raises for one that is taken
+    # Raises UserError for a port that is taken.
+    assign_ports([wish for wish in planned.ports if wish.port])
     console = Console()
     console.print(plan_table(planned))
     for table in memory_tables(planned.memory):
