@@ -25,7 +25,8 @@ from rl_async.errors import RequestRefused
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines
 from rl_async.messages import ToolCall
 
-MOST_TERMS = 64  # of a search, each of which is looked up
+# Each term of a search is looked up.
+MOST_TERMS = 64
 # Han, kana, and the marks that stand among them.
 _SIGN = re.compile(
     "[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
@@ -44,7 +45,8 @@ def words(text: str) -> str:
     occur in that order. Nothing of it is an operator. Raises RequestRefused for a text without a letter or digit, or of
     too many words.
     """
-    parts = text.replace("\0", " ").split('"')  # SQLite's query would end there
+    # SQLite's query would end at a NUL.
+    parts = text.replace("\0", " ").split('"')
     quoted = [part.strip() for part in parts[1::2]]
     plain = [word for part in parts[::2] for word in part.split()]
     terms = [term for term in (*quoted, *plain) if any(character.isalnum() for character in term)]
@@ -59,9 +61,11 @@ def words(text: str) -> str:
 log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
-FORMAT = 5  # of the tables; a file of another format is made anew
-SEARCHED = 1 << 16  # characters of a trajectory
-PREVIEW = 200  # characters of a prompt or an answer in a list
+# A file whose tables have another format is made anew.
+FORMAT = 5
+# Characters of a trajectory that are searched, and of a prompt or an answer that a list shows.
+SEARCHED = 1 << 16
+PREVIEW = 200
 POLL_S = 2.0
 SCHEMA = """
 CREATE TABLE files (name TEXT PRIMARY KEY, size INTEGER, changed INTEGER);
@@ -88,7 +92,8 @@ CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, first_step INTEGER);
 """
 
 
-Stat = tuple[int, int]  # size and time of change of a file
+# Size and time of change of a file.
+Stat = tuple[int, int]
 
 
 class Progress(NamedTuple):
@@ -96,7 +101,8 @@ class Progress(NamedTuple):
 
     indexed: int
     files: int
-    looked: bool = True  # false until the first look, when it is not known how many files there are
+    # False until the files were counted.
+    looked: bool = True
 
 
 class Damage(NamedTuple):
@@ -116,7 +122,8 @@ class TrajectoryIndex:
         self.path = (Path(tempfile.mkdtemp(prefix="rl-async-view-")) if self._temporary else folder) / FILE
         self.progress = Progress(0, 0, looked=False)
         self.damaged: dict[str, Damage] = {}
-        self.problem = ""  # why the last update failed
+        # Why the last update failed.
+        self.problem = ""
         self._making = threading.Lock()
         self._prepare()
 
@@ -126,7 +133,8 @@ class TrajectoryIndex:
             try:
                 with closing(sqlite3.connect(self.path)) as connection:
                     (found,) = connection.execute("PRAGMA user_version").fetchone()
-            except sqlite3.DatabaseError:  # it is no database
+            except sqlite3.DatabaseError:
+                # Another program wrote the file, or it is damaged.
                 found = None
             if found != FORMAT:
                 self._make()
@@ -161,7 +169,8 @@ class TrajectoryIndex:
             self._prepare()
         with closing(sqlite3.connect(self.path, timeout=60.0)) as connection:
             connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA synchronous = OFF")  # a cache, which is made again
+            # The file is a cache, which can be made again.
+            connection.execute("PRAGMA synchronous = OFF")
             yield connection
 
     def update(self, stopping: threading.Event) -> None:
@@ -209,10 +218,12 @@ class TrajectoryIndex:
                     )
                 connection.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *stat))
         except FileNotFoundError:
-            return  # it was deleted meanwhile
+            # The run deleted it meanwhile.
+            return
         except sqlite3.DatabaseError:
             raise
-        except Exception as error:  # of whatever kind: other files can be read
+        # Damage may raise anything, and must not keep other files from being read.
+        except Exception as error:
             self.damaged[name] = Damage(stat, f"{type(error).__name__}: {error}")
             log.warning("%s cannot be read: %s", self._trajectories / name, self.damaged[name].why)
             _forget(connection, name)
@@ -241,6 +252,7 @@ def _delete(connection: sqlite3.Connection, file: str) -> None:
 def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row: RecordedRow) -> None:
     calls = [call for turn in row.turns for call in turn.tool_calls]
     base, correction = row.staleness_base, row.correction
+    advantages = correction.advantages if correction else []
     values = {
         "file": file.name,
         "place": place,
@@ -263,7 +275,7 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
         "sampled": len(row.sampled),
         "masked": sum(run.end - run.start for run in correction.rules) if correction else None,
         "min_weight": min(correction.weights, default=None) if correction else None,
-        "advantage": _mean(correction.advantages) if correction else None,
+        "advantage": sum(advantages) / len(advantages) if advantages else None,
         "difference": _difference(row),
         "staleness": file.step - base if base is not None and file.partition == "train" else None,
         "turns": len(row.turns),
@@ -316,7 +328,7 @@ def _engines(row: RecordedRow) -> Iterator[tuple[str, int, float, float, int, fl
 def _difference(row: RecordedRow) -> float | None:
     """Return the largest difference between the engine's and the trainer's log-probability of a token.
 
-    None without a token of which both are of the same distribution: a grammar's mask changes the engine's.
+    A grammar's mask changes the engine's distribution, so such tokens do not count. Returns None if no other is left.
     """
     if row.correction is None or not row.correction.logprobs:
         return None
@@ -325,10 +337,6 @@ def _difference(row: RecordedRow) -> float | None:
     if row.constrained:
         differences = [one for at, one in zip(row.explained, differences) if at not in row.constrained_places]
     return max(differences, default=None)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _preview(text: str) -> str:
@@ -357,7 +365,7 @@ class Indexer:
             return self._indexes[folder]
 
     def progress(self, folder: Path) -> Progress | None:
-        """Return how far the index of a run is; None if nobody has looked at its trajectories."""
+        """Return how far the index of a run is, or None if nobody has looked at its trajectories."""
         with self._lock:
             return self._indexes[folder].progress if folder in self._indexes else None
 
@@ -379,7 +387,7 @@ class Indexer:
             self._wanted.wait(POLL_S)
 
     def _update(self, index: TrajectoryIndex) -> None:
-        """Update one index, whatever becomes of it: the others go on. One that failed is made anew, once."""
+        """Update one index. A failure does not affect the others, and the index is made anew, once."""
         if not index.folder.is_dir():
             with self._lock:
                 del self._indexes[index.folder]

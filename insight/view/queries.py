@@ -18,7 +18,8 @@ from rl_async.evaluation import ROUNDING, Tried, line_of, summary
 from rl_async.insight.recorded_evaluations import Evaluation, TaskKey, compare
 from rl_async.insight.view.index import words
 
-MOST = (1 << 63) - 1  # SQLite's largest whole number
+# SQLite's largest whole number.
+MOST = (1 << 63) - 1
 
 
 def integer(name: str, text: str) -> int:
@@ -47,9 +48,10 @@ def _refused(name: str, text: str, kind: str) -> RequestRefused:
     return RequestRefused(f"{name}: {text[:100]!r} is no {kind}", code="no_number", param=name)
 
 
-PAGE = 100  # rows of a page at most
-CHOICES = 200  # values of a filter that are offered
-SHOWN_ERRORS = 3  # kinds of errors of a tool
+# The most rows of a page, values offered for a filter, and kinds of errors shown of a tool.
+PAGE = 100
+CHOICES = 200
+SHOWN_ERRORS = 3
 TOTAL = "rows.reward + rows.turn_reward"
 # Trained rows that a later lineage trained again are left out. An evaluation has no lineage: its file is written anew.
 CURRENT = (
@@ -117,7 +119,7 @@ OTHERS = {"text", "order", "offset", "limit"}
 
 
 class Query(NamedTuple):
-    """What is asked for: conditions of SQL with their values."""
+    """Conditions of SQL with their values."""
 
     where: str
     values: list[Any]
@@ -235,7 +237,7 @@ def key_of(row: sqlite3.Row) -> str:
 def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
     """Return the row of a key such as ``train-5-48-0-0``: partition, step, group, sample and segment.
 
-    Raises RequestRefused, 404 if there is none and 400 if a part of the key is no number.
+    Raises RequestRefused, with 404 for an unknown row and 400 for a key with a part that is not a number.
     """
     partition, *numbers = key.split("-")
     found = None
@@ -251,7 +253,7 @@ def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
 
 
 def rows_of_group(connection: sqlite3.Connection, partition: str, step: int, group: int) -> list[sqlite3.Row]:
-    """Return the rows of a group by sample and segment. Raises RequestRefused (404) if there are none."""
+    """Return the rows of a group by sample and segment. Raises RequestRefused (404) for an unknown group."""
     found = connection.execute(
         f"SELECT * FROM rows WHERE {CURRENT} AND partition = ? AND step = ? AND grp = ? ORDER BY sample, segment",
         (partition, step, group),
@@ -261,7 +263,8 @@ def rows_of_group(connection: sqlite3.Connection, partition: str, step: int, gro
     return found
 
 
-SHOWN = 500  # tasks of a comparison
+# The most tasks of a comparison.
+SHOWN = 500
 # What each role of each held-out episode earned, as ``role_rewards`` has it: a role of several rows has the rewards of
 # all their turns, rows that could not be scored left out, and one without a scored row has 0.
 EPISODES = (
@@ -289,7 +292,8 @@ def table(connection: sqlite3.Connection, solved: float) -> list[dict[str, Any]]
 class Place(NamedTuple):
     """Where the first answer to a task is: ids of the first and the last row of its first sample."""
 
-    key: str  # of the first row's trajectory
+    # The key of the first row's trajectory.
+    key: str
     first: int
     last: int
 
@@ -305,7 +309,8 @@ class Recorded(NamedTuple):
 def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
     """Return what the version after ``step`` of the run ``name`` answered, without questions and answers."""
     if not connection.in_transaction:
-        connection.execute("BEGIN")  # all reads see one state, while files are indexed or forgotten
+        # All reads then see one state, while the indexer adds and removes files.
+        connection.execute("BEGIN")
     means, unscored = dict[TaskKey, float](), 0
     for source, role, task, mean, failed in connection.execute(
         "SELECT source, role, task, avg(earned), sum(NOT scored) "

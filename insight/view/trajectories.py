@@ -54,7 +54,8 @@ def _decode_of(file: Path, changed: int) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-MOST_LINE = 1 << 27  # bytes of a row, several times what the longest have
+# Several times the bytes of the longest rows.
+MOST_LINE = 1 << 27
 
 
 class RecordedRow(msgspec.Struct, dict=True):
@@ -109,11 +110,11 @@ class RecordedRow(msgspec.Struct, dict=True):
 
     @property
     def staleness_base(self) -> int | None:
-        """The step of the oldest version that sampled a token; None if nothing was sampled."""
+        """The step of the oldest version that sampled a token, or None if nothing was sampled."""
         return min((run.version.step for run in self.versions), default=None)
 
     def text(self) -> str:
-        """Return everything that was said, with errors, calls and results, to be searched."""
+        """Return the text to be searched: turns, errors, calls and results."""
         calls = [
             f"{call.name}\n{call.arguments}\n{call.result}\n{call.error}"
             for turn in self.turns
@@ -127,25 +128,28 @@ class RecordedRow(msgspec.Struct, dict=True):
         return number_of(prompt_of(self.turns))
 
     def said_last(self, role: str) -> str:
-        """Return the last turn of a role; empty if there is none."""
+        """Return the last turn of a role, or an empty string."""
         return next((turn.text for turn in reversed(self.turns) if turn.role == role), "")
 
     def said_first(self, role: str) -> str:
-        """Return the first turn of a role; empty if there is none."""
+        """Return the first turn of a role, or an empty string."""
         return next((turn.text for turn in self.turns if turn.role == role), "")
 
 
 class RecordedFile(NamedTuple):
-    """What the name of a file in ``trajectories/`` says, such as ``step-000012-lineage0-rank0.jsonl.gz``."""
+    """The parts of the name of a file in ``trajectories/``, such as ``step-000012-lineage0-rank0.jsonl.gz``."""
 
     name: str
-    partition: str  # train or eval
-    step: int  # that trained the rows, or of the version that was evaluated
-    lineage: int  # 0 for evaluations, which name none
+    # ``train`` or ``eval``.
+    partition: str
+    # The step that trained the rows, or of the version that was evaluated.
+    step: int
+    # Names of evaluations have none, which counts as 0.
+    lineage: int
 
     @classmethod
     def of(cls, name: str) -> "RecordedFile | None":
-        """Parse a name; None for a file of another kind."""
+        """Parse a name, or return None for a file of another kind."""
         if not name.endswith(".jsonl.gz"):
             return None
         kind, *parts = name.removesuffix(".jsonl.gz").split("-")
@@ -196,8 +200,10 @@ def rows_in(folder: Path, places: Sequence[tuple[str, int]]) -> list[RecordedRow
     return [found[place] for place in places]
 
 
-WINDOW = 8  # tokens that may share a character before their text is given as far as it goes
-REPLACEMENT = "\ufffd"  # stands for bytes that are no whole character
+# When more tokens than this share a character, their text is shown incomplete.
+WINDOW = 8
+# Decoders put it in place of an incomplete character.
+REPLACEMENT = "\ufffd"
 
 
 def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str, Any]:
