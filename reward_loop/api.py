@@ -1,32 +1,40 @@
-"""What a scorer gets, a Conversation, and what it returns, a Score."""
+"""The contract of scorers: a Conversation in, a Score out."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import msgspec
 
 from rl_async.errors import RlAsyncError
 from rl_async.messages import Turn
 
-ENVIRONMENT = "environment"  # the scorer that returns what the episode's environment gave
-REWARD = "reward"  # in ``Trajectory.reward_reasons``: the whole of a reward that an agent program gave
-MOST_REASON = 4096  # characters of a reason that are recorded
-MOST_PARTS, PART_NAME = 100, 200  # numbers beside a reward, and characters of their names
+# The scorer that returns the reward of the episode's environment.
+ENVIRONMENT = "environment"
+# The key in ``Trajectory.reward_reasons`` of the total reward that an agent program gave.
+REWARD = "reward"
+# Limits on the parts of a reward that are recorded: characters of a reason, numbers, characters of a number's name.
+MOST_REASON = 4096
+MOST_PARTS, PART_NAME = 100, 200
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished episode as text. The names are those of verl's reward functions."""
+    """A finished episode as text. The names are those of verl's reward functions.
+
+    ``solution_str`` is the last turn of the model, without the token that ended it. The chat format splits it into
+    ``reasoning`` and ``answer``; built-in scorers get the latter as their ``solution_str``. ``environment`` is the
+    reward of the episode's environment: ``score``, and further numbers.
+    """
 
     data_source: str
-    solution_str: str  # what the model said last, without the token that ended the turn
+    solution_str: str
     ground_truth: str
     extra_info: dict[str, Any] = {}
     turns: list[Turn] = []
     finish_reason: str = "stop"
-    reasoning: str = ""  # of that turn, as the chat format reads it
-    answer: str = ""  # what follows the reasoning, which built-in scorers get as solution_str
-    environment: dict[str, float] = {}  # what the episode's environment gave: ``score``, and further numbers
+    reasoning: str = ""
+    answer: str = ""
+    environment: dict[str, float] = {}
 
     @property
     def place(self) -> str:
@@ -46,7 +54,7 @@ class Score(msgspec.Struct, frozen=True):
         return {name: self.value} | {f"{name}/{key}": number for key, number in self.extra.items()}
 
     def reasons(self, name: str) -> dict[str, str]:
-        """Return the reason as an entry of ``Trajectory.reward_reasons``, whose beginning it is if it is long."""
+        """Return the reason as an entry of ``Trajectory.reward_reasons``, cut to MOST_REASON characters."""
         return {name: self.reason[:MOST_REASON]} if self.reason else {}
 
 
@@ -66,15 +74,9 @@ class ScorerUnreachable(ScorerFailed):
     """The server behind a scorer, which had answered before, does not answer now."""
 
 
-class Scorer(Protocol):
-    """Scores one conversation. Raises ScorerFailed; anything else it raises counts as a failure too."""
-
-    async def score(self, conversation: Conversation) -> Score: ...
-
-
 def to_score(answer: object) -> Score:
-    """Convert what a reward function returned: a number, or verl's mapping with ``score``, other numbers, and a text
-    ``reason`` if there is one.
+    """Convert the result of a reward function: a number, or verl's mapping with ``score``, other numbers, and an
+    optional text ``reason``.
 
     Raises ScorerFailed for anything else and for a score that is not finite.
     """
@@ -83,7 +85,8 @@ def to_score(answer: object) -> Score:
     if isinstance(answer, Mapping):
         given = answer.get("score")
         if isinstance(text := answer.get("reason"), str):
-            reason = text[:MOST_REASON].encode(errors="replace").decode()  # half a character could not be sent
+            # A lone surrogate could not be sent.
+            reason = text[:MOST_REASON].encode(errors="replace").decode()
         numbers = {
             str(key).encode(errors="replace").decode(): finite_number(value)
             for key, value in answer.items()
@@ -99,7 +102,7 @@ def to_score(answer: object) -> Score:
 
 
 def too_many(parts: Mapping[str, float]) -> str | None:
-    """Say why these are more parts of a reward than are recorded; None if they are not."""
+    """Return why a reward has too many parts or too long names to be recorded, or None."""
     if len(parts) > MOST_PARTS:
         return f"{len(parts)} numbers beside the reward; at most {MOST_PARTS} are recorded"
     if long := next((name for name in parts if len(name) > PART_NAME), None):

@@ -53,7 +53,7 @@ MINUTE_S = 60.0
 
 
 class RateLimit:
-    """At most ``count`` starts within any ``period_s`` seconds; 0: no limit."""
+    """Allows at most ``count`` starts within any ``period_s`` seconds; a ``count`` of 0 means no limit."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Completion(msgspec.Struct):
 
 
 def read_completion(raw: bytes, url: str) -> Completion:
-    """Decode what ``url`` answered. Raises ScorerFailed if it is no completion or has no choice."""
+    """Decode the answer of ``url``. Raises ScorerFailed unless it is a completion with at least one choice."""
     try:
         completion = msgspec.json.decode(raw, type=Completion)
     except UNDECODABLE as error:
@@ -116,9 +116,11 @@ def read_completion(raw: bytes, url: str) -> Completion:
 CONNECT_S = 5.0
 LONGEST_BACKOFF_S = 30.0
 TOO_MANY = 429
-SHOWN = 300  # characters of an answer that go into an error
-REFUSED = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)  # nobody was reached
-RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)  # the connection was refused, lost or cut off
+# Errors quote so many characters of an answer.
+SHOWN = 300
+# The server could not be reached; the second tuple adds connections that were lost or cut off.
+REFUSED = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 
 log = logging.getLogger("rl_async.reward_loop")
 
@@ -126,7 +128,7 @@ log = logging.getLogger("rl_async.reward_loop")
 class _Retryable(Exception):
     """A failed attempt that is worth a retry.
 
-    ``pause_s``: the server's Retry-After. ``refused``: nobody was reached.
+    ``pause_s`` is the server's Retry-After. ``refused`` is set if the server could not be reached.
     """
 
     def __init__(self, reason: str, pause_s: float = 0.0, *, refused: bool = False) -> None:
@@ -190,7 +192,7 @@ class Poster:
                 raise self._lost(f"{self.url} did not answer within {limit}{last}", began) from None
 
     async def _retry(self, data: bytes, headers: Mapping[str, str], failures: list[str], began: float) -> bytes:
-        """Attempt until one succeeds; ``failures`` holds the last failure. ``began``: when the request did."""
+        """Attempt until one succeeds; ``failures`` gets the last failure. The request began at ``began``."""
         attempt = 0
         while True:
             attempt += 1
@@ -242,7 +244,9 @@ class Poster:
         shown = self._without_key(raw.decode(errors="replace"))[:SHOWN]
         text = f"{self.url} answered {response.status}: {shown}"
         if response.status == TOO_MANY or response.status >= 500:
-            raise _Retryable(text, _seconds(response.headers.get("Retry-After", "")))
+            # Retry-After may also be a date; the backoff applies then.
+            after = response.headers.get("Retry-After", "")
+            raise _Retryable(text, float(after) if after.isdecimal() else 0.0)
         raise ScorerFailed(text)
 
     def _without_key(self, text: str) -> str:
@@ -276,8 +280,3 @@ def poster_of(
         attempts_to_reach=attempts_to_reach,
         tell=tell,
     )
-
-
-def _seconds(retry_after: str) -> float:
-    """Parse Retry-After as whole seconds; for its other form, a date, the backoff applies."""
-    return float(retry_after) if retry_after.isdecimal() else 0.0

@@ -1,7 +1,7 @@
 """A process of the pool: gets conversations over a socket and answers with scores, until the socket closes.
 
 Frames are msgpack, preceded by a four-byte length. The socket is not one of the standard streams, which belong to the
-users' functions: what those print goes to the log, and what they read is empty.
+users' functions: their output goes to the log, and their input is empty.
 """
 
 import asyncio
@@ -23,10 +23,13 @@ from rl_async.reward_loop.api import Conversation, Score, ScorerFailed, to_score
 from rl_async.reward_loop.scorers.scorer_registry import describe, get_scorer
 
 LENGTH = struct.Struct(">I")
-GRACE_S = 5.0  # past the deadline, in which the pool should have killed this process
-PR_SET_PDEATHSIG = 1  # prctl(2)
+# The pool should have killed this process so long after a missed deadline.
+GRACE_S = 5.0
+# The option of prctl(2) that asks for a signal when the parent dies.
+PR_SET_PDEATHSIG = 1
 
-Mode = Literal["process", "awaited"]  # one conversation at a time, or coroutines beside each other
+# Score one conversation at a time, or run coroutines concurrently.
+Mode = Literal["process", "awaited"]
 Function = Callable[[Any], Any]
 
 
@@ -49,7 +52,7 @@ class ScoreReply(msgspec.Struct):
     error: str = ""
 
     def score(self) -> Score:
-        """Return the score. Raises ScorerFailed if there is none."""
+        """Return the score. Raises ScorerFailed with the ``error``."""
         if self.error:
             raise ScorerFailed(self.error)
         return Score(self.value, self.extra, self.reason)
@@ -61,13 +64,13 @@ def missed(timeout_s: float) -> str:
 
 
 def converted(number: int, answer: object) -> ScoreReply:
-    """Return the reply for what a function returned. Raises what the user's objects raise while they are converted."""
+    """Convert a function's result to a reply. Errors that the user's objects raise meanwhile pass through."""
     score = to_score(answer)
     return ScoreReply(number, score.value, score.extra, score.reason)
 
 
 def failed(number: int, error: BaseException) -> ScoreReply:
-    """Return the reply for what a function raised: anything, such as SystemExit, fails this conversation alone."""
+    """Convert an error of a function to a reply. Any error, even SystemExit, fails only this conversation."""
     if isinstance(error, MemoryError):
         return ScoreReply(number, error="needs more memory than reward.process_bytes")
     return ScoreReply(number, error=describe(error))
@@ -96,7 +99,8 @@ def serve(channel: socket.socket, functions: dict[str, Function]) -> None:
 def _called(function: Function, request: ScoreRequest) -> ScoreReply:
     try:
         answer = function(request.conversation)
-        if inspect.isawaitable(answer):  # of a decorator that hides a coroutine function
+        # A decorator can hide a coroutine function.
+        if inspect.isawaitable(answer):
             answer = asyncio.run(_awaited(answer))
         return converted(request.number, answer)
     except BaseException as error:
@@ -118,7 +122,7 @@ def _framed(reply: ScoreReply) -> bytes:
 
 
 async def serve_concurrently(channel: socket.socket, functions: dict[str, Function]) -> None:
-    """Report that the functions are ready, then score by coroutines until the socket closes.
+    """Report that the functions are ready, score by coroutines until the socket closes, then end the process.
 
     Consumes ScoreRequests; produces a ScoreReply for each, at its deadline at the latest; waits for the next one,
     unblocked by the end of the stream.
@@ -144,7 +148,8 @@ async def serve_concurrently(channel: socket.socket, functions: dict[str, Functi
         try:
             body = await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size)))
         except asyncio.IncompleteReadError:
-            return
+            # A coroutine that swallows its cancellation would keep the event loop from ending.
+            os._exit(0)
         request = decoder.decode(body)
         if request.conversation is not None:
             running[request.number] = asyncio.create_task(answer(functions[request.scorer], request))
@@ -160,8 +165,9 @@ async def _awaited_reply(function: Function, request: ScoreRequest) -> ScoreRepl
 
 
 def main() -> None:
-    """Serve the scorers whose names are the last arguments, over the socket that the first one is the number of, in the
-    mode of the second, after the most bytes of memory; 0: no limit.
+    """Serve scorers over an inherited socket.
+
+    The arguments are the socket's number, the mode, the limit on memory in bytes (0 for none) and the scorers' names.
     """
     channel, mode, most, *names = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     channel.set_inheritable(False)
@@ -170,18 +176,13 @@ def main() -> None:
     if int(most):
         # Private memory, not addresses: libraries reserve far more of those than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (int(most), int(most)))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the socket
+    # Ctrl-C is for the parent, which then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     functions = {name: get_scorer(name).function for name in names}
     if mode == "process":
         serve(channel, functions)
-        return
-    asyncio.run(_until_closed(channel, functions))
-
-
-async def _until_closed(channel: socket.socket, functions: dict[str, Function]) -> None:
-    await serve_concurrently(channel, functions)
-    # A coroutine that swallows its cancellation would keep the event loop from ending.
-    os._exit(0)
+    else:
+        asyncio.run(serve_concurrently(channel, functions))
 
 
 if __name__ == "__main__":

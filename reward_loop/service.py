@@ -37,20 +37,23 @@ from rl_async.reward_loop.scorers.scorer_registry import ScorerSpec, describe, g
 from rl_async.sandbox.kinds import make_sandbox
 from rl_async.userload import is_user_reference
 
-START_S = 60.0  # to start Python and import a scorer's modules
-LAST_BYTES_S = 0.5  # for what an ended process had written, whose children may keep its socket open
-UNBLOCK_S = 1.0  # past the deadline, for an event loop to say that it has given up a coroutine
+# Starting Python and importing a scorer's modules may take so long.
+START_S = 60.0
+# The last bytes of an ended process are read for so long, since its children may keep its socket open.
+LAST_BYTES_S = 0.5
+# So long after a deadline, an event loop must have reported that it gave up the coroutine.
+UNBLOCK_S = 1.0
 
 
 class ProcessPool:
-    """A fixed number of processes, each of which scores one conversation at a time, and one for all coroutines."""
+    """A fixed number of processes that score one conversation at a time each, and one for all coroutines."""
 
     def __init__(self, blocking: Sequence[str], awaited: Sequence[str], processes: int, process_bytes: int) -> None:
         self._processes = [_OneByOne(blocking, process_bytes) for _ in range(processes)]
         self._free: asyncio.LifoQueue[_OneByOne] = asyncio.LifoQueue()
         for process in self._processes:
             self._free.put_nowait(process)
-        self._concurrent = _Concurrent(awaited, process_bytes)
+        self.concurrent = _Concurrent(awaited, process_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,7 +61,7 @@ class ProcessPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(self._concurrent.stop(), *(process.stop() for process in self._processes))
+        await to_the_end(self.concurrent.stop(), *(process.stop() for process in self._processes))
 
     async def score(self, scorer: str, conversation: Conversation, timeout_s: float) -> Score:
         """Score in the next free process. The deadline ``timeout_s`` starts once that process is ready.
@@ -70,13 +73,6 @@ class ProcessPool:
             return await process.score(ScoreRequest(0, scorer, conversation, timeout_s))
         finally:
             self._free.put_nowait(process)
-
-    async def score_concurrently(self, scorer: str, conversation: Conversation, timeout_s: float) -> Score:
-        """Score by a coroutine function, beside others. The deadline ``timeout_s`` starts once its process is ready.
-
-        Raises ScorerFailed as ``score`` does, and if another conversation's coroutine ended or blocked the process.
-        """
-        return await self._concurrent.score(scorer, conversation, timeout_s)
 
 
 class _Channel:
@@ -143,7 +139,7 @@ class _Channel:
         return self._decoder.decode(await self._reader.readexactly(length))
 
     async def kill(self) -> None:
-        """End the process with what it started in its process group."""
+        """Kill the process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
@@ -165,7 +161,8 @@ class _OneByOne:
             reply = await self._exchange(self._channel, request)
             answered = True
         finally:
-            if not answered:  # a late reply must not be taken for the reply to the next request
+            # A late reply must not be taken for the reply to the next request.
+            if not answered:
                 await self.stop()
         return reply.score()
 
@@ -208,6 +205,10 @@ class _Concurrent:
         self._waiting = dict[int, asyncio.Future[ScoreReply]]()
 
     async def score(self, scorer: str, conversation: Conversation, timeout_s: float) -> Score:
+        """Score by a coroutine function. The deadline ``timeout_s`` starts once the process is ready.
+
+        Raises ScorerFailed if the scorer raised or missed the deadline, or a coroutine ended the process.
+        """
         left = timeout_s
         while True:
             channel = await self._running()
@@ -276,10 +277,11 @@ class _Concurrent:
             await receiving
 
 
-VERDICTS_FILE = "verdicts.sqlite"  # in the run folder
+# The file in the run folder that holds the judge's verdicts.
+VERDICTS_FILE = "verdicts.sqlite"
 # Seconds between two lines about episodes that are not scored.
 WARN_S = 60.0
-# An outage of a judge or a reward model is waited out so long: less than trainer.batch_timeout_s by default.
+# How long to wait out an outage of a judge or a reward model: less than trainer.batch_timeout_s by default.
 OUTAGE_S = 240.0
 AGAIN_S = 2.0
 
@@ -289,9 +291,9 @@ log = logging.getLogger("rl_async.rewards")
 class RewardService:
     """An async context manager. Its constructor raises ConfigError for scorers that are missing or lack a dependency.
 
-    ``model_url``: URL of the run's own reward model. ``folder``: the run folder, which has that model's
-    token and the judge's verdicts. ``sandbox``: where the scorer ``code`` runs programs. ``read``: the reasoning and
-    the answer of a turn, as the run's chat format reads its tokens, given those and the tokens before them.
+    ``model_url`` is the URL of the run's own reward model; ``folder``, the run folder, holds that model's token and the
+    judge's verdicts. The scorer ``code`` runs programs in ``sandbox``. ``read`` splits a turn into reasoning and answer
+    as the run's chat format does, given its tokens and the tokens before them.
     """
 
     def __init__(
@@ -330,7 +332,7 @@ class RewardService:
     async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None:
         """Fill in the trajectory's ``reward``, ``reward_parts``, ``reward_reasons`` and ``timings["reward"]``.
 
-        When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and what happened, and
+        When a scorer fails, or a reward is beyond ``reward.limit``, ``error`` names the scorer and the problem, and
         the trajectory is not ``scored``: its reward is 0 and no estimator learns from it. ``others`` are the rows of
         its episode without the last answer, which get the same score; their turns' rewards have the limit, too.
         """
@@ -365,7 +367,7 @@ class RewardService:
         return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
 
     def _said(self, trajectory: Trajectory) -> tuple[str, str] | None:
-        """Return reasoning and answer of the last turn, read from its tokens; None without these or a reader."""
+        """Read the reasoning and the answer of the last turn from its tokens; None without tokens or a reader."""
         last = next((turn for turn in reversed(trajectory.turns) if turn.role == "assistant"), None)
         if self._read is None or last is None or not trajectory.loss_mask[last.start : last.end].any():
             return None
@@ -373,7 +375,7 @@ class RewardService:
         return self._read(row[last.start : last.end], row[: last.start])
 
     async def _extracted(self, spec: ScorerSpec, term: RewardTerm, conversation: Conversation) -> Score | str:
-        """Score the part of the last turn that the term extracts; 0 if there is none, and the scorer is not asked.
+        """Score the part of the last turn that the term extracts. Without such a part, return 0 and skip the scorer.
 
         Whether something was found is recorded beside the score.
         """
@@ -402,8 +404,9 @@ class RewardService:
                 await self._rate.wait()
                 if spec.place == "process":
                     return await self._pool.score(spec.name, conversation, self._config.timeout_s)
-                return await self._pool.score_concurrently(spec.name, conversation, self._config.timeout_s)
-        except Exception as error:  # only this trajectory fails
+                return await self._pool.concurrent.score(spec.name, conversation, self._config.timeout_s)
+        # A scorer may raise anything, which fails this trajectory alone.
+        except Exception as error:
             return describe(error)
 
     async def _served(self, spec: ScorerSpec, conversation: Conversation) -> Score:
@@ -439,7 +442,7 @@ def _models(config: RewardConfig, model_url: str, folder: Path | None) -> dict[s
 
 
 def _unbounded_turn(rows: Sequence[Trajectory], limit: float) -> str | None:
-    """Name the first turn of an episode's rows whose reward is beyond the limit; None if there is none."""
+    """Return the problem of the first turn whose reward is beyond the limit, or None."""
     for row in rows:
         turns = {f"the reward of turn {n}": t.reward for n, t in enumerate(row.turns) if t.reward is not None}
         if problem := unbounded(turns, limit):
@@ -454,10 +457,10 @@ def seen_by(term: RewardTerm, conversation: Conversation) -> str:
 
 
 def as_conversation(task: Task, trajectory: Trajectory, read: tuple[str, str] | None = None) -> Conversation:
-    """Return what scorers get to see of an episode.
+    """Convert an episode for scorers.
 
-    ``read``: the reasoning and the answer of the last turn. Where a chat format found no reasoning, and without
-    ``read``, the tags ``<think>`` and ``</think>`` separate the two.
+    ``read`` is the reasoning and the answer of the last turn. Without it, or if it has no reasoning, the tags
+    ``<think>`` and ``</think>`` separate the two.
     """
     said = [turn.text for turn in trajectory.turns if turn.role == "assistant"]
     prefix = f"{ENVIRONMENT}/"

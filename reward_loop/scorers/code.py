@@ -1,7 +1,7 @@
 """The scorer ``code``: runs the program of an answer against the hidden tests of its task, in a sandbox.
 
-Expected outputs never enter the sandbox: they are compared out here with what the program printed or returned. Tests
-that are code do enter it, and run in the program's own process.
+Expected outputs never enter the sandbox: they are compared out here with the program's output or result. Tests that are
+code do enter it, and run in the program's own process.
 """
 
 import ast
@@ -35,7 +35,8 @@ from rl_async.reward_loop.scorers.code_tests import (
 from rl_async.sandbox.api import Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
 DRIVER = Path(code_driver.__file__).read_text()
-MOST_TIMED = 16  # tests whose time is recorded each; of more, the sum and the longest
+# With more tests than this, only the sum of their times and the longest are recorded.
+MOST_TIMED = 16
 
 
 class _ModuleMissing(Exception):
@@ -83,7 +84,7 @@ class CodeScorer:
     async def _run(
         self, program: str, tests: list[Test], imports: list[dict[str, str]]
     ) -> tuple[list[bool], list[float]]:
-        """Return whether each test that ran passed, and its time: that of its process, shared by the tests in it."""
+        """Return whether each test that ran passed, and its time: an equal share of its process's."""
         results, times = list[bool](), list[float]()
         end = time.monotonic() + self._config.timeout_s
         for test in tests:
@@ -108,7 +109,7 @@ class CodeScorer:
         self, workspace: Workspace, program: str, test: Test, imports: list[dict[str, str]], seconds: float
     ) -> list[bool]:
         """Run a test's process; return whether each of its checks passed. Raises _ModuleMissing if the tests
-        import what the sandbox lacks."""
+        import a module that the sandbox lacks."""
         try:
             if isinstance(test, Pair) and test.after is None:
                 result = await workspace.run("python", program, stdin=test.stdin.encode(), seconds=seconds)
@@ -119,7 +120,8 @@ class CodeScorer:
             if isinstance(test, Pair):
                 stdin += test.stdin.encode()
             result = await workspace.run("python", DRIVER, stdin=stdin, seconds=seconds)
-        except SandboxRefused:  # a program that no process can be started with
+        # No process can be started with this program.
+        except SandboxRefused:
             return [False] * test.checks
         lines = result.stdout.decode(errors="replace").split("\n")
         reports = [line.partition(MARK)[2] for line in lines if MARK in line]
@@ -142,7 +144,7 @@ class CodeScorer:
 
 
 class _Told(NamedTuple):
-    """A test as the driver reads it, the secret that its reports begin with, and what stays here to be compared."""
+    """A test as the driver reads it, the secret that its reports begin with, and the expected values, kept here."""
 
     given: dict[str, Any]
     secret: str = ""
@@ -206,9 +208,11 @@ def _ended_well(result: Result) -> bool:
     return result.exit == 0 and not result.limit
 
 
-_LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")  # in an info string: `python title="x"`, `{.python}`, `python:main.py`
+# Info strings name it as `python title="x"`, `{.python}` or `python:main.py`.
+_LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")
+# Indentation and the marks of quotes and list items may stand before a fence.
 _OPENING = re.compile(
-    r"(?P<before>(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])[ \t])*)"  # indentation, and marks of quotes and list items
+    r"(?P<before>(?:[ \t]|>|(?:[-+*]|\d{1,9}[.)])[ \t])*)"
     r"(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)",
     re.DOTALL,
 )
@@ -219,7 +223,7 @@ _BEHIND_TEXT = re.compile(
 
 
 def last_program(answer: str) -> str | None:
-    """Return the last fenced block in Python, or else the last one without a language; None if there is neither."""
+    """Return the last fenced block in Python, else the last one without a language, else None."""
     blocks = list(_blocks(answer))
     for languages in (("python", "python3", "py", "py3"), ("",)):
         if found := [text for language, text in blocks if language in languages]:
@@ -252,7 +256,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _without(line: str, before: str) -> str:
-    """Remove from a line of a block what stood before its opening fence: quote marks, and as much indentation."""
+    """Strip from a line of a block the quote marks and the indentation of its opening fence."""
     for mark in before:
         if mark == ">":
             stripped = line.lstrip(" ")

@@ -4,10 +4,10 @@ The first line of standard input is a JSON object that says which. Results are w
 those of tests follow a secret. The text of this file is sent as a program, so it needs nothing but Python 3.10 and its
 standard library.
 
-Tests are rewritten by `code_checks`: a check tells how it ended by calling a method of `Judge`, which no exception
-handler undoes. Tests have builtins, modules and a unittest of their own, made before the program is loaded, and what
-they compare loses the program's classes, so that a program cannot change how it is judged without searching the frames
-and objects of this process.
+Tests are rewritten by `code_tests`: a check tells how it ended by calling a method of `Judge`, which no exception
+handler undoes. Tests have builtins, modules and a unittest of their own, made before the program is loaded, and
+compared values lose the program's classes, so that a program cannot change how it is judged without searching the
+frames and objects of this process.
 """
 
 import builtins
@@ -39,7 +39,8 @@ from typing import Any, NamedTuple
 
 MARK = "\x00rl-async: "
 MISSING = "missing "
-LONGEST = 1000  # characters of a canonical value; of longer ones the hash is sent
+# Canonical values of more characters are sent as a hash.
+LONGEST = 1000
 
 # LeetCode, whose tasks have starter code, and the graders of LiveCodeBench and PRIME import these for the program.
 PRELUDE = """
@@ -175,7 +176,8 @@ def canonical(value: Any) -> str:
     if kind in MAPPINGS:
         pairs = sorted(f"{canonical(key)}:{canonical(item)}" for key, item in value.items())
         return f"dict[{','.join(pairs)}]"
-    if getattr(value, "shape", None) == ():  # a number of NumPy
+    # NumPy's numbers have an empty shape.
+    if getattr(value, "shape", None) == ():
         return canonical(value.item())
     raise Opaque
 
@@ -220,7 +222,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda item, container: item in container,
     "not in": lambda item, container: item not in container,
 }
-HEAP, IMMUTABLE = 1 << 9, 1 << 8  # in the flags of a type: made at run time; may not be changed
+# Flags of types that were made at run time, and of types that cannot be changed.
+HEAP, IMMUTABLE = 1 << 9, 1 << 8
 _flags = type.__dict__["__flags__"].__get__
 _class_name = type.__dict__["__name__"].__get__
 _bases = type.__dict__["__mro__"].__get__

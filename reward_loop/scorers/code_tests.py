@@ -1,4 +1,4 @@
-"""Hidden tests of a program as ground truths write them, and the comparison of results with what was expected.
+"""Hidden tests of a program as ground truths write them, and the comparison of results with expected ones.
 
 A ground truth is parsed into one of the forms below, which docs/reference/sandbox.md lists; anything else, and anything
 without a check that could fail, is a DataError. `Asserts` and `TestFunction` are code that runs beside the program.
@@ -308,7 +308,8 @@ def _from_code(text: str, extra: Mapping[str, Any], row: str) -> list[Test]:
     tested = {name for name, node in functions.items() if name.startswith("test") and checks.any(node)}
     statements = [node for node in body if not _is_call_without_arguments(node, tested)]
     sources = [ast.unparse(node) for node in statements]
-    checked = [n for n, node in enumerate(statements) if not _defines(node) and checks.any(node)]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    checked = [n for n, node in enumerate(statements) if not isinstance(node, definitions) and checks.any(node)]
     tests: list[Test] = [Asserts(sources, checked, modules, required)] if checked else []
     for name in functions:
         if name in tested:
@@ -358,10 +359,6 @@ def _runs_all_tests(node: ast.stmt) -> bool:
         isinstance(call, ast.Call) and ast.unparse(call.func) in ("unittest.main", "pytest.main")
         for call in ast.walk(node)
     )
-
-
-def _defines(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
 def _calls(node: ast.AST, names: set[str]) -> bool:
@@ -422,16 +419,13 @@ def _refuse_unsupported(body: Sequence[ast.stmt], row: str) -> None:
             ):
                 name = f"{owner}.{node.attr}"
         elif isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
-            unknown = [alias.name for alias in node.names if _is_unsupported(node.module, alias.name)]
+            names = [alias.name for alias in node.names]
+            unknown = [n for n in names if (n not in _PYTEST if node.module == "pytest" else n in _SKIPPING)]
             name = f"{node.module}.{unknown[0]}" if unknown else ""
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("param") and node.keywords:
             name = next((f"param({word.arg}=...)" for word in node.keywords if word.arg == "marks"), "")
         if name:
             raise DataError(f"{row}: {name} is not supported in tests; pytest's {', '.join(sorted(_PYTEST))} are")
-
-
-def _is_unsupported(module: str, name: str) -> bool:
-    return name not in _PYTEST if module == "pytest" else name in _SKIPPING
 
 
 def _is_unittest(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int = 0) -> bool:
@@ -511,7 +505,8 @@ def same_text(found: str, expected: str) -> bool:
 def _same_word(found: str, expected: str) -> bool:
     if found == expected:
         return True
-    if "." not in expected and "e" not in expected.lower():  # whole numbers are equal or they are not
+    # Whole numbers have no tolerance.
+    if "." not in expected and "e" not in expected.lower():
         return False
     if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)):
         return False
@@ -680,7 +675,7 @@ class Checks:
         return name.lower().startswith("assert") and (of_mock or not given or not all(map(self.is_settled, given)))
 
     def is_settled(self, node: ast.expr) -> bool:
-        """Whether an expression says nothing of what the program does."""
+        """Whether an expression does not depend on the program."""
         if self.truth(node) is not None:
             return True
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
@@ -698,7 +693,7 @@ class Checks:
             case ast.JoinedStr() | ast.Lambda() | ast.GeneratorExp():
                 return True
             case ast.ListComp():
-                # A list of truth values is true whatever they are.
+                # A list of comparisons is true even if all of them are false.
                 shown = isinstance(node.elt, ast.Compare) and not any(part.ifs for part in node.generators)
                 return True if shown else None
             case ast.Name():
@@ -720,8 +715,8 @@ class Checks:
 
 
 class Rewritten(NamedTuple):
-    """Statements to run, what their ``__seen__`` values are compared with out here, by number, and the names that the
-    tests mention: the program's classes among them are themselves tested.
+    """Statements to run, the expected results of their ``__seen__`` values by number, which stay out here, and the
+    names that the tests mention: the program's classes among them are themselves tested.
     """
 
     statements: list[str]
@@ -780,8 +775,10 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if self._wanted_to_fail or not self._checks.is_check(node):
             return self.generic_visit(node)
-        if called(node) in ("assertEqual", "assertEquals") and len(node.args) >= 2 and _is_self(node.func):
-            return self._equal(node.args[0], node.args[1])
+        if called(node) in ("assertEqual", "assertEquals") and len(node.args) >= 2:
+            match node.func:
+                case ast.Attribute(value=ast.Name(id="self")):
+                    return self._equal(node.args[0], node.args[1])
         visited = self.generic_visit(node)
         assert isinstance(visited, ast.Call)
         return ast.Call(_name("__ran__"), [visited.func, *visited.args], visited.keywords)
@@ -821,7 +818,8 @@ class _Rewriter(ast.NodeTransformer):
         return self.visit_Try(node)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> Any:
-        raising = [item.context_expr for item in node.items if _raises(item.context_expr)]
+        contexts = [item.context_expr for item in node.items]
+        raising = [call for call in contexts if isinstance(call, ast.Call) and called(call) in RAISING]
         if not raising:
             return self.generic_visit(node)
         wanted = any(_takes_asserts(call) for call in raising)
@@ -868,10 +866,6 @@ def _call_node(name: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(_name(name), list(arguments), [])
 
 
-def _is_self(function: ast.expr) -> bool:
-    return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self"
-
-
 def _fails(body: Sequence[ast.stmt]) -> bool:
     """Whether statements end the test when they are reached."""
     return any(
@@ -882,12 +876,8 @@ def _fails(body: Sequence[ast.stmt]) -> bool:
     )
 
 
-def _raises(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and called(node) in RAISING
-
-
 def _takes_asserts(node: ast.expr) -> bool:
-    """Whether a failed assert is what a ``raises`` waits for."""
+    """Whether a ``raises`` is satisfied by a failed assert."""
     named = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     return bool(named & {"AssertionError", "Exception", "BaseException"})
 
@@ -928,7 +918,7 @@ def _has_literals_alone(node: ast.Call) -> bool:
 
 
 def with_all_names(body: Sequence[ast.stmt]) -> None:
-    """Give repeated test functions, classes and methods, of which Python would keep the last, names of their own."""
+    """Give repeated test functions, classes and methods unique names, since Python would keep only the last."""
     _rename(body, "")
     for node in body:
         if isinstance(node, ast.ClassDef):

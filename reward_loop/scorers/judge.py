@@ -26,7 +26,8 @@ from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.model_client import Poster, read_api_key, read_completion
 
 T = TypeVar("T")
-LOCK_S = 10.0  # another worker's write takes milliseconds
+# Another worker's write takes milliseconds.
+LOCK_S = 10.0
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +38,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Verdicts:
-    """An SQLite table; ``path`` None: in memory. Raises UserError if the file is not an SQLite database.
+    """An SQLite table, in memory if ``path`` is None. Raises UserError if the file is not an SQLite database.
 
     Its calls run in one thread: a write waits for the disk, and for other workers' writes.
     """
@@ -54,7 +55,7 @@ class Verdicts:
             raise UserError(f"{path}: cannot hold the judge's verdicts ({error}); delete it to ask again") from error
 
     async def get(self, request: str) -> Verdict | None:
-        """Return the stored verdict on the request with that hash; None if there is none."""
+        """Return the stored verdict on the request with that hash, or None."""
         row = await self._run(self._get, request)
         return None if row is None else Verdict(score=row[0], reason=row[1])
 
@@ -148,7 +149,8 @@ class Judge:
             task.add_done_callback(lambda _: self._in_flight.pop(key))
         else:
             self._shared_verdicts += 1
-        return await asyncio.shield(task)  # cancelling one conversation must not cancel the others' verdict
+        # Cancelling one conversation must not cancel the others' verdict.
+        return await asyncio.shield(task)
 
     async def _look_up(self, key: str, body: dict[str, Any]) -> Verdict | ScorerFailed:
         assert self._verdicts is not None

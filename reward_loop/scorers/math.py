@@ -2,7 +2,7 @@
 
 ``score`` finds what both texts state. An answer is brought into one spelling, split into tokens, read by kind (from
 lists, over relations and brackets, down to a quantity or words) and compared by kind. To add a unit, add it to the
-table of units: a closed table, with plural nouns for what is counted; none is converted.
+table of units: a closed table, with plural nouns for counted things; none is converted.
 """
 
 import re
@@ -217,7 +217,7 @@ _RULES: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (" +", " "),
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-    # A period at the end, but no ellipsis, and what is left of a space whose second half was stripped.
+    # A period at the end, but no ellipsis, and the first half of a space whose second half was stripped.
     (r"^ |(?: |(?<![\\.])\.|(?<!\\)\\)+$", ""),
     (r"""^(["'])(.+)\1$""", r"\2"),
 )
@@ -438,12 +438,11 @@ def _same_quantity(truth: Quantity, answer: Quantity) -> bool:
     if truth.percent == answer.percent or truth.value.variables or answer.value.variables:
         return False
     # One side has the sign: 50% is 0.5.
-    hundredth = [_hundredth(side.value) if side.percent else side.value for side in (truth, answer)]
-    return same_value(hundredth[0], hundredth[1])
-
-
-def _hundredth(value: Value) -> Value:
-    return value._replace(points=tuple(point / 100 for point in value.points))
+    one, other = (
+        side.value._replace(points=tuple(point / 100 for point in side.value.points)) if side.percent else side.value
+        for side in (truth, answer)
+    )
+    return same_value(one, other)
 
 
 def _same_parts(truth: Many, answer: Many) -> bool:
@@ -635,7 +634,7 @@ def _operation(kinds: set[str], operands: Sequence[Form]) -> Form:
 
 
 def _bracketed(part: Sequence[Token], depth: int) -> Form | None:
-    """Return a set, tuple or interval, or what a pair of brackets around everything holds; None for others."""
+    """Read a set, tuple or interval, or the content of brackets around everything; None for other forms."""
     opening, closing = part[0].kind, part[-1].kind
     if opening not in ("(", "[", "{", "\\{", "\\langle") or closing not in CLOSING or len(_outside(part)) > 2:
         return None
@@ -684,7 +683,7 @@ def _relation(signs: list[str], sides: list[list[Token]], depth: int) -> Form:
     if not all(sides):
         raise Unreadable("lacks one side of a relation")
     if any(sign in _NEAR for sign in signs):
-        # What follows is an approximation of what stands before, or the only value of a name.
+        # The right side is an approximation of the left one, or the only value of a name.
         at = next(n for n, sign in enumerate(signs) if sign in _NEAR)
         cut = at + 1 if at or _name(sides[0]) is None else at + 2
         sides = sides[:cut]
@@ -781,7 +780,7 @@ def _equation(sides: list[list[Token]], depth: int) -> Form:
 
 
 def _has_variables(sides: Sequence[Sequence[Token]]) -> bool:
-    """Whether one side is an expression of variables; sides that are no expressions have none."""
+    """Whether a side is an expression with variables."""
     try:
         return any(evaluate(side).variables for side in sides)
     except Unreadable:
@@ -789,7 +788,7 @@ def _has_variables(sides: Sequence[Sequence[Token]]) -> bool:
 
 
 def _words(part: Sequence[Token]) -> Words | None:
-    """Return words, or a letter, that may be an expression as well; None if there is anything else."""
+    """Return words, or a letter, that may be an expression as well; None if other tokens are among them."""
     if not all(token.kind in ("word", "text") for token in part):
         return None
     if len(part) > MOST_WORDS:

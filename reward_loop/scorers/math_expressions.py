@@ -18,9 +18,9 @@ import mpmath
 DIGITS = 60
 # Relative: far above the rounding of DIGITS digits, far below the distance of different answers.
 CLOSE = 1e-40
-# Relative to its terms, a sum that is as small is what rounding has left of zero.
+# A sum that is this small relative to its terms is zero up to rounding.
 LOST = 1e-50
-# Relative, between numbers of which one is written as a decimal that is not whole.
+# Relative tolerance between numbers if one of them is written as a decimal that is not whole.
 CLOSE_DECIMAL = Fraction(1, 10**6)
 # Of numerator, denominator, or a binary exponent.
 MOST_BITS = 20_000

@@ -28,7 +28,8 @@ Message = dict[str, Any]
 
 def load_tokenizer(path: str, key: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a folder. Raises ConfigError, naming ``key``, if it or its chat template is missing."""
-    if not Path(path).is_dir():  # Transformers would look for it on the Hub
+    # Transformers would look for a missing folder on the Hub.
+    if not Path(path).is_dir():
         raise ConfigError(f"{key}: there is no folder {path}")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
@@ -48,7 +49,7 @@ def as_messages(turns: Sequence[Turn]) -> list[Message]:
 class ConversationEncoder:
     """Encodes finished conversations by the tokenizer's chat template; only the template writes special tokens.
 
-    What a policy says is text from outside, too: it must not forge turns for the model that grades it.
+    The policy's text is untrusted, too: it must not forge turns for the model that grades it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -60,12 +61,13 @@ class ConversationEncoder:
         return self._tokens.encode(str(self._tokenizer.apply_chat_template(escaped, tokenize=False)))
 
 
-ATTEMPTS = 12  # with these pauses they span more than a minute: a server that restarts is waited for
+# With their pauses, the attempts span more than a minute, the time that a restarting server needs.
+ATTEMPTS = 12
 BACKOFF_S = 0.25
 
 
 class _Classify(msgspec.Struct):
-    """vLLM's request for one sequence; ``use_activation`` false: the logit instead of its sigmoid."""
+    """vLLM's request for one sequence; without ``use_activation`` it returns the logit instead of its sigmoid."""
 
     model: str
     input: list[int]
@@ -81,7 +83,7 @@ class _Classified(msgspec.Struct):
 
 
 class RewardModel:
-    """The client of one server. ``url`` and ``token``: of the run's own server, used if the config names none.
+    """The client of one server. If the config names none, ``url`` and ``token`` are those of the run's own server.
 
     Raises ConfigError if there is neither, if the environment lacks the API key, or the tokenizer cannot be used.
     """

@@ -18,7 +18,8 @@ from rl_async.reward_loop.api import ENVIRONMENT, Conversation, ScorerFailed
 from rl_async.reward_loop.scorers import math
 from rl_async.userload import is_user_reference, load_user_object, raised_at
 
-_FROM = ("dataset", "rows", "seed", "index")  # the keys of extra_info that say which row of which data set it was
+# The keys of extra_info that name the data set and the row of a reasoning-gym task.
+_FROM = ("dataset", "rows", "seed", "index")
 
 
 def score_by_reasoning_gym(conversation: Conversation) -> float:
@@ -31,7 +32,8 @@ def score_by_reasoning_gym(conversation: Conversation) -> float:
     )
     try:
         return float(dataset.score_answer(conversation.solution_str.strip(), dataset[index]))
-    except ValueError:  # some scorers raise on an answer that is not a number
+    # Some scorers raise on an answer that is not a number.
+    except ValueError:
         return 0.0
 
 
@@ -44,15 +46,15 @@ def _open_dataset(name: str, rows: int, seed: int, parameters: str) -> Any:
 
 KEY = "reward.functions"
 _FIELDS = Conversation.__struct_fields__
-MOST_SAID = 2000  # characters of an error
+# Descriptions quote so many characters of an error.
+MOST_SAID = 2000
 
 
 class ScorerSpec(NamedTuple):
     """A function of one conversation, and where it runs.
 
-    ``inline``: called on the event loop (quick); ``awaited``: a coroutine function, in a process for all of them;
-    ``process``: in a separate process (may block); ``served``: a coroutine function that
-    sends requests to a server and limits their rate itself.
+    An ``inline`` function is quick and called on the event loop; a ``process`` function may block and gets a process.
+    ``awaited`` coroutine functions share a process; ``served`` ones ask a server and limit their rate themselves.
     """
 
     name: str
@@ -71,7 +73,7 @@ def exact_answer(conversation: Conversation) -> float:
 
 
 def environment(conversation: Conversation) -> Mapping[str, float]:
-    """Return what the episode's environment gave the episode."""
+    """Return the reward of the episode's environment."""
     if "score" not in conversation.environment:
         raise ScorerFailed("the episode's environment gave no reward: it has neither reward() nor step()")
     return conversation.environment
@@ -83,12 +85,10 @@ BUILT_IN: dict[str, ScorerSpec] = {
     "reasoning_gym": ScorerSpec("reasoning_gym", score_by_reasoning_gym, "process"),
     ENVIRONMENT: ScorerSpec(ENVIRONMENT, environment, "inline"),
 }
-SERVED = {
-    "reward_model": "model",
-    "judge": "judge",
-    "code": "code",
-}  # name -> section of `reward` that the service makes it from
-_NEEDS = {"reasoning_gym": ("reasoning_gym", "reasoning-gym")}  # module, extra
+# Scorers that the service makes, and the sections of `reward` that they need.
+SERVED = {"reward_model": "model", "judge": "judge", "code": "code"}
+# Scorers with an optional dependency: its module, and the extra that installs it.
+_NEEDS = {"reasoning_gym": ("reasoning_gym", "reasoning-gym")}
 
 
 def get_scorer(name: str) -> ScorerSpec:
@@ -117,7 +117,7 @@ def _is_asynchronous(function: Any) -> bool:
 
 
 def _by_keyword(name: str, function: Any) -> Callable[[Conversation], Any]:
-    """Wrap ``function`` to be called with those fields of a conversation for which it has parameters."""
+    """Wrap ``function`` to be called with the fields of a conversation that it has parameters for."""
     if not callable(function):
         raise ConfigError(f"{KEY}: {name} is not a function")
     parameters = inspect.signature(function).parameters.values()
@@ -147,5 +147,5 @@ def describe(error: BaseException) -> str:
     except BaseException as another:
         said = f"with a text that raised {type(another).__name__}"
     text = " ".join(f"raised {type(error).__name__}: {said}".rstrip(": ").split()) + f" ({raised_at(error)})"
-    # Half a character could not be sent.
+    # A lone surrogate could not be sent.
     return text.encode(errors="replace").decode()

@@ -44,8 +44,9 @@ class Batcher:
     def __init__(self, scoring: Scoring, batch_size: int) -> None:
         self._scoring, self._batch_size = scoring, batch_size
         self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
-        self.rows = self.batches = 0  # scored
-        self.seconds = 0.0  # of scoring
+        # Totals for the metrics: rows and batches scored, and seconds spent on them.
+        self.rows = self.batches = 0
+        self.seconds = 0.0
 
     @property
     def waiting(self) -> int:
@@ -65,7 +66,8 @@ class Batcher:
             batch = [await self._waiting.get()]
             while len(batch) < self._batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            batch = [waiting for waiting in batch if not waiting[1].done()]  # the others' clients disconnected
+            # A future that is done belongs to a client that disconnected.
+            batch = [waiting for waiting in batch if not waiting[1].done()]
             if not batch:
                 continue
             began = time.perf_counter()
@@ -80,17 +82,20 @@ class Batcher:
 
 log = logging.getLogger("rl_async.reward_model")
 
-
-MOST_SEQUENCES = 4096  # of one request
+# A request may have so many sequences.
+MOST_SEQUENCES = 4096
 
 
 class ClassifyBody(msgspec.Struct):
-    """``input``: a text, a list of texts, the token ids of one sequence, or a list of such lists."""
+    """``input`` is a text, a list of texts, the token ids of one sequence, or a list of such lists.
+
+    ``add_special_tokens`` applies to texts.
+    """
 
     input: str | list[str | int | list[int]]
     model: str = ""
     use_activation: bool = True
-    add_special_tokens: bool = True  # to texts
+    add_special_tokens: bool = True
 
 
 class Item(msgspec.Struct):
@@ -116,13 +121,13 @@ class Classified(msgspec.Struct, kw_only=True):
 
 
 class BatcherCollector:
-    """What the reward model has scored."""
+    """Counts the work of the reward model for Prometheus."""
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
 
     def collect(self) -> Iterator[Metric]:
-        """Yield it for Prometheus."""
+        """Yield the metrics."""
         batcher = self._batcher
         yield gauge("rl_async_reward_model_waiting", "Sequences that wait for a batch.", batcher.waiting)
         yield CounterMetricFamily("rl_async_reward_model_rows", "Sequences scored.", batcher.rows)
@@ -131,7 +136,7 @@ class BatcherCollector:
 
 
 class Application:
-    """The routes of one model. ``app`` is the ASGI application; ``longest``: tokens of a sequence, None: no limit."""
+    """The routes of one model; ``app`` is the ASGI application. Sequences may have ``longest`` tokens, if not None."""
 
     def __init__(
         self,
@@ -179,7 +184,8 @@ class Application:
         if not all(map(math.isfinite, numbers)):
             return _error(500, f"the model returned {numbers}, which are not all finite")
         if body.use_activation:
-            numbers = [_sigmoid(number) for number in numbers]
+            # The logistic function, without overflow.
+            numbers = [0.5 * (1.0 + math.tanh(0.5 * number)) for number in numbers]
         tokens = sum(map(len, rows))
         about: dict[str, tracing.Value] = {"gen_ai.usage.input_tokens": tokens, "rl_async.rows": len(rows)}
         tracing.add_below(request.headers.get(tracing.HEADER, ""), "classify", began, tracing.now(), about)
@@ -193,7 +199,7 @@ class Application:
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     def _read(self, received: bytes) -> tuple[ClassifyBody, list[list[int]]]:
-        """Decode and tokenise. Raises DecodeError or ValueError for what cannot be scored; safe in any thread."""
+        """Decode and tokenise, in any thread. Raises DecodeError or ValueError for input that cannot be scored."""
         body = msgspec.json.decode(received, type=ClassifyBody)
         return body, self._rows(body)
 
@@ -218,17 +224,13 @@ class Application:
 
     def _encode(self, part: str | int | list[int], special: bool) -> list[int]:
         if isinstance(part, str):
-            if self._longest is not None and len(part) > self._longest * self._longest_token:  # before it takes time
+            # Encoding a text that must be too long would only take time.
+            if self._longest is not None and len(part) > self._longest * self._longest_token:
                 raise ValueError(f"input: a text of {len(part)} characters; the model takes {self._longest} tokens")
             return list(self._tokenizer(part, add_special_tokens=special)["input_ids"])
         if isinstance(part, int):
             raise ValueError("input: token ids and texts are mixed")
         return part
-
-
-def _sigmoid(number: float) -> float:
-    """Compute the logistic function without overflow."""
-    return 0.5 * (1.0 + math.tanh(0.5 * number))
 
 
 def _error(status: int, message: str) -> Response:
@@ -244,27 +246,22 @@ def _end_with(batches: "asyncio.Task[None]") -> None:
         os._exit(1)
 
 
-def _application(arguments: argparse.Namespace) -> Application:
-    model: Any = load_classifier(arguments.model, arguments.dtype, arguments.device)
-    config = model.config
-    return Application(
-        Batcher(lambda rows: score(model, rows), arguments.batch_size),
-        load_tokenizer(arguments.model, "reward model"),
-        name=arguments.model,
-        label=(config.id2label or {}).get(0),
-        vocabulary=config.get_text_config().vocab_size,
-        longest=longest(model),
-    )
-
-
 def serve(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM. Raises UserError without a token, if the model cannot be loaded, or if the port is taken."""
-    # also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end
+    # SIGTERM also ends the loading of the model. uvicorn takes the signal over while it serves and raises it again.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     access = Access.from_environment()
     torch.set_num_threads(arguments.threads)
     listener = bind(arguments.host, arguments.port, "reward model")
-    app = _application(arguments).app
-    # seconds; longer than its clients keep a connection that they do not use
+    model: Any = load_classifier(arguments.model, arguments.dtype, arguments.device)
+    served = Application(
+        Batcher(lambda rows: score(model, rows), arguments.batch_size),
+        load_tokenizer(arguments.model, "reward model"),
+        name=arguments.model,
+        label=(model.config.id2label or {}).get(0),
+        vocabulary=model.config.get_text_config().vocab_size,
+        longest=longest(model),
+    )
     with tracing.traced("", None, "reward-model"):
-        server_of(app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])
+        # Clients keep an unused connection for less than these 60 seconds.
+        server_of(served.app, access, lifespan="on", timeout_keep_alive=60).run(sockets=[listener])

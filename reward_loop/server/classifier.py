@@ -16,7 +16,7 @@ SUFFIX = "ForSequenceClassification"
 
 
 def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
-    """Load the classifier in ``path`` for inference; ``device`` auto: a GPU if there is one.
+    """Load the classifier in ``path`` for inference; the ``device`` "auto" prefers a GPU.
 
     Raises UserError if it is not a sequence classifier with one label: a causal LM would load, with a random head.
     """
@@ -32,7 +32,8 @@ def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
             path, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        # Transformers adds paragraphs of advice.
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(f"reward model: cannot load {path}: {reason}") from error
     if model.config.num_labels != 1:
         raise UserError(f"reward model: {path} has {model.config.num_labels} labels; a reward needs one (num_labels=1)")
@@ -40,7 +41,8 @@ def load_classifier(path: str, dtype: str, device: str) -> torch.nn.Module:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():  # Transformers would look for it on the Hub
+    # Transformers would look for a missing folder on the Hub.
+    if not path.is_dir():
         raise UserError(f"reward model: there is no folder {path}")
     try:
         return dict(json.loads((path / "config.json").read_text()))
@@ -49,7 +51,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def longest(model: Any) -> int | None:
-    """Return the number of positions of the model, the most tokens of a sequence; None if unknown."""
+    """Return the model's number of positions, which bounds a sequence's tokens, or None if unknown."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
