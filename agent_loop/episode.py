@@ -40,12 +40,12 @@ from rl_async.userload import is_user_reference, load_user_object
 
 
 class PromptTooLong(DataError):
-    """A conversation begins with so many tokens that none are left to answer with."""
+    """The opening of a conversation leaves no tokens for an answer."""
 
 
 class Episode:
-    """What a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``step`` asks the environment, ``add``
-    appends messages of others.
+    """The conversation that a loop drives: ``generate`` samples a turn, ``call`` runs tools, ``step`` asks the
+    environment, ``add`` appends messages of others.
 
     Sampled tokens are only ever appended to, never re-tokenised from text to be trained. Where ``agent.past_reasoning``
     drops reasoning of earlier turns, a new row begins, with the conversation as the chat template prints it by then.
@@ -64,17 +64,18 @@ class Episode:
         prompt: Sequence[Message] | None = None,
         role: str = "",
     ) -> None:
-        """``prompt``: the task's with what the environment says first; None: the task's. ``role``: whose conversation
-        it is in an episode of several. Raises PromptTooLong."""
+        """Encode the ``prompt``, by default the task's. In a game, ``role`` names the speaker. Raises PromptTooLong."""
         self.task = group.task
         self.config = config
         self.messages: list[Message] = with_names(group.task.prompt if prompt is None else prompt)
-        self.done = False  # a tool or the environment ended the episode
+        # Set when a tool or the environment ends the episode.
+        self.done = False
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema for tool in tools]
-        self._said: list[int] = []  # the tokens of the last turn that was sampled
-        self._answer: Answer | None = None  # those, read
-        self._given = len(self.messages)  # messages of the prompt
+        # The tokens of the latest sampled turn, and the same turn parsed.
+        self._said: list[int] = []
+        self._answer: Answer | None = None
+        self._prompt_messages = len(self.messages)
         self._group, self._sample, self._environment = group, sample, environment
         self._chat, self._generator = chat, generator
         self._id, self._role = f"{group.group_id}.{sample}.{group.attempt}", role
@@ -99,7 +100,7 @@ class Episode:
     def turns(self) -> list[Turn]:
         """The conversation so far, with the places of the turns in the row that is being played.
 
-        A loop may set the reward of a turn at any time; it counts in the row in which the turn was sampled.
+        A loop may set the reward of a turn at any time; it counts in the row that sampled the turn.
         """
         return self._rows[-1].turns
 
@@ -174,7 +175,7 @@ class Episode:
         return True
 
     def _continues(self, messages: Sequence[Message]) -> bool:
-        """Whether what was sampled stays as it is before ``messages`` (``agent.past_reasoning``)."""
+        """Whether the sampled turns stay in context unchanged before ``messages`` (``agent.past_reasoning``)."""
         sampled, past = self._sampled(), self.config.agent.past_reasoning
         if past == "keep" or not sampled:
             return True
@@ -191,11 +192,12 @@ class Episode:
             self.turns.append(Turn(role=message["role"], text=message["content"], start=start, end=len(self._row)))
 
     def _begin_row(self, messages: Sequence[Message]) -> None:
-        """Begin a row with the conversation as the chat template prints it now; in it, nothing of that is sampled."""
+        """Begin a row with the conversation as the chat template prints it now, none of it counted as sampled."""
         whole = [*self.messages, *messages]
         prompt = self._chat.prompt(whole, self.schemas, sampled=self._sampled(), limit=self._limit)
         turns = self.turns
-        self._rows[-1].turns = [msgspec.structs.replace(turn) for turn in turns]  # where they are in that row
+        # The finished row keeps copies, since the turns get new places.
+        self._rows[-1].turns = [msgspec.structs.replace(turn) for turn in turns]
         for turn in turns:
             turn.start, turn.end = 0, len(prompt)
         turns += [Turn(role=message["role"], text=message["content"], end=len(prompt)) for message in messages]
@@ -206,12 +208,12 @@ class Episode:
     def _sampled(self) -> set[int]:
         """The positions of the messages that the policy sampled."""
         messages = enumerate(self.messages)
-        return {i for i, message in messages if i >= self._given and message["role"] == "assistant"}
+        return {i for i, message in messages if i >= self._prompt_messages and message["role"] == "assistant"}
 
     async def step(self) -> list[Message]:
-        """Tell the environment what the last turn said, and record its reward; return what the environment says.
+        """Pass the last turn to the environment, record its reward and return its observation.
 
-        Without an environment, or when it has nothing to say, the episode is ``done``. Raises EnvironmentFailed.
+        Without an environment or an observation, the episode is ``done``. Raises EnvironmentFailed.
         """
         if self._environment is None:
             self.done = True
@@ -289,7 +291,7 @@ class Episode:
         return self._chat.check(self.messages, self._row.token_ids, self.schemas, sampled=self._sampled())
 
     def trajectories(self, finish_reason: str) -> list[Trajectory]:
-        """Return the rows to train on, which are not scored yet; the last one ends with the last answer."""
+        """Return the rows to train on, not scored yet; the last one ends with the last answer."""
         rows = self._with_turn_rewards([row for row in self._rows if row.tokens.sampled] or self._rows[:1])
         rows[-1].finish_reason = finish_reason
         made = trajectories(
@@ -306,7 +308,7 @@ class Episode:
         return made
 
     def _with_turn_rewards(self, rows: Sequence[Segment]) -> list[Segment]:
-        """Return the rows with each turn's reward in the first row that has the turn: there it was sampled."""
+        """Return the rows with each turn's reward in the first row that has the turn, the one that sampled it."""
         rewards, known, rewarded = [turn.reward for turn in self.turns], 0, list[Segment]()
         for row in rows:
             turns = [
@@ -319,12 +321,12 @@ class Episode:
 
 
 def session_of(episode: str, role: str) -> str:
-    """Return the name under which engines see a conversation: the requests of one best go to the same engine."""
+    """Return the session of a conversation, by which its requests are routed to the same engine."""
     return f"{episode}.{role}" if role else episode
 
 
 def policy_sampling(config: RunConfig, partition: str) -> Sampling:
-    """Return the distribution from which a partition's tokens are sampled."""
+    """Return the sampling distribution of a partition's tokens."""
     if partition == "eval":
         return Sampling(temperature=config.eval.temperature)
     rollout = config.rollout
@@ -335,7 +337,7 @@ Loop = Callable[[Episode], Awaitable[str]]
 
 
 async def single_turn(episode: Episode) -> str:
-    """Sample one answer, whatever it says, and tell the environment."""
+    """Sample one answer and pass it to the environment."""
     reason = await episode.generate()
     if reason == "stop":
         await episode.step()
@@ -343,10 +345,10 @@ async def single_turn(episode: Episode) -> str:
 
 
 async def tool_agent(episode: Episode) -> str:
-    """Answer tool calls, and turns without any with what the environment says, until the episode is done.
+    """Answer each turn with the results of its tool calls or, without calls, with the environment's observation.
 
-    It is when a tool or the environment says so or has nothing to say, and when turns or tokens are used up. Calls in
-    the last turn are not run.
+    The episode ends when a tool or the environment ends it, and when turns or tokens are used up. Calls in the last
+    turn are not run.
     """
     for turns_left in reversed(range(episode.config.agent.max_turns)):
         reason = await episode.generate()
@@ -369,7 +371,7 @@ LOOPS: dict[str, Loop] = {"single_turn": single_turn, "single_turn_agent": singl
 
 @functools.cache
 def get_loop(name: str) -> Loop:
-    """Return a built-in loop or the user's coroutine function. Raises ConfigError if there is none."""
+    """Return a built-in loop or the user's coroutine function. Raises ConfigError for an unknown name."""
     if is_user_reference(name):
         loop = load_user_object(name, "agent.loop")
         if not inspect.iscoroutinefunction(loop):

@@ -1,4 +1,4 @@
-"""Hands recorded episodes to the queue instead of playing any (``rollout.replay``), with the rewards that they got.
+"""Puts recorded episodes with their rewards into the queue instead of playing any (``rollout.replay``).
 
 The tasks of the queue name the recorded groups in the order of their training (``task_of``), and it admits one batch
 at a time, so every run over a recording trains the same rows in the same order.
@@ -18,7 +18,7 @@ from rl_async.recording import KEY, RecordedGroup, Recording, place_of
 
 
 class RecordedRunner:
-    """Plays nothing: returns the rows that a recording has of a sample, under the names that this run gives them."""
+    """Returns the recorded rows of a sample under this run's names instead of playing it."""
 
     def __init__(self, config: RunConfig) -> None:
         self._recording, self._reading = Recording(config.rollout.replay), asyncio.Lock()
@@ -42,23 +42,12 @@ class AsRecorded:
 
 
 def needed_groups(config: RunConfig) -> list[RecordedGroup]:
-    """Return the groups of ``rollout.replay`` that this run trains, in order.
+    """Return the groups of ``rollout.replay`` that this run trains, in order, by reading the list of groups alone.
 
-    Raises ConfigError if there are too few, or they are of another size than this run's, by the list of them alone.
+    Raises ConfigError if there are too few groups, or if they or the batches differ in size from this run's.
     """
-    recording, size, batch = Recording(config.rollout.replay), samples_per_group(config), config.data.train_batch_groups
-    _check_steps(recording, config.trainer.steps, batch)
-    needed = recording.groups[: config.trainer.steps * batch]
-    for group in needed:
-        if group.samples != set(range(size)):
-            raise ConfigError(
-                f"{KEY}={recording.folder}: group {group.group} has {len(group.samples)} samples, and this run's have "
-                f"{size} (rollout.group_size={config.rollout.group_size})"
-            )
-    return needed
-
-
-def _check_steps(recording: Recording, steps: int, batch: int) -> None:
+    recording, size = Recording(config.rollout.replay), samples_per_group(config)
+    steps, batch = config.trainer.steps, config.data.train_batch_groups
     sizes = Counter(group.step for group in recording.groups)
     for step in range(steps):
         if step not in sizes and any(later > step for later in sizes):
@@ -70,13 +59,21 @@ def _check_steps(recording: Recording, steps: int, batch: int) -> None:
                 f"{KEY}={recording.folder}: step {step} has {sizes[step]} groups, not data.train_batch_groups={batch}; "
                 "its tokens would change their age"
             )
+    needed = recording.groups[: steps * batch]
+    for group in needed:
+        if group.samples != set(range(size)):
+            raise ConfigError(
+                f"{KEY}={recording.folder}: group {group.group} has {len(group.samples)} samples, and this run's have "
+                f"{size} (rollout.group_size={config.rollout.group_size})"
+            )
+    return needed
 
 
 def check_recording(config: RunConfig, chat: ChatFormat | None, vocabulary: int | None = None) -> None:
     """Read all that this run trains of ``rollout.replay``.
 
-    Raises ConfigError for what is missing or not as it was trained, and for tokens that the tokenizer of ``chat`` does
-    not read as they were or a model with a ``vocabulary`` of that size does not have; None: unknown here.
+    Raises ConfigError for rows that are missing or changed since they were trained, for tokens beyond ``vocabulary``,
+    and for tokens that the tokenizer of ``chat`` decodes to another text. Either check is skipped for None.
     """
     recording = Recording(config.rollout.replay)
     for group in needed_groups(config):

@@ -46,7 +46,7 @@ class RowTokens:
     def add_sampled(self, result: GenerateResult, *, constrained: bool = False) -> None:
         """Append sampled tokens exactly as an engine returned them, merging runs of one version.
 
-        ``constrained``: a grammar's mask restricted what could be sampled.
+        They are ``constrained`` if a grammar's mask restricted the sampling.
         """
         self.token_ids += result.token_ids
         self._mask += [True] * len(result.token_ids)
@@ -60,13 +60,14 @@ class RowTokens:
             self._constrained.append((self._sampled, self._sampled + len(result.token_ids)))
         self._sampled += len(result.token_ids)
         if result.routes is not None and result.routes.start <= self._routed:
-            new = result.routes.experts[self._routed - result.routes.start :]  # the first record of a token stays
+            # The first record of a token stays.
+            new = result.routes.experts[self._routed - result.routes.start :]
             self._experts.append(new)
             self._routed += len(new)
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields of a Trajectory that this is a row of: token_ids, loss_mask, logprobs, versions,
-        constrained and routed_experts."""
+        """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained and
+        routed_experts."""
         return {
             "token_ids": np.array(self.token_ids, np.int32),
             "loss_mask": np.array(self._mask, np.bool_),
@@ -97,7 +98,7 @@ def trajectories(
     role: str = "",
     baseline: bool = False,
 ) -> list[Trajectory]:
-    """Return the rows of a conversation to train on, which have no reward yet."""
+    """Return the rows of a conversation to train on, without a reward."""
     trains = group.partition == "train" and not baseline
     return [
         Trajectory(

@@ -35,7 +35,7 @@ from rl_async.transfer_queue.client import QueueClient
 
 
 @contextlib.asynccontextmanager
-async def played_and_scored(
+async def runner_and_rewards(
     config: RunConfig,
     chat: ChatFormat,
     generator: Generator,
@@ -45,11 +45,11 @@ async def played_and_scored(
     owner: str,
     reward_model: str = "",
 ) -> AsyncIterator[tuple[EpisodeRunner, RewardService]]:
-    """Hold what plays episodes and what scores them; servers of tools and hosts of environments write to ``logs``,
-    in files called after ``owner``.
+    """Hold the episode runner and the reward service. Tool servers and environment hosts log to files in ``logs`` that
+    are named after ``owner``.
 
-    The keys that the config names are read from the environment, and are not there any more. Raises UserError for what
-    the config names and does not exist.
+    The API keys that the config names are read from the environment and removed from it. Raises UserError if a name in
+    the config does not exist.
     """
     async with contextlib.AsyncExitStack() as stack:
         toolbox = await stack.enter_async_context(connect_servers(config.agent, logs, owner))
@@ -61,44 +61,34 @@ async def played_and_scored(
         service = RewardService(config.reward, model_url=reward_model, folder=folder, sandbox=config.sandbox, read=read)
         rewards = await stack.enter_async_context(service)
         forget_api_keys(config)
+        # The hosts start last, so that they do not inherit the API keys.
         if hosted is not None:
-            await stack.enter_async_context(hosted)  # its processes do not inherit what was forgotten
+            await stack.enter_async_context(hosted)
         yield runner, rewards
 
 
-async def hand_in(config: RunConfig, index: int, address: str, *, folder: Path) -> None:
-    """Run one worker that hands in recorded episodes until the run is over. Raises what ``run_worker`` does."""
-    async with QueueClient(
-        address, role="agent", name=f"agent-{index}", keys=client_keys(config, folder, "worker")
-    ) as queue:
-        await AgentWorker(queue, RecordedRunner(config), AsRecorded(), config).run()
-
-
 async def run_worker(config: RunConfig, index: int, address: str, *, folder: Path, reward_model: str = "") -> None:
-    """Run one worker until the run is over. ``reward_model``: URL of the run's own.
+    """Run one worker until the run is over. ``reward_model`` is the URL of the run's own reward model.
 
-    Raises UserError for names in the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if
-    the queue is gone.
+    With ``rollout.replay`` it puts recorded episodes into the queue and needs no engine. Raises UserError for names in
+    the config that do not exist, and an ExceptionGroup with QueueLost or ProtocolError if the queue is gone.
     """
+    owner = f"agent-{index}"
+    client = QueueClient(address, role="agent", name=owner, keys=client_keys(config, folder, "worker"))
+    if config.rollout.replay:
+        async with client as queue:
+            await AgentWorker(queue, RecordedRunner(config), AsRecorded(), config).run()
+        return
     async with contextlib.AsyncExitStack() as stack:
         pool = engine_pool(config.rollout, run_token(folder, "engines"))
-        owner = f"agent-{index}"
         chat, logs = load_format(config.model.path, config.agent), folder / "logs"
-        playing = played_and_scored(config, chat, pool, folder, logs=logs, owner=owner, reward_model=reward_model)
+        playing = runner_and_rewards(config, chat, pool, folder, logs=logs, owner=owner, reward_model=reward_model)
         runner, rewards = await stack.enter_async_context(playing)
-        client = QueueClient(address, role="agent", name=owner, keys=client_keys(config, folder, "worker"))
         queue = await stack.enter_async_context(client)
         stack.push_async_callback(pool.close)
         worker = AgentWorker(queue, runner, rewards, config)
-        stack.enter_context(
-            exposed(
-                config.tracking.prometheus,
-                folder,
-                "worker",
-                f"worker-{index}",
-                SamplesCollector(worker, lambda: worker.held, pool),
-            )
-        )
+        collector = SamplesCollector(worker, pool)
+        stack.enter_context(exposed(config.tracking.prometheus, folder, "worker", f"worker-{index}", collector))
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")
             await worker.run()
@@ -106,7 +96,7 @@ async def run_worker(config: RunConfig, index: int, address: str, *, folder: Pat
 
 
 def cancel_on_signals() -> list[int]:
-    """Cancel the current task when SIGTERM or SIGINT comes; the list that is returned gets the signal's number."""
+    """Cancel the current task on SIGTERM or SIGINT; the returned list then gets the signal's number."""
     task, received = asyncio.current_task(), list[int]()
     assert task is not None
 
@@ -120,24 +110,20 @@ def cancel_on_signals() -> list[int]:
 
 
 def work(folder: Path, index: int, queue: str, reward_model: str) -> None:
-    """Run one worker of the run in ``folder``. Raises what ``run_worker`` does, and SystemExit on a signal."""
+    """Run one worker of the run in ``folder``. Raises SystemExit on a signal, and the errors of ``run_worker``."""
     config = load_resolved(folder / "config.yaml")
-    endpoint = config.tracking.otlp_endpoint
 
     async def until_signalled() -> int:
         received = cancel_on_signals()
         try:
-            if config.rollout.replay:
-                await hand_in(config, index, queue, folder=folder)
-            else:
-                await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
+            await run_worker(config, index, queue, folder=folder, reward_model=reward_model)
         except asyncio.CancelledError:
             if not received:
                 raise
             return EXIT_SIGNAL + received[0]
         return 0
 
-    with tracing.traced(endpoint, folder, f"agent-{index}"):
+    with tracing.traced(config.tracking.otlp_endpoint, folder, f"agent-{index}"):
         code = uvloop.run(until_signalled())
     if code:
         sys.exit(code)

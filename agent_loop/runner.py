@@ -55,24 +55,21 @@ class Table:
 
     def __init__(self, game: OpenGame) -> None:
         self._game, self._over = game, False
-        self.answered = False  # a role has spoken
+        # Whether a role has spoken.
+        self.answered = False
         self._told = {role: asyncio.Queue[list[Message] | None]() for role in game.roles}
 
-    def begin(self, step: Step, messages: list[Message]) -> None:
-        """Let the role that speaks first have its turn, by what ``reset`` returned."""
-        self._tell(step, messages)
-
     async def answer(self, said: str) -> Step:
-        """Tell the game what the role said whose turn it is, and let the next one have its turn."""
+        """Pass the answer of the role whose turn it is to the game, and give the next role its turn."""
         if self._over:
             return Step(done=True)
         self.answered = True
         step, messages = await self._game.step(said)
-        self._tell(step, messages)
+        self.tell(step, messages)
         return step
 
     async def turn(self, role: str) -> list[Message] | None:
-        """Wait for a role's turn; return what it is told, None if the game is over."""
+        """Wait for a role's turn; return the messages to it, or None if the game is over."""
         return None if self._over else await self._told[role].get()
 
     def end(self) -> None:
@@ -81,7 +78,8 @@ class Table:
         for told in self._told.values():
             told.put_nowait(None)
 
-    def _tell(self, step: Step, messages: list[Message]) -> None:
+    def tell(self, step: Step, messages: list[Message]) -> None:
+        """Give the role that the game addresses its turn, or end the game."""
         if step.done:
             self.end()
         else:
@@ -95,8 +93,8 @@ class Seat:
         self._table, self.role = table, role
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the game's answer to a turn, and once it is the role's turn again what it is told: nothing if the game
-        is over."""
+        """Play a turn; return the game's step and, once it is the role's turn again, the messages to the role. There
+        are none if the game is over."""
         step = await self._table.answer(answer)
         return step, await self._table.turn(self.role) or []
 
@@ -109,12 +107,12 @@ async def play_game(
     opponents: Mapping[str, Speaker],
     max_turns: int,
 ) -> dict[str, T]:
-    """Play a game, from what its ``reset`` returned to its end; return what ``converse`` did for each role that had a
+    """Play a game whose ``reset`` returned ``first``; return the results of ``converse`` for each role that had a
     turn, in the order of the roles.
 
-    ``converse`` plays one role, from the first messages of its conversation on; when it returns, or raises
-    PromptTooLong over what was said in the game, the game is over. Raises what else it or the game raises, and
-    EnvironmentFailed if it had nothing to play.
+    ``converse`` plays one role, given the first messages of its conversation. The game is over when it returns, or
+    raises PromptTooLong because the game grew too long. Other errors of it and of the game pass through. Raises
+    EnvironmentFailed if the policy never had a turn.
     """
     table = Table(game)
 
@@ -126,8 +124,9 @@ async def play_game(
         try:
             done = await converse(Seat(table, role), beginning(prompt, told))
         except PromptTooLong:
+            # Before anybody spoke, the task itself is too long.
             if not table.answered:
-                raise  # the task itself is too long
+                raise
         table.end()
         return done
 
@@ -137,9 +136,10 @@ async def play_game(
                 tasks.create_task(_oppose(table, role, speaker, prompt, max_turns), name=role)
             mine = [role for role in game.roles if role not in opponents]
             played = {role: tasks.create_task(converses(role), name=role) for role in mine}
-            table.begin(*first)
+            table.tell(*first)
+    # The first error cancelled the other conversations.
     except ExceptionGroup as several:
-        raise several.exceptions[0] from None  # the others were cancelled for it
+        raise several.exceptions[0] from None
     found = {role: done for role, task in played.items() if (done := task.result()) is not None}
     if not found:
         raise EnvironmentFailed(f"the game ended before the policy had a turn as {' or '.join(played)}")
@@ -185,13 +185,16 @@ class EpisodeRunner:
         toolbox: McpToolbox | None = None,
         hosted: Environments | None = None,
     ) -> None:
-        """``hosted``: where episodes get their environments from; None: they are made in this process."""
+        """Without ``hosted`` environments, they are made in this process."""
         self._toolbox = toolbox
         self._config, self._chat, self._generator = config, chat, generator
-        self._random = random.Random(config.seed)  # chooses the episodes whose rendering is checked
+        # Chooses the episodes whose rendering is checked.
+        self._random = random.Random(config.seed)
         get_loop(config.agent.loop)
-        self._told: set[str] = set()  # loops that tasks name in place of the config's
-        self._told_cut: set[str] = set()  # tools with a result that was cut
+        # Logged once: loops that tasks name in place of the config's, tools with a cut result, rewards without a use.
+        self._logged_loops: set[str] = set()
+        self._logged_cuts: set[str] = set()
+        self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}
         for name in config.agent.tools:
             get_tool(name)
         self._services, self._environments = Services(config, chat, generator), hosted
@@ -200,22 +203,20 @@ class EpisodeRunner:
         self._opponents = make_opponents(config, chat, generator)
         if config.agent.environment and hosted is None:
             self._environments = LocalEnvironments(config.agent.environment, self._services)
-        self._unused_reward = ENVIRONMENT not in {term.name for term in config.reward.functions}  # to warn once
 
     async def close(self) -> None:
-        """Close what its environments share, and its opponents."""
+        """Close the services that its environments share, and its opponents."""
         await self._services.close()
         for opponent in self._opponents.values():
             await opponent.close()
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Run one episode, from the prompt to its rows, of which the last one ends with the last answer; of an episode
-        of several roles, the rows of one after the other.
+        """Run one episode; return its rows, role by role. A conversation's last row ends with the last answer.
 
-        They are not scored, but have what the environment says of the episode. Raises EpisodeTimeout at its deadline,
-        since a user's loop or environment may never return, EngineError, EnvironmentFailed, whatever a user's loop
-        raises, ConfigError if it returns no reason, and ConfigError or DataError if the task names what does not exist
-        or code that the config does not list.
+        The rows are not scored, but carry the environment's reward. Raises EpisodeTimeout at the deadline, since a
+        user's loop or environment may never return; EngineError; EnvironmentFailed; any error of a user's loop;
+        ConfigError if that returns no reason; and ConfigError or DataError if the task has unknown names or names code
+        that the config does not list.
         """
         begun, agent = list[Episode](), self._config.agent
         try:
@@ -238,44 +239,44 @@ class EpisodeRunner:
             of_servers = stack.enter_context(self._toolbox.episode()) if self._toolbox else NO_SERVERS
             tools = task_tools(self._config, task, of_servers)
             world = await stack.enter_async_context(self._environments.open(task)) if self._environments else None
-            place = _Place(group, sample, tools, of_servers, begun)
-            return await (self._play_game(place, world) if isinstance(world, OpenGame) else self._play(place, world))
+            shared = _Shared(group, sample, tools, of_servers, begun)
+            return await (self._play_game(shared, world) if isinstance(world, OpenGame) else self._play(shared, world))
 
     def _cut_short(self, begun: Sequence[Episode]) -> list["_Played"]:
-        """Return the conversations of an episode that ran out of time, without those in which the policy has not
-        answered yet. Its environment, which may be what hangs, has given nothing for it."""
+        """Return the conversations of an episode that ran out of time, if the policy has answered in them. The
+        environment may be the part that hangs, so it is not asked for a reward."""
         score = Score(0.0, reason="the episode ran out of time") if self._environments else None
         return [_Played(episode, TIMEOUT, score) for episode in begun if episode.answered]
 
-    async def _play(self, place: "_Place", world: OpenEnvironment | None) -> list["_Played"]:
-        """Play an episode without roles. Raises ConfigError if there are opponents for some."""
+    async def _play(self, shared: "_Shared", world: OpenEnvironment | None) -> list["_Played"]:
+        """Play an episode without roles. Raises ConfigError if the config has opponents."""
         if self._opponents:
             raise ConfigError(f"agent.opponents: {self._config.agent.environment} has no roles; leave them out")
-        tools, prompt = place.tools, place.group.task.prompt
+        tools, prompt = shared.tools, shared.group.task.prompt
         if world is not None:
             prompt = joined(prompt, await world.reset())
-            tools = [*tools, *distinct(world.tools(), place.of_servers)]
-        episode, reason = await self._converse(place, prompt, tools, world)
+            tools = [*tools, *distinct(world.tools(), shared.of_servers)]
+        episode, reason = await self._converse(shared, prompt, tools, world)
         return [_Played(episode, reason, await world.reward() if world else None)]
 
-    async def _play_game(self, place: "_Place", game: OpenGame) -> list["_Played"]:
+    async def _play_game(self, shared: "_Shared", game: OpenGame) -> list["_Played"]:
         """Play an episode of several roles; return those that the policy played."""
         check_opponents(game.roles, self._opponents)
         first, of_game = await game.reset(), game.tools()
         check_unarmed(of_game, self._opponents)
-        of_roles = {role: distinct(tools, place.of_servers) for role, tools in of_game.items()}
+        of_roles = {role: distinct(tools, shared.of_servers) for role, tools in of_game.items()}
 
         async def converse(seat: Seat, prompt: list[Message]) -> tuple[Episode, str]:
-            return await self._converse(place, prompt, [*place.tools, *of_roles[seat.role]], seat, seat.role)
+            return await self._converse(shared, prompt, [*shared.tools, *of_roles[seat.role]], seat, seat.role)
 
-        prompt, turns = place.group.task.prompt, self._config.agent.max_turns
+        prompt, turns = shared.group.task.prompt, self._config.agent.max_turns
         played = await play_game(game, first, prompt, converse, self._opponents, turns)
         scores = await game.reward()
         return [_Played(episode, reason, scores[role]) for role, (episode, reason) in played.items()]
 
     async def _converse(
         self,
-        place: "_Place",
+        shared: "_Shared",
         prompt: Sequence[Message],
         tools: Sequence[CallableTool],
         world: Answering | None,
@@ -283,14 +284,15 @@ class EpisodeRunner:
     ) -> tuple[Episode, str]:
         """Play one conversation of an episode, with a workspace of its own; return it, and why it ended."""
         async with contextlib.AsyncExitStack() as stack:
-            if any(tool in TOOLS_OF_CODE for tool in tools):  # a task may name them itself
+            # A task may name them itself.
+            if any(tool in TOOLS_OF_CODE for tool in tools):
                 code = await stack.enter_async_context(CodeTools(self._services.sandbox(), self._config))
                 tools = code.bind(tools)
             episode = await off_loop(
                 text_size(prompt),
                 Episode,
-                place.group,
-                place.sample,
+                shared.group,
+                shared.sample,
                 config=self._config,
                 chat=self._chat,
                 generator=self._generator,
@@ -299,10 +301,11 @@ class EpisodeRunner:
                 prompt=prompt,
                 role=role,
             )
-            place.begun.append(episode)
-            name, loop = self._loop_of(place.group.task)
+            shared.begun.append(episode)
+            name, loop = self._loop_of(shared.group.task)
             reason: object = await loop(episode)
-            if not isinstance(reason, str):  # a user's loop may forget it
+            # A user's loop may forget to return it.
+            if not isinstance(reason, str):
                 raise ConfigError(
                     f"agent.loop: {name} returned {reason!r:.80}; it must return why the episode ended, a string such "
                     "as 'stop': often what `await episode.generate()` returned"
@@ -310,30 +313,42 @@ class EpisodeRunner:
             return episode, reason
 
     def _loop_of(self, task: Task) -> tuple[str, Loop]:
-        """Return the loop that plays a task, and its name; log once of each that a task names it, not the config."""
+        """Return the loop that plays a task, and its name; log once if a loop overrides the config's."""
         configured = self._config.agent.loop
         name = task.agent or configured
         loop = get_loop(name)
-        if loop is not get_loop(configured) and name not in self._told:
-            self._told.add(name)
+        if loop is not get_loop(configured) and name not in self._logged_loops:
+            self._logged_loops.add(name)
             log.info("task %s: agent_name=%s overrides agent.loop=%s (logged once)", task.task_id, name, configured)
         return name, loop
 
     def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
-        """Return the rows of a conversation, with what the environment says of it."""
-        if self._random.random() < self._config.agent.check_rendering:
-            self._check(episode)
+        """Return the rows of a conversation with the environment's score; log what a user should know of them."""
+        if self._random.random() < self._config.agent.check_rendering and (at := episode.drift()) is not None:
+            log.warning(
+                "task %s: from token %d on, the episode's tokens differ from the chat template of the whole "
+                "conversation; the model is trained on the tokens as sampled",
+                episode.task.task_id,
+                at,
+            )
         rows = episode.trajectories(reason)
-        self._tell_cut(episode)
-        if score is not None:
-            rows[-1].reward_parts, rows[-1].reward_reasons = score.named(ENVIRONMENT), score.reasons(ENVIRONMENT)
-            self._warn_if_unused(score)
+        self._log_cut_results(episode)
+        if score is None:
+            return rows
+        rows[-1].reward_parts, rows[-1].reward_reasons = score.named(ENVIRONMENT), score.reasons(ENVIRONMENT)
+        if self._unused_reward and score.value:
+            self._unused_reward = False
+            log.warning(
+                "environment %s gives rewards to episodes, and reward.functions does not use them: add {name: %s}",
+                self._config.agent.environment,
+                ENVIRONMENT,
+            )
         return rows
 
-    def _tell_cut(self, episode: Episode) -> None:
+    def _log_cut_results(self, episode: Episode) -> None:
         for call in (call for turn in episode.turns for call in turn.tool_calls):
-            if call.cut and call.name not in self._told_cut:
-                self._told_cut.add(call.name)
+            if call.cut and call.name not in self._logged_cuts:
+                self._logged_cuts.add(call.name)
                 log.warning(
                     "tool %s: of a result of %d characters the policy sees the first %d tokens, and a line that says "
                     "so; raise agent.tool_response_tokens if that is too little (logged once per tool; "
@@ -343,39 +358,20 @@ class EpisodeRunner:
                     self._config.agent.tool_response_tokens,
                 )
 
-    def _warn_if_unused(self, score: Score) -> None:
-        if self._unused_reward and score.value:
-            self._unused_reward = False
-            log.warning(
-                "environment %s gives rewards to episodes, and reward.functions does not use them: add {name: %s}",
-                self._config.agent.environment,
-                ENVIRONMENT,
-            )
 
-    def _check(self, episode: Episode) -> None:
-        at = episode.drift()
-        if at is not None:
-            log.warning(
-                "task %s: from token %d on, the episode's tokens differ from the chat template of the whole "
-                "conversation; the model is trained on the tokens as sampled",
-                episode.task.task_id,
-                at,
-            )
-
-
-class _Place(NamedTuple):
-    """What the conversations of an episode share."""
+class _Shared(NamedTuple):
+    """The things that the conversations of an episode share. ``of_servers`` are the tools of MCP servers among
+    ``tools``; ``begun`` has each conversation from its beginning on."""
 
     group: LeasedGroup
     sample: int
     tools: Sequence[CallableTool]
-    of_servers: Mapping[str, CallableTool]  # those among the tools
-    # The episode's conversations, each from its beginning on.
+    of_servers: Mapping[str, CallableTool]
     begun: list[Episode]
 
 
 class _Played(NamedTuple):
-    """A conversation that is over, why it is, and what the environment gave for it."""
+    """A conversation that is over, the reason for its end, and the environment's score for it."""
 
     episode: Episode
     reason: str

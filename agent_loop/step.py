@@ -1,9 +1,10 @@
-"""What an environment, a simulated user or a tool answers to a turn of the policy."""
+"""The answer of an environment, a simulated user or a tool to a turn of the policy."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-Observation = str | Sequence[dict[str, Any]] | None  # a user's message as text, or chat messages; None: nothing to say
+# A user's message as text, or chat messages; None says nothing.
+Observation = str | Sequence[dict[str, Any]] | None
 
 
 class Step(NamedTuple):

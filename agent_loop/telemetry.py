@@ -7,7 +7,7 @@ for generative AI and no text of a conversation. ``trace`` is the episode's name
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,8 @@ from rl_async.rollout_server.pool import EnginePool
 from rl_async.tracing import AGENT, EPISODE, Value
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-OPERATION = ("operation", "name")  # invoke_agent, chat, execute_tool, reward; of a tool its name
+# Labels: invoke_agent, chat, execute_tool or reward, and the name of an executed tool.
+OPERATION = ("operation", "name")
 
 SECONDS = Histogram(
     "rl_async_agent_seconds", "Duration of the parts of episodes.", OPERATION, buckets=BUCKETS_S, registry=None
@@ -39,9 +40,11 @@ CONVERSATIONS = Counter(
 TOKENS = Counter("rl_async_agent_tokens", "Tokens of prompts (input) and of answers (output).", ["kind"], registry=None)
 
 
-@cache  # finding a child by its labels takes longer than counting
+# Finding a child by its labels takes longer than counting. The counter of errors exists from the start, at 0, so that
+# Prometheus can compute rates.
+@cache
 def _part(operation: str, name: str) -> tuple[Histogram, Counter]:
-    return SECONDS.labels(operation, name), ERRORS.labels(operation, name)  # 0 errors: rates are known from the start
+    return SECONDS.labels(operation, name), ERRORS.labels(operation, name)
 
 
 @cache
@@ -57,39 +60,30 @@ def count(operation: str, name: str, seconds: float, failed: bool) -> None:
         errors.inc()
 
 
-def count_tokens(prompt: int, sampled: int) -> None:
-    """Count the tokens of an answer and of its prompt."""
-    _tokens("input").inc(prompt)
-    _tokens("output").inc(sampled)
-
-
-def count_conversations(sampled: Mapping[str, int]) -> None:
-    """Count the sampled tokens of an agent program's episode: of its ``main`` conversation, others, those left out."""
-    for kind, tokens in sampled.items():
-        CONVERSATIONS.labels(kind).inc(tokens)
-
-
-class Counts(Protocol):
-    """Samples by how they ended."""
+class Player(Protocol):
+    """A worker or a gateway: its samples by outcome, and how many it holds now."""
 
     put: int
     failed: int
     refused: int
 
+    @property
+    def held(self) -> int: ...
+
 
 class SamplesCollector:
-    """The samples of one worker or gateway, ``held`` how many it has now, and requests replayed on another engine."""
+    """Collects the samples of a ``player``, and the requests that were replayed on another engine."""
 
-    def __init__(self, counts: Counts, held: Callable[[], int], pool: EnginePool | None = None) -> None:
-        self._counts, self._held, self._pool = counts, held, pool
+    def __init__(self, player: Player, pool: EnginePool | None = None) -> None:
+        self._player, self._pool = player, pool
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them as they are now, and the durations, failures and tokens of this process."""
+        """Yield the current counts, and the durations, failures and tokens of this process."""
         samples = CounterMetricFamily("rl_async_agent_samples", "Samples, by how they ended.", labels=["outcome"])
         for outcome in ("put", "failed", "refused"):
-            samples.add_metric([outcome], getattr(self._counts, outcome))
+            samples.add_metric([outcome], getattr(self._player, outcome))
         yield samples
-        yield gauge("rl_async_agent_samples_held", "Samples that are leased and have not ended.", self._held())
+        yield gauge("rl_async_agent_samples_held", "Samples that are leased and have not ended.", self._player.held)
         if self._pool is not None:
             replayed = "Requests replayed after an engine failed them."
             yield CounterMetricFamily("rl_async_agent_replayed_requests", replayed, self._pool.replayed)
@@ -97,12 +91,13 @@ class SamplesCollector:
             yield from instrument.collect()
 
 
-PROGRAM = "program"  # gen_ai.agent.name of whatever plays through the gateway
-PROVIDER = "rl_async"  # gen_ai.provider.name of the run's own engines
+# gen_ai.agent.name of programs that play through the gateway, and gen_ai.provider.name of the run's own engines.
+PROGRAM = "program"
+PROVIDER = "rl_async"
 
 
 class _Timed:
-    """Times a part of an episode, and the span of it if there is one; yields the span's attributes.
+    """Times a part of an episode and its optional span; yields the span's attributes.
 
     An ``error.type`` among them at the end counts as a failure, and so does an exception but a cancellation.
     """
@@ -178,7 +173,8 @@ class _Chat:
 
     def __call__(self, result: GenerateResult) -> None:
         """Note the answer."""
-        count_tokens(self._prompt, len(result.token_ids))
+        _tokens("input").inc(self._prompt)
+        _tokens("output").inc(len(result.token_ids))
         if self._spanned:
             self._found["gen_ai.usage.output_tokens"] = len(result.token_ids)
             self._found["gen_ai.response.finish_reasons"] = [result.finish_reason]
@@ -188,7 +184,7 @@ class _Chat:
 def of_chat(
     trace: str, model: str, request: GenerateRequest
 ) -> AbstractContextManager[Callable[[GenerateResult], None]]:
-    """Span the sampling of one answer; what it gives is to be called with the answer."""
+    """Span the sampling of one answer; the callable that it yields takes the answer."""
     return _Chat(trace, model, request)
 
 

@@ -5,8 +5,7 @@
                                  v  |
                                engines
 
-First the protocols that a worker and a gateway ask of the queue and of the reward service. Both log few of many similar
-failures (``Repetitions``).
+``Repetitions`` thins out the log lines of similar failures, here and in the gateway.
 """
 
 import asyncio
@@ -25,25 +24,19 @@ from rl_async.userload import raised_at
 
 
 class SampleQueue(Protocol):
-    """The agents' verbs of the transfer queue."""
+    """The agents' verbs of the transfer queue. ``idle_s`` says how long a gateway has had no agent program."""
 
-    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
     async def renew(self, held: list[SampleKey]) -> Renewed: ...
     def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
-
-
-class GatewayQueue(SampleQueue, Protocol):
-    """A gateway's verbs: its leases say for how long no agent program has played or asked."""
-
-    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
 
 
 class Runner(Protocol):
     """Plays the episodes of an agent worker."""
 
     async def run(self, group: LeasedGroup, sample: int) -> list[Trajectory]:
-        """Return the rows of one sample, which are not scored yet. What it raises is reported to the queue."""
+        """Return the rows of one sample, not scored yet. Its errors are reported to the queue."""
         ...
 
 
@@ -57,20 +50,23 @@ log = logging.getLogger("rl_async.agent_loop")
 
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before a lease, while samples only fail
-OUTDATED = ("fenced", "unknown_group")  # refusals of what the queue has leased again or rolled back
+# The pause before a lease grows from the first to the longest while samples only fail.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+# The queue refuses a sample with these codes if it has leased it again or rolled it back.
+OUTDATED = ("fenced", "unknown_group")
 
 
 class Pauses:
-    """How long to wait before the next lease, so that a loop which always fails does not use up tasks at full speed:
-    twice as long after each lease since which samples only failed, until one succeeds."""
+    """Backs off before the next lease while samples only fail, so that a broken loop does not burn through the tasks.
+
+    The pause doubles after each lease, until a sample succeeds."""
 
     def __init__(self) -> None:
         self._put = self._failed = 0
         self._pause_s = 0.0
 
     def after(self, put: int, failed: int) -> float:
-        """Return the pause when so many samples were put, and failed, until now."""
+        """Return the pause, given how many samples were put and failed in all."""
         if put > self._put:
             self._pause_s = 0.0
         elif failed > self._failed:
@@ -94,9 +90,10 @@ class AgentWorker:
         self._agent, self._lease_s, self._group_size = config.agent, config.queue.lease_s, samples_per_group(config)
         self._replays = bool(config.rollout.replay)
         self._slots = asyncio.Semaphore(config.agent.concurrency)
-        self._held: list[SampleKey] = []  # samples that were leased and neither put nor failed
+        # Samples that are leased and neither put nor failed.
+        self._held: list[SampleKey] = []
         self._playing: dict[SampleKey, asyncio.Task[list[Trajectory] | str]] = {}
-        # Those whose samples another worker plays by now.
+        # Tasks that are cancelled because another worker has the lease now.
         self._taken_back: set[asyncio.Task[list[Trajectory] | str]] = set()
         self._less_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +110,7 @@ class AgentWorker:
         """Work until the queue reports the end of the run.
 
         Raises an ExceptionGroup with QueueLost or ProtocolError if the queue is gone. An error in one sample is
-        reported to the queue instead, except in a replay, which it ends: the next group must not take the place.
+        reported to the queue instead. In a replay it ends the run, since the next group must not take the place.
         """
         async with asyncio.TaskGroup() as group:
             self._spawn(group, self._renew(), "renew")
@@ -145,7 +142,7 @@ class AgentWorker:
                     self._spawn(tasks, self._play(group, sample), f"sample {group.group_id}.{sample}")
 
     async def _renew(self) -> None:
-        """Renew the leases until cancelled, and stop the samples that others play by now. Waits for the clock."""
+        """Renew the leases until cancelled; stop samples that were leased to another worker. Waits for the clock."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
             for key in (await self._queue.renew(list(self._held))).gone:
@@ -179,7 +176,7 @@ class AgentWorker:
             self._less_work.set()
 
     async def _played(self, key: SampleKey, group: LeasedGroup, sample: int) -> list[Trajectory] | str | None:
-        """Return what ``_rows`` does, or None if the queue took the sample back meanwhile."""
+        """Return the result of ``_rows``, or None if the queue took the sample back meanwhile."""
         playing = self._playing[key] = asyncio.create_task(self._rows(group, sample))
         try:
             await asyncio.wait([playing])
@@ -218,10 +215,10 @@ class AgentWorker:
             return f"{type(error).__name__}: {error}"
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: Exception) -> None:
-        """Log why a sample failed, unless enough were alike: errors of one class from one line.
+        """Log why a sample failed, unless enough similar failures were logged: errors of one class from one line.
 
-        Those of this project must also begin alike, but for numbers, since one line raises many. The first of a kind
-        has its traceback if it is another's.
+        This project's own errors must also begin alike, except for numbers, since one line raises many. The first
+        foreign error of a kind is logged with its traceback.
         """
         kind, known = f"{type(error).__name__} in {raised_at(error)}", isinstance(error, RlAsyncError)
         name = f"sample {group.group_id}.{sample} of task {group.task.task_id}"
@@ -239,20 +236,21 @@ class AgentWorker:
         task.add_done_callback(self._tasks.discard)
 
 
-FIRST_LINES, KINDS = 3, 1000  # lines of each kind before they become fewer; kinds that are counted
+# So many failures of each kind are all logged, and so many kinds are counted.
+FIRST_LINES, KINDS = 3, 1000
 
 
 class Repetitions:
-    """Counts failures by kind. Worth a line are the first few, then each power of two.
+    """Counts failures by kind, to log the first few of each and then each power of two.
 
-    Of more than KINDS kinds it begins to count again.
+    Beyond KINDS kinds the counts start over.
     """
 
     def __init__(self) -> None:
         self._times = Counter[str]()
 
     def another(self, kind: str) -> int:
-        """Return how many of its kind there were with this one, if it is worth a line; else 0."""
+        """Count a failure; return the count of its kind if it is worth a line, else 0."""
         if len(self._times) > KINDS:
             self._times.clear()
         self._times[kind] += 1
@@ -261,5 +259,5 @@ class Repetitions:
 
 
 def beginning(text: str) -> str:
-    """Return how an error begins, without its numbers: what errors that one line of code raises have in common."""
+    """Return the beginning of an error without numbers, which errors raised by one line of code share."""
     return re.sub(r"\d+", "", text)[:80]

@@ -16,8 +16,7 @@ import msgspec
 from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.gateway_episode import GatewayEpisode, give_reward
-from rl_async.agent_loop.telemetry import count_conversations
-from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning
+from rl_async.agent_loop.worker import Repetitions, RewardScorer, SampleQueue, beginning
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
@@ -88,7 +87,7 @@ class OpenEpisodes:
         config: RunConfig,
         chat: ChatFormat,
         generator: StreamingGenerator,
-        queue: GatewayQueue,
+        queue: SampleQueue,
         rewards: RewardScorer,
     ) -> None:
         self._config, self._chat, self._generator = config, chat, generator
@@ -320,7 +319,8 @@ class OpenEpisodes:
                 row.traced = bool(episode.trace)
             reply = await self._queue.put(*rows)
         self.put += 1
-        count_conversations(episode.sampled)
+        for kind, tokens in episode.sampled.items():
+            telemetry.CONVERSATIONS.labels(kind).inc(tokens)
         if episode.sampled["left_out"] and not self._told_left_out:
             self._told_left_out = True
             log.info(

@@ -229,7 +229,7 @@ class GatewayServer:
         self._config, self._episodes, self._ping_s = config, episodes, ping_s
         self._options = config.agent.gateway or GatewayConfig()
         self.fields = UnobeyedFields(self._options.unsupported)
-        self._metrics_text = metrics_text(SamplesCollector(episodes, lambda: episodes.held))
+        self._metrics_text = metrics_text(SamplesCollector(episodes))
         routes: dict[str, _Route] = {
             "POST /episodes": (self.begin, openai.error_body),
             "GET /episodes": (self.listing, openai.error_body),

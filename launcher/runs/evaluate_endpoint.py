@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rl_async.agent_loop.endpoint import Endpoint, MessageLines
 from rl_async.agent_loop.episode import policy_sampling
-from rl_async.agent_loop.run_worker import cancel_on_signals, played_and_scored
+from rl_async.agent_loop.run_worker import cancel_on_signals, runner_and_rewards
 from rl_async.agent_loop.tools.tool_registry import task_tools
 from rl_async.agent_loop.worker import AgentWorker
 from rl_async.configs.schema.rollout import EndpointConfig
@@ -107,7 +107,7 @@ async def play(
             # The worker leases a group for each ``group_size`` free slots, and one that is played again has one sample.
             rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED, group_size=1),
         )
-        playing = played_and_scored(config, MessageLines(), subject, folder, logs=folder / "logs", owner="evaluation")
+        playing = runner_and_rewards(config, MessageLines(), subject, folder, logs=folder / "logs", owner="evaluation")
         runner, rewards = await stack.enter_async_context(playing)
         await AgentWorker(samples, runner, rewards, config).run()
 

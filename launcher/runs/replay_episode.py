@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.episode import session_of
-from rl_async.agent_loop.run_worker import played_and_scored
+from rl_async.agent_loop.run_worker import runner_and_rewards
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
@@ -87,7 +87,7 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
     chat = load_format(config.model.path, config.agent)
     answers = RecordedAnswers(recorded, chat.stop_token_ids)
     with tempfile.TemporaryDirectory() as logs:
-        playing = played_and_scored(config, chat, answers, run, logs=Path(logs), owner="replay")
+        playing = runner_and_rewards(config, chat, answers, run, logs=Path(logs), owner="replay")
         async with playing as (runner, rewards):
             rows = await runner.run(group, last.sample)
             for *others, last in by_role(rows):

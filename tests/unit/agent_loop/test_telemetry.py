@@ -22,8 +22,8 @@ def from_zero() -> None:
 
 def value(sample: str, /, **labels: str) -> float | None:
     registry = CollectorRegistry()
-    counts = SimpleNamespace(put=3, failed=1, refused=0)
-    registry.register(SamplesCollector(counts, lambda: 2))
+    counts = SimpleNamespace(put=3, failed=1, refused=0, held=2)
+    registry.register(SamplesCollector(counts))
     return registry.get_sample_value(sample, labels)
 
 
