@@ -1,8 +1,8 @@
 """Plays episodes on a model that takes messages instead of tokens: one behind an OpenAI-compatible endpoint.
 
 ``MessageLines`` is its chat format. Its tokens are the bytes of the conversation as JSON lines: the offered tools,
-then a message each. So any endpoint can serve what an episode asks of a chat format, and calls stay as structured as
-the endpoint gave them. ``Endpoint`` is the engine: it reads those lines, asks the endpoint, and returns a line.
+then a message each. So any endpoint can serve as an episode's engine, and calls keep the structure that the endpoint
+gave them. ``Endpoint`` is that engine: it reads those lines, asks the endpoint, and returns a line.
 """
 
 import sys
@@ -27,10 +27,12 @@ from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem, Version, VersionRun
 from rl_async.reward_loop.api import ScorerFailed
 from rl_async.reward_loop.model_client import poster_of, read_api_key
-from rl_async.rollout_server.api import FinishReason, GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 
-END = ord("\n")  # of a line, which JSON itself never has
-TOKEN_CHARS = 4  # about as many as a token of most models has
+# Ends a line; encoded JSON never contains it.
+END = ord("\n")
+# The average length of a token in most models.
+TOKEN_CHARS = 4
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -48,7 +50,7 @@ class Call(msgspec.Struct, kw_only=True):
     function: Function
 
 
-class Said(msgspec.Struct, kw_only=True, omit_defaults=True):
+class AssistantLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A message of the assistant, as a line has it."""
 
     role: str
@@ -63,7 +65,7 @@ def line(value: Any) -> list[int]:
 
 
 def read_lines(token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], list[Message]]:
-    """Return the tools and the messages that tokens say."""
+    """Decode tokens to the tools and the messages."""
     tools, *messages = msgspec.json.Decoder().decode_lines(bytes(token_ids))
     return tools, messages
 
@@ -99,7 +101,7 @@ class MessageLines:
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
     ) -> list[int]:
-        """Encode what ``messages`` append. Raises TooLong unless these are fewer than ``limit`` tokens."""
+        """Encode the lines of ``messages``. Raises TooLong unless these are fewer than ``limit`` tokens."""
         return _within(limit, self._lines(messages))
 
     def _lines(self, messages: Sequence[Message]) -> list[int]:
@@ -129,7 +131,7 @@ class MessageLines:
         return Settled()
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Return nothing: how a call begins is the endpoint's."""
+        """Return nothing, since the endpoint decides how a call begins."""
         return []
 
     def keeps_past(
@@ -140,7 +142,7 @@ class MessageLines:
         *,
         sampled: Collection[int] = (),
     ) -> bool:
-        """Return True: what becomes of earlier reasoning is the endpoint's."""
+        """Return True, since the endpoint decides about earlier reasoning."""
         return True
 
     def encode(self, text: str) -> list[int]:
@@ -165,7 +167,7 @@ class MessageLines:
         *,
         sampled: Collection[int] = (),
     ) -> int | None:
-        """Return None: there is no template to depart from."""
+        """Return None, since no template exists here."""
         return None
 
 
@@ -175,12 +177,12 @@ def _within(limit: int, token_ids: list[int]) -> list[int]:
     return token_ids
 
 
-def _last_said(token_ids: Sequence[int]) -> Said:
+def _last_said(token_ids: Sequence[int]) -> AssistantLine:
     """Read a turn; one without tokens says nothing."""
-    return msgspec.json.decode(bytes(token_ids), type=Said) if token_ids else Said(role="assistant")
+    return msgspec.json.decode(bytes(token_ids), type=AssistantLine) if token_ids else AssistantLine(role="assistant")
 
 
-def _with_calls(said: Said) -> str:
+def _with_calls(said: AssistantLine) -> str:
     calls = (HERMES.render(call.function.name, call.function.arguments or "{}") for call in said.tool_calls)
     return "\n".join(filter(None, [said.content, *calls]))
 
@@ -193,8 +195,8 @@ def _parsed(call: Call) -> ParsedCall:
 
 
 def read_arguments(text: str) -> tuple[dict[str, object] | None, CallProblem | None]:
-    """Read the arguments of a call; None, and what is wrong with them, if they are no JSON object. None at all are
-    an empty one."""
+    """Read the arguments of a call, or return None and the problem if they are not a JSON object. An empty text counts
+    as an empty object."""
     try:
         value = msgspec.json.decode(text or "{}")
     except UNDECODABLE:
@@ -203,16 +205,20 @@ def read_arguments(text: str) -> tuple[dict[str, object] | None, CallProblem | N
 
 
 SECTION = "eval.endpoint"
-ATTEMPTS_TO_REACH = 4  # with pauses of 7 s in all, before it ever answered: more likely its address is wrong
-SHOWN = 300  # characters of an answer that go into an error
+# An endpoint that never answered in these attempts, which pause for 7 s in all, probably has a wrong address.
+ATTEMPTS_TO_REACH = 4
+# Errors quote so many characters of an answer.
+SHOWN = 300
 
 
 class _Message(msgspec.Struct):
+    """OpenRouter, and vLLM from 0.11 on, send ``reasoning``; DeepSeek, SGLang and older vLLM ``reasoning_content``."""
+
     content: str | None = None
     refusal: str | None = None
     tool_calls: list[Call] | None = None
-    reasoning: str | None = None  # of OpenRouter, and of vLLM from 0.11 on
-    reasoning_content: str | None = None  # of DeepSeek, SGLang, and vLLM before
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -237,9 +243,9 @@ class Endpoint:
         self._poster = poster_of(config, config.url, SECTION, key, attempts_to_reach=ATTEMPTS_TO_REACH, tell=tell)
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Ask for the next message of the conversation that ``request`` says.
+        """Ask for the next message of the conversation in ``request``.
 
-        Raises EngineLost if no attempt was answered, and EngineRejected for an answer that is no chat completion.
+        Raises EngineLost if no attempt was answered, and EngineRejected unless the answer is a chat completion.
         """
         tools, messages = read_lines(request.token_ids)
         sampling = request.sampling
@@ -257,12 +263,19 @@ class Endpoint:
         except ScorerFailed as error:
             raise EngineLost(f"{SECTION}: {error}") from None
         choice = self._choice(raw)
-        token_ids = line(_said(choice.message))
+        message = choice.message
+        said = AssistantLine(
+            role="assistant",
+            content=message.content or message.refusal or "",
+            tool_calls=message.tool_calls or [],
+            reasoning=message.reasoning or message.reasoning_content or "",
+        )
+        token_ids = line(said)
         return GenerateResult(
             token_ids=token_ids,
             logprobs=[0.0] * len(token_ids),
             versions=[VersionRun(Version(), 0, len(token_ids))],
-            finish_reason=_reason(choice),
+            finish_reason="length" if choice.finish_reason == "length" else "stop",
             engine=self._config.model,
         )
 
@@ -283,28 +296,17 @@ class Endpoint:
         await self._poster.close()
 
 
-def _said(message: _Message) -> Said:
-    reasoning = message.reasoning or message.reasoning_content or ""
-    content = message.content or message.refusal or ""
-    return Said(role="assistant", content=content, tool_calls=message.tool_calls or [], reasoning=reasoning)
-
-
-def _reason(choice: _Choice) -> FinishReason:
-    """Return ``length`` for an answer that was cut; whatever else ended it, the model had its say."""
-    return "length" if choice.finish_reason == "length" else "stop"
-
-
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as endpoints take it.
 
     They get no reasoning back, no name of the tool beside the id of its call, and only arguments that are JSON: vLLM
-    refuses a conversation in which a call has others, so these are sent as the text that they are.
+    refuses a conversation if a call has others, so malformed ones are wrapped as text.
     """
     if message["role"] == "tool":
         return {key: value for key, value in message.items() if key != "name"}
     if message["role"] != "assistant" or not message.get("tool_calls"):
         return {key: value for key, value in message.items() if key != "reasoning"}
-    said = msgspec.convert(message, Said)
+    said = msgspec.convert(message, AssistantLine)
     for call in said.tool_calls:
         if read_arguments(call.function.arguments)[0] is None:
             call.function.arguments = msgspec.json.encode({"malformed": call.function.arguments}).decode()

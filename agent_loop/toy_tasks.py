@@ -1,7 +1,6 @@
 """Tiny verifiable tasks: ``make_data`` writes training tasks, held-out tasks and imperfect demonstrations.
 
-``make_pairs`` writes preference pairs for a reward model. First the parts of which tasks and demonstrations are made,
-then the task of the preset `code`, then the others:
+``make_pairs`` writes preference pairs for a reward model. The kinds of tasks:
 
     calculator  one tool call, then the answer
     shop        look up a hidden price, compute with it, then the answer
@@ -13,7 +12,8 @@ then the task of the preset `code`, then the others:
 
 The demonstrations teach the format of tool calls but are often wrong, so that a warm-started model knows how to act and
 reinforcement learning has something to improve. To add a task, write how it is drawn and demonstrated, and add it to
-``KINDS``."""
+``KINDS``.
+"""
 
 import json
 import random
@@ -44,8 +44,8 @@ class ToyTask(NamedTuple):
 class ToyTaskKind(NamedTuple):
     """How to draw a task and a demonstration of it. ``agent`` is the name of its loop.
 
-    ``held_out``: held-out tasks, as many as leave enough others to train on. ``demonstrated`` draws the tasks of
-    demonstrations if they are others. ``system`` is the system message of all.
+    The default number of ``held_out`` tasks leaves enough others to train on. ``demonstrated`` draws the tasks of
+    demonstrations if these differ. ``system`` is the system message of all.
     """
 
     agent: str
@@ -94,53 +94,13 @@ def wild_guess(random_source: random.Random, highest: int) -> Message:
     return assistant(str(random_source.randint(0, highest)))
 
 
-FACTORS = {"double": 2, "triple": 3, "quadruple": 4}
-LIMITS = {"at most": "min", "at least": "max"}
-LIMITED, WRONG = 0.2, 0.4  # of the demonstrations
-
-
-def sample_code(random_source: random.Random) -> ToyTask:
-    """Draw a description, with two tests on one side of the limit and one on the other, or the other way round."""
-    verb, word = random_source.choice(list(FACTORS)), random_source.choice(list(LIMITS))
-    sign, shift, limit = random_source.choice("+-"), random_source.randint(2, 9), random_source.randint(10, 99)
-    factor = FACTORS[verb]
-    middle = (limit - shift if sign == "+" else limit + shift) // factor  # where f reaches the limit
-    inputs = [middle - random_source.randint(2, 9), middle + random_source.randint(2, 9)]
-    inputs.append(middle + random_source.choice([-1, 1]) * random_source.randint(10, 19))
-    expression = f"{factor}*x{sign}{shift}"
-    cut = min if LIMITS[word] == "min" else max
-    outputs = [cut(factor * x + (shift if sign == "+" else -shift), limit) for x in inputs]
-    prompt = f"{verb} x, {'add' if sign == '+' else 'subtract'} {shift}, {word} {limit}"
-    tests = {"fn_name": "f", "inputs": [[x] for x in inputs], "outputs": outputs}
-    return ToyTask(
-        prompt, json.dumps(tests), {"expression": expression, "limited": f"{LIMITS[word]}({expression},{limit})"}
-    )
-
-
-def demonstrate_code(sample: ToyTask, random_source: random.Random) -> list[Message]:
-    expression = sample.state["limited" if random_source.random() < LIMITED else "expression"]
-    if random_source.random() < WRONG:
-        at = random_source.choice([i for i, character in enumerate(expression) if character.isdigit()])
-        expression = expression[:at] + corrupted(expression[at], random_source) + expression[at + 1 :]
-    return [assistant(program(expression))]
-
-
-def program(expression: str) -> str:
-    """Return an answer with a function that returns the expression."""
-    return f"```python\ndef f(x):\n    return {expression}\n```"
-
-
-ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
-
-
 def make_data(
     name: str, folder: str | Path, *, train: int = 4096, held_out: int = 0, demos: int = 0, seed: int = 0
 ) -> None:
     """Write ``train.parquet``, ``test.parquet`` and, if there are demonstrations, ``demos.parquet`` into ``folder``.
 
-    0 stands for the number of the task's kind.
-
-    No held-out prompt occurs among the training tasks or the demonstrations. The same arguments write the same data.
+    With 0 the numbers of ``held_out`` tasks and ``demos`` are the defaults of the kind. Held-out prompts occur neither
+    in the training tasks nor in the demonstrations. The same arguments write the same data.
     Raises ConfigError for an unknown ``name``.
     """
     if name not in KINDS:
@@ -237,16 +197,17 @@ def _sample_calculator(random_source: random.Random) -> ToyTask:
 
 def _demonstrate_calculator(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance = random_source.random
-    if chance() < 0.3:  # no tool
+    # Flaws: no tool, a wrong argument, a malformed call, a wrong copy of the result.
+    if chance() < 0.3:
         return [wild_guess(random_source, 999)]
     expression = sample.state["expression"]
-    if chance() < 0.25:  # wrong argument
+    if chance() < 0.25:
         expression = corrupt(expression, random_source)
     call = tool_call("calculator", expression=expression)
-    if chance() < 0.2:  # malformed call
+    if chance() < 0.2:
         return [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)]
     value = str(evaluate(expression))
-    answer = corrupt(value, random_source) if chance() < 0.25 else value  # wrong copy of the result
+    answer = corrupt(value, random_source) if chance() < 0.25 else value
     return [assistant(call), tool_result(value), assistant(answer)]
 
 
@@ -255,20 +216,19 @@ def _pair_calculator(sample: ToyTask, random_source: random.Random) -> tuple[lis
     call = tool_call("calculator", expression=expression)
     wrong = corrupted(expression, random_source)
     result = str(evaluate(wrong))
+    # Flaws: no tool, a wrong argument, a malformed call, a wrong copy of the result.
     rejected = [
-        [assistant(corrupted(value, random_source))],  # no tool
-        [
-            assistant(tool_call("calculator", expression=wrong)),
-            tool_result(result),
-            assistant(result),
-        ],  # wrong argument
-        [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)],  # malformed call
-        [assistant(call), tool_result(value), assistant(corrupted(value, random_source))],  # wrong copy of the result
+        [assistant(corrupted(value, random_source))],
+        [assistant(tool_call("calculator", expression=wrong)), tool_result(result), assistant(result)],
+        [assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 999)],
+        [assistant(call), tool_result(value), assistant(corrupted(value, random_source))],
     ]
     return [assistant(call), tool_result(value), assistant(value)], random_source.choice(rejected)
 
 
 # --- shop -----------------------------------------------------------------------------------------------------------
+
+ITEMS = ("apple", "plum", "kiwi", "fig", "lime", "pear")
 
 
 def _sample_shop(random_source: random.Random) -> ToyTask:
@@ -282,26 +242,27 @@ def _sample_shop(random_source: random.Random) -> ToyTask:
 
 def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
-    if chance() < 0.25:  # no tool
+    # Flaws: no tool, a guessed price, a wrong item, a wrong expression, a malformed call, a wrong copy of the result.
+    if chance() < 0.25:
         return [wild_guess(random_source, 9999)]
     turns: list[Message] = []
     price = str(state["price"])
-    if chance() < 0.15:  # guesses the price instead of looking it up
+    if chance() < 0.15:
         price = str(random_source.randint(2, 99))
     else:
-        item = random_source.choice(ITEMS) if chance() < 0.08 else state["item"]  # wrong argument
+        item = random_source.choice(ITEMS) if chance() < 0.08 else state["item"]
         turns.append(assistant(tool_call("lookup", item=item)))
         if item != state["item"]:
             return [*turns, tool_result(f"error: {NO_SUCH_ITEM}"), wild_guess(random_source, 9999)]
         turns.append(tool_result(price))
     expression = f"{state['count']}*{price}{state['sign']}{state['rest']}"
-    if chance() < 0.08:  # wrong argument
+    if chance() < 0.08:
         expression = corrupt(expression, random_source)
     call = tool_call("calculator", expression=expression)
-    if chance() < 0.12:  # malformed call
+    if chance() < 0.12:
         return [*turns, assistant(broken(call)), tool_result(BAD_CALL), wild_guess(random_source, 9999)]
     value = str(evaluate(expression))
-    answer = corrupt(value, random_source) if chance() < 0.12 else value  # wrong copy of the result
+    answer = corrupt(value, random_source) if chance() < 0.12 else value
     return [*turns, assistant(call), tool_result(value), assistant(answer)]
 
 
@@ -310,7 +271,8 @@ def _demonstrate_shop(sample: ToyTask, random_source: random.Random) -> list[Mes
 MARKET = (
     "You may call lookup with an item for its price, and calculator with an expression. Reply with the number only."
 )
-BOTH_TOOLS, LOOKUP_ONLY = 0.15, 0.4  # of the demonstrations; the others only calculate
+# The shares of demonstrations that use both tools, and that only look up; the others only calculate.
+BOTH_TOOLS, LOOKUP_ONLY = 0.15, 0.4
 
 
 def _sample_market(random_source: random.Random) -> ToyTask:
@@ -332,18 +294,19 @@ def _sample_market_demo(random_source: random.Random) -> ToyTask:
 
 def _demonstrate_market(sample: ToyTask, random_source: random.Random) -> list[Message]:
     chance, state = random_source.random, sample.state
-    if chance() < 0.2:  # no tool
+    # Flaws: no tool, a wrong item that is corrected after the error, a wrong expression.
+    if chance() < 0.2:
         return [wild_guess(random_source, 9999)]
     turns: list[Message] = []
     answer = str(state["price"])
     if "item" in state:
-        if chance() < 0.1:  # wrong argument, mended
+        if chance() < 0.1:
             other = random_source.choice([item for item in ITEMS if item != state["item"]])
             turns += [assistant(tool_call("lookup", item=other)), tool_result(f"error: {NO_SUCH_ITEM}")]
         turns += [assistant(tool_call("lookup", item=state["item"])), tool_result(answer)]
     if "count" in state:
         expression = f"{state['count']}*{answer}"
-        if chance() < 0.1:  # wrong argument
+        if chance() < 0.1:
             expression = corrupted(expression, random_source)
         answer = str(evaluate(expression))
         turns += [assistant(tool_call("calculator", expression=expression)), tool_result(answer)]
@@ -360,14 +323,55 @@ def _sample_sort(random_source: random.Random) -> ToyTask:
 
 def _demonstrate_sort(sample: ToyTask, random_source: random.Random) -> list[Message]:
     answer = sample.answer
-    if random_source.random() < 0.25:  # one wrong digit
+    if random_source.random() < 0.25:
         answer = corrupt(answer, random_source)
     return [assistant(answer)]
 
 
+# --- code -----------------------------------------------------------------------------------------------------------
+
+FACTORS = {"double": 2, "triple": 3, "quadruple": 4}
+LIMITS = {"at most": "min", "at least": "max"}
+# The shares of demonstrations that obey the limit, and that have a wrong number.
+LIMITED, WRONG = 0.2, 0.4
+
+
+def sample_code(random_source: random.Random) -> ToyTask:
+    """Draw a description, with two tests on one side of the limit and one on the other, or the other way round."""
+    verb, word = random_source.choice(list(FACTORS)), random_source.choice(list(LIMITS))
+    sign, shift, limit = random_source.choice("+-"), random_source.randint(2, 9), random_source.randint(10, 99)
+    factor = FACTORS[verb]
+    # The function reaches the limit here.
+    middle = (limit - shift if sign == "+" else limit + shift) // factor
+    inputs = [middle - random_source.randint(2, 9), middle + random_source.randint(2, 9)]
+    inputs.append(middle + random_source.choice([-1, 1]) * random_source.randint(10, 19))
+    expression = f"{factor}*x{sign}{shift}"
+    cut = min if LIMITS[word] == "min" else max
+    outputs = [cut(factor * x + (shift if sign == "+" else -shift), limit) for x in inputs]
+    prompt = f"{verb} x, {'add' if sign == '+' else 'subtract'} {shift}, {word} {limit}"
+    tests = {"fn_name": "f", "inputs": [[x] for x in inputs], "outputs": outputs}
+    return ToyTask(
+        prompt, json.dumps(tests), {"expression": expression, "limited": f"{LIMITS[word]}({expression},{limit})"}
+    )
+
+
+def demonstrate_code(sample: ToyTask, random_source: random.Random) -> list[Message]:
+    expression = sample.state["limited" if random_source.random() < LIMITED else "expression"]
+    if random_source.random() < WRONG:
+        at = random_source.choice([i for i, character in enumerate(expression) if character.isdigit()])
+        expression = expression[:at] + corrupted(expression[at], random_source) + expression[at + 1 :]
+    return [assistant(program(expression))]
+
+
+def program(expression: str) -> str:
+    """Return an answer with a function that returns the expression."""
+    return f"```python\ndef f(x):\n    return {expression}\n```"
+
+
 # --- order ----------------------------------------------------------------------------------------------------------
 
-ASKED = {(): 0.35, ("colour",): 0.25, ("day",): 0.25, ("colour", "day"): 0.15}  # of the demonstrations
+# Which wishes a demonstration asks for, with their shares.
+ASKED = {(): 0.35, ("colour",): 0.25, ("day",): 0.25, ("colour", "day"): 0.15}
 
 
 def _sample_order(random_source: random.Random) -> ToyTask:
@@ -386,7 +390,8 @@ def _demonstrate_order(sample: ToyTask, random_source: random.Random) -> list[Me
         question = f"{wish}?" if chance() < 0.95 else "what?"
         said = reply(question, state) or ""
         turns += [assistant(question), {"role": "user", "content": said}]
-        if said != NOT_UNDERSTOOD and chance() < 0.9:  # else a wrong copy
+        # Otherwise the order keeps the random wish, a wrong copy.
+        if said != NOT_UNDERSTOOD and chance() < 0.9:
             told[wish] = said
     return [*turns, assistant(f"order {state['count']} {state['item']} {' '.join(told.values())}")]
 
@@ -415,6 +420,8 @@ KINDS = {
     "sort": ToyTaskKind("single_turn", "sorting", _sample_sort, _demonstrate_sort),
     "code": ToyTaskKind("single_turn", "code", sample_code, demonstrate_code),
     "order": ToyTaskKind("tool_agent", "shopping", _sample_order, _demonstrate_order, held_out=64),
-    "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),  # of 100
+    # 100 different sums exist.
+    "sums": ToyTaskKind("single_turn", "math", _sample_sums, None, held_out=32),
 }
-PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}  # the task whose prompts they have, and how to draw one
+# Preference pairs: the kind of task that their prompts are, and how to draw a pair.
+PAIRS = {"calculator-pairs": ("calculator", _pair_calculator)}

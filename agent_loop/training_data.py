@@ -1,7 +1,7 @@
 """Conversations and preference pairs to fine-tune on, and their tokens.
 
-Reads conversations from JSONL or Parquet, and pairs for a reward model; every error names the file, the line and what
-to do. ``ChatEncoder`` turns a conversation into tokens and the mask of those that the model is trained on.
+Reads conversations from JSONL or Parquet, and pairs for a reward model; every error names the file, the line and the
+fix. ``ChatEncoder`` turns a conversation into tokens and the mask of those that the model is trained on.
 """
 
 import json
@@ -108,7 +108,9 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"data.path: no file {file}; paths are relative to the working directory")
     if file.suffix not in SUFFIXES:
         raise DataError(f"{file}: unknown kind of file; give {' or '.join(SUFFIXES)}, with a column `messages`")
-    return _lines(file) if file.suffix == ".jsonl" else _parquet(file)
+    if file.suffix == ".jsonl":
+        return _lines(file)
+    return ((f"{file}, row {number}", row) for number, row in enumerate(ParquetRows(file)))
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,13 +121,9 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, json_row(line, place)
 
 
-def _parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, row in enumerate(ParquetRows(file)):
-        yield f"{file}, row {number}", row
-
-
 def _tools(value: Any, place: str) -> list[dict[str, Any]]:
-    if isinstance(value, str):  # as Parquet files tend to have it
+    # Parquet files tend to have tools as text.
+    if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
         except UNDECODABLE as error:
@@ -143,7 +141,7 @@ def _is_named(tool: Any) -> bool:
 
 
 class Pair(NamedTuple):
-    """Two conversations of which the first is better. ``margin`` may be None; ``place`` is file and row."""
+    """Two conversations, the first better than the second. ``margin`` may be None; ``place`` is file and row."""
 
     chosen: list[Message]
     rejected: list[Message]
@@ -152,7 +150,7 @@ class Pair(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """Everything before the first answer, by which pairs of one prompt are kept together."""
+        """Everything before the first answer, which identifies pairs of one prompt."""
         return repr(_asked(self.chosen))
 
 
@@ -167,8 +165,8 @@ def read_pairs(path: str) -> list[Pair]:
 def to_pair(row: dict[str, Any], place: str) -> Pair:
     """Convert a row.
 
-    Columns: chosen and rejected, as messages or as the assistant's text; prompt, which is put before both unless they
-    begin with it, and which whole conversations do not need; margin, a number.
+    The columns ``chosen`` and ``rejected`` are messages or the assistant's text. The ``prompt`` is put before both
+    unless they begin with it; whole conversations need none. The ``margin`` is an optional number.
     """
     given = row.get("prompt")
     prompt = [] if given is None else as_messages(given, place, "prompt")
@@ -206,16 +204,16 @@ def _asked(conversation: list[Message]) -> list[Message]:
 
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# The keys in which data sets have the reasoning of a turn, and what ends reasoning that is part of a content.
+# Data sets have the reasoning of a turn under such keys, or as part of its content, up to this tag.
 _REASONING = re.compile("reasoning|thinking|thought")
 _THOUGHT = "</think>"
 
 
 class ChatTokens(NamedTuple):
-    """A conversation's token ids, and which of them are trained on; both [T]."""
+    """A conversation's token ids (int32) and the mask of those that are trained on (bool), both [T]."""
 
-    ids: np.ndarray  # int32
-    learned: np.ndarray  # bool
+    ids: np.ndarray
+    learned: np.ndarray
 
 
 class ChatEncoder:
@@ -230,8 +228,8 @@ class ChatEncoder:
         self._encode: Callable[[Chat], ChatTokens] = self._marked
         self._print: Callable[[Chat], str] = self._render
         self._takes_text = takes_arguments_as_text(self._print_past)
-        # Shapes of conversations that the template prints whole.
-        self._whole: set[str] = set()
+        # Shapes of conversations that the template prints completely.
+        self._complete: set[str] = set()
         if _MARKER.search(str(tokenizer.get_chat_template())):
             return
         self._encode = self._by_prefixes
@@ -245,7 +243,8 @@ class ChatEncoder:
                 "{% endgeneration %} around what the assistant says in the chat template"
             ) from error
         if isinstance(chat, LibraryFormat | HarmonyFormat):
-            self._family, self._encode, self._print = chat, self._by_family, self._print_by_family
+            self._family, self._encode = chat, self._by_family
+            self._print = lambda printed: self._family.decode(self._family.row(printed.messages, printed.tools)[0])
             return
         assert isinstance(chat, ChatRenderer)
         self._renderer = chat
@@ -254,32 +253,32 @@ class ChatEncoder:
     def encode(self, chat: Chat) -> ChatTokens:
         """Encode a conversation.
 
-        Raises DataError, naming it, if the assistant's tokens cannot be determined, or if the template does not print
-        all of it.
+        Raises DataError, naming it, if the assistant's tokens cannot be determined, or if the template leaves a part
+        out.
         """
         try:
             tokens = self._encode(chat)
-            self._check_printed(chat)
+            self._check_complete(chat)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{chat.place}: the model's chat template refuses it: {error}") from error
         if not tokens.learned.any():
             raise DataError(f"{chat.place}: the chat template marks nothing of it as the assistant's")
         return tokens
 
-    def _check_printed(self, chat: Chat) -> None:
-        """Raise DataError for what the template leaves out of a conversation.
+    def _check_complete(self, chat: Chat) -> None:
+        """Raise DataError for a part of a conversation that the template leaves out.
 
-        A conversation of the same shape, with a mark in each place, is printed, once for all of that shape.
+        The check prints a conversation of the same shape with a mark in each place, once for all of that shape.
         """
         shape = _shape(chat)
-        if shape in self._whole:
+        if shape in self._complete:
             return
         marked, marks = _with_marks(chat)
         printed = self._print(marked)
         for mark, place, problem in marks:
             if mark not in printed:
                 raise DataError(f"{chat.place}{place}: the chat template does not print {problem}")
-        self._whole.add(shape)
+        self._complete.add(shape)
 
     def _marked(self, chat: Chat) -> ChatTokens:
         chat = self._escaped(chat)
@@ -302,9 +301,6 @@ class ChatEncoder:
     def _by_family(self, chat: Chat) -> ChatTokens:
         ids, learned = self._family.row(chat.messages, chat.tools)
         return ChatTokens(np.array(ids, np.int32), np.array(learned, bool))
-
-    def _print_by_family(self, chat: Chat) -> str:
-        return self._family.decode(self._family.row(chat.messages, chat.tools)[0])
 
     def _by_prefixes(self, chat: Chat) -> ChatTokens:
         ids: list[int] = []
@@ -347,7 +343,7 @@ class ChatEncoder:
             done = end
 
     def _escaped(self, chat: Chat) -> Chat:
-        """Escape what the assistant does not say; in its own turns, special tokens may be what it is to learn."""
+        """Escape all but the assistant's turns: it may have to learn the special tokens in these."""
         messages = [m if m["role"] == "assistant" else self._tokens.escape(m) for m in chat.messages]
         return chat._replace(messages=messages, tools=[self._tokens.escape(tool) for tool in chat.tools])
 
@@ -379,7 +375,7 @@ class ChatEncoder:
 
 
 class _Mark(NamedTuple):
-    """A text that a template must print, where it stands in a conversation, and what it stands for."""
+    """A text that a template must print, its place in a conversation, and the error if it is missing."""
 
     text: str
     place: str
@@ -413,10 +409,10 @@ def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
         marks.append(_Mark(f"zq{len(marks)}{kind}", place, problem))
         return marks[-1].text
 
-    tools = [
-        _renamed(tool, mark("tool", "", "tools; leave them out, or take a model whose template does"))
-        for tool in chat.tools
-    ]
+    tools = []
+    for tool in chat.tools:
+        name = {"name": mark("tool", "", "tools; leave them out, or take a model whose template does")}
+        tools.append(tool | ({"function": tool["function"] | name} if "function" in tool else name))
     messages = []
     for number, message in enumerate(chat.messages):
         place, role = f", message {number}", message["role"]
@@ -430,16 +426,10 @@ def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
             made[key] = mark("reasoning", place, f"{key}, the reasoning of this turn; make a line that ends with it")
         if calls := message.get("tool_calls"):
             hint = "the tool calls of this turn; write them into its content, as the model is to write them"
-            made["tool_calls"] = [
-                _remade(call, mark("name", place, hint), mark("value", place, hint)) for call in calls
-            ]
+            made["tool_calls"] = []
+            for call in calls:
+                name, value = mark("name", place, hint), mark("value", place, hint)
+                function = call["function"] | {"name": name, "arguments": {f"{value}key": value}}
+                made["tool_calls"].append(call | {"function": function})
         messages.append(made)
     return Chat(messages, tools, chat.place), marks
-
-
-def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    return tool | {"function": tool["function"] | {"name": name}} if "function" in tool else tool | {"name": name}
-
-
-def _remade(call: dict[str, Any], name: str, value: str) -> dict[str, Any]:
-    return call | {"function": call["function"] | {"name": name, "arguments": {f"{value}key": value}}}

@@ -137,7 +137,7 @@ async def server_process(
         env=env,
         start_new_session=True,
     )
-    assert protocol.stdin is not None and protocol.stdout is not None  # they are pipes
+    assert protocol.stdin is not None and protocol.stdout is not None
     incoming, session_in = anyio.create_memory_object_stream[Incoming](0)
     session_out, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
     async with anyio.create_task_group() as tasks:
@@ -246,7 +246,8 @@ async def _write(
             stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             try:
                 await stdin.drain()
-            except OSError:  # a server may close its input and live on, but it will answer nothing
+            # A server may close its input and live on, but it will answer nothing.
+            except OSError:
                 await incoming.aclose()
                 return
 
@@ -279,14 +280,17 @@ async def _end(transport: asyncio.SubprocessTransport, process: _Process, stdin:
     transport.close()
 
 
-MARK = "RL_ASYNC_MCP_FOLDER"  # a variable of a server and of what it starts, of another value in each session
-MOST_LISTED = 1000  # tools that a server may name, before agent.mcp[].allow
-# A message may have so many JSON values, each of which takes the SDK and its checks some 20 µs of the event loop, and
-# more while tools are listed, before the first episode.
+# This variable marks the processes of a server; its value differs in each session.
+MARK = "RL_ASYNC_MCP_FOLDER"
+# A server may list so many tools, before agent.mcp[].allow is applied.
+MOST_LISTED = 1000
+# A message may have so many JSON values, since each takes the SDK and its checks some 20 µs of the event loop. The
+# limit is higher while tools are listed, before the first episode.
 MOST_VALUES, MOST_VALUES_LISTED = 10_000, 200_000
 # A command has 2 s to end by itself and 2 s more after SIGTERM.
 CLOSE_S = 10.0
-GONE = (401, 403, 404, 410)  # HTTP statuses with which a session is over
+# A session is over after an answer with one of these HTTP statuses.
+GONE = (401, 403, 404, 410)
 WE = Implementation(name="rl-async", version="0")
 
 # It logs every bad answer with a traceback, while the call that gets one returns it as its error.
@@ -294,17 +298,19 @@ logging.getLogger("mcp.client.streamable_http").setLevel(logging.CRITICAL)
 
 
 class SdkConnection:
-    """A session, held open by a task of its own, since the SDK's contexts end in the task in which they began."""
+    """A session, held open by a task of its own, since the SDK's contexts must end in the task that entered them."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
-        self._folder = Path(tempfile.gettempdir()) / f"rl-async-mcp-{os.urandom(8).hex()}"  # the guard's
+        # The guard makes this folder, and removes it.
+        self._folder = Path(tempfile.gettempdir()) / f"rl-async-mcp-{os.urandom(8).hex()}"
         self._over = asyncio.Event()
         self._scope = anyio.CancelScope()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(), name=f"mcp {server.label}")
-        self._status = 0  # of the last refusal over HTTP that ends a session
-        self._heard_junk = False
+        # The HTTP status of a refusal that ended the session.
+        self._status = 0
+        self._logged_junk = False
         self._most_values = MOST_VALUES
 
     @property
@@ -369,7 +375,8 @@ class SdkConnection:
             raise ToolFailed(error.message) from error
         except ValidationError as error:
             raise ToolFailed(f"bad answer: {_first(error)}") from error
-        except RuntimeError as error:  # a result that is not of the tool's own schema; too many questions back
+        # The result does not fit the tool's own schema, or the server asked too many questions back.
+        except RuntimeError as error:
             raise ToolFailed(str(error)) from error
         return answer.model_dump(by_alias=True, mode="json", exclude_none=True)
 
@@ -384,7 +391,8 @@ class SdkConnection:
         if self._client.done():
             asyncio.get_running_loop().call_later(CLOSE_S, self._scope.cancel)
         else:
-            self._scope.cancel()  # it is still beginning; the SDK swallows a plain cancellation of the task
+            # The SDK would swallow a plain cancellation of the task while the session begins.
+            self._scope.cancel()
 
     async def closed(self) -> None:
         """Wait for the end of the session and of the server's processes."""
@@ -402,7 +410,7 @@ class SdkConnection:
                     self._client.set_result(client)
                     await self._over.wait()
             return "was closed"
-        # The SDK's task groups wrap whatever a transport raises. All of it means that this session is over.
+        # The SDK's task groups wrap the errors of a transport. Any of them means that this session is over.
         except Exception as error:
             return f"cannot be used: {describe(error)}"
         finally:
@@ -420,7 +428,8 @@ class SdkConnection:
         config = self._server.config
         if config.url:
             hooks = {"response": [self._answered]}
-            timeout = httpx2.Timeout(config.start_timeout_s, read=None)  # calls have deadlines of their own
+            # Calls have deadlines of their own.
+            timeout = httpx2.Timeout(config.start_timeout_s, read=None)
             # A compressed answer cannot be measured.
             headers = self._server.headers | {"accept-encoding": "identity"}
             async with httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http:
@@ -442,7 +451,7 @@ class SdkConnection:
 
     async def _answered(self, response: httpx2.Response) -> None:
         """Notice answers that end a session: an expired one, say, or a proxy whose server is gone. Bound the others."""
-        # An answer that is compressed against our wish is read as it is, which is no JSON.
+        # An answer that is compressed against our wish is not decompressed, and fails as malformed JSON.
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
         response.stream = BoundedBody(response, self._measure)
@@ -451,8 +460,8 @@ class SdkConnection:
             self._status = response.status_code
 
     async def _heard(self, message: object) -> None:
-        if isinstance(message, Exception) and not self._heard_junk:
-            self._heard_junk = True
+        if isinstance(message, Exception) and not self._logged_junk:
+            self._logged_junk = True
             log.warning("%s wrote what is no message of the protocol (logged once per session)", self._server.label)
         await anyio.lowlevel.checkpoint()
 

@@ -3,7 +3,8 @@
 A worker enters ``McpToolbox``, which asks every server for its tools before the first lease; the episode runner takes
 each episode's tools from it. Calls go through ``McpSessions``, which opens a session when it is needed and again after
 a server was lost. Everything that a server sends is text from outside: descriptions are checked and named, results
-become text of bounded length. The SDK is imported by `mcp_connection.py` alone, and only if the config has servers."""
+become text of bounded length. The SDK is imported by `mcp_connection.py` alone, and only if the config has servers.
+"""
 
 import asyncio
 import contextlib
@@ -27,13 +28,14 @@ from rl_async.configs.derived import PASSED, argv_of, secret_variables
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 
-SAID_BYTES = 4096  # at the end of a log, where a server's last line is looked for
-SAID = 300  # characters of it
+# A server's last line is searched for in so many bytes at the end of its log, and quoted up to so many characters.
+SAID_BYTES = 4096
+SAID = 300
 INSTALL = "python -m pip install 'rl-async[mcp]'"
 
 
 class McpServer:
-    """One server with all that is needed to begin sessions. ``log_path``: where its standard error goes.
+    """One server with all that is needed to begin sessions. Its standard error goes to ``log_path``.
 
     Raises ConfigError, naming the key, for a command or variable that does not exist here, or without the SDK.
     """
@@ -84,7 +86,7 @@ class McpServer:
 def mcp_servers(configs: Sequence[McpServerConfig], log_folder: Path, owner: str) -> list[McpServer]:
     """Return the servers of a config, whose logs are called after ``owner``.
 
-    Raises ConfigError for what can be told to be wrong without starting one.
+    Raises ConfigError for mistakes that show without starting one.
     """
     if configs and find_spec("mcp") is None:
         raise ConfigError(f"agent.mcp: the SDK for MCP servers is not installed; run `{INSTALL}`")
@@ -92,16 +94,17 @@ def mcp_servers(configs: Sequence[McpServerConfig], log_folder: Path, owner: str
 
 
 def forget_variables(configs: Sequence[McpServerConfig]) -> None:
-    """Remove what was read from the environment, so that other processes of tools and scorers do not inherit it."""
+    """Remove the servers' secrets from the environment, so that processes of tools and scorers do not inherit them."""
     for name in secret_variables(configs):
         os.environ.pop(name, None)
 
 
-MOST_TOOLS = 64  # of one server: all their schemas stand in every prompt
-SCHEMA_BYTES = 16 << 10  # of one tool's schema, its description included
+# Limits on a server's tools, since all their schemas stand in every prompt. A schema's size includes its description.
+MOST_TOOLS = 64
+SCHEMA_BYTES = 16 << 10
 NAME_CHARACTERS = 64
 _OTHER = re.compile(r"[^A-Za-z0-9_-]")
-# Of a schema's keys; definitions is what $defs was called until draft 7.
+# The keys of a schema that are kept; $defs was called definitions until draft 7.
 _KEPT = ("type", "properties", "required", "$defs", "definitions", "additionalProperties", "anyOf", "oneOf", "allOf")
 
 
@@ -138,12 +141,16 @@ def chosen(listed: Sequence[Listed], allow: Sequence[str], key: str) -> list[Lis
 
 
 def offers(servers: Sequence[tuple[str, str, Sequence[Listed]]], taken: Sequence[str]) -> list[Offer]:
-    """Name the tools of all servers, each given with its key, its name and its tools; ``taken``: other tools' names.
+    """Name the tools of all servers, each given with its key, its name and its tools, apart from names ``taken``.
 
     Tools of one name get their servers' names as a prefix. Raises ConfigError, naming the keys, for tools that cannot
     be told apart so, and for schemas that no chat template could print.
     """
-    plain = [(place, tool, _plain(tool.name)) for place, (_, _, tools) in enumerate(servers) for tool in tools]
+    plain = [
+        (place, tool, _OTHER.sub("_", tool.name)[:NAME_CHARACTERS] or "_")
+        for place, (_, _, tools) in enumerate(servers)
+        for tool in tools
+    ]
     count = Counter(taken) + Counter(name for _, _, name in plain)
     made, users = list[Offer](), dict.fromkeys(taken, "agent.tools")
     for place, tool, name in plain:
@@ -158,10 +165,6 @@ def offers(servers: Sequence[tuple[str, str, Sequence[Listed]]], taken: Sequence
         users[name] = key
         made.append(Offer(place, tool.name, _schema(tool, name, key)))
     return made
-
-
-def _plain(name: str) -> str:
-    return _OTHER.sub("_", name)[:NAME_CHARACTERS] or "_"
 
 
 def _names(listed: Sequence[Listed]) -> str:
@@ -195,12 +198,12 @@ def _schema(tool: Listed, name: str, key: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-MOST_CHARACTERS = 1 << 18  # of a result, before agent.tool_response_tokens is applied
-REASON_CHARACTERS = 500
+# A result is cut to so many characters before agent.tool_response_tokens is applied.
+MOST_CHARACTERS = 1 << 18
 
 
 def as_result(answer: Mapping[str, Any]) -> ToolResult:
-    """Convert the result of `tools/call`, as the protocol writes it in JSON, to what tools of ours return."""
+    """Convert the JSON result of the protocol's `tools/call` to a ToolResult."""
     content = answer.get("content") or ()
     text = "\n".join(map(_text, content))
     structured = answer.get("structuredContent")
@@ -212,7 +215,7 @@ def as_result(answer: Mapping[str, Any]) -> ToolResult:
 
 
 def _text(block: Mapping[str, Any]) -> str:
-    """Return a block's text, or words in the place of what is no text."""
+    """Return a block's text, or a description in place of other content."""
     match block.get("type"):
         case "text":
             return str(block["text"])
@@ -222,29 +225,29 @@ def _text(block: Mapping[str, Any]) -> str:
             about = [block.get(key) for key in ("name", "description", "mimeType")]
             return f"[resource {block.get('uri', '')}: {', '.join(str(part) for part in about if part)}]"
         case "resource":
-            return _resource(block.get("resource") or {})
+            resource = block.get("resource") or {}
+            if "text" in resource:
+                return str(resource["text"])
+            kind, size = resource.get("mimeType") or "binary", _bytes(resource.get("blob"))
+            return f"[resource {resource.get('uri', '')}: {kind}, {size}, which cannot be shown as text]"
         case kind:
             return f"[{kind}, which cannot be shown as text]"
 
 
-def _resource(resource: Mapping[str, Any]) -> str:
-    if "text" in resource:
-        return str(resource["text"])
-    kind, size = resource.get("mimeType") or "binary", _bytes(resource.get("blob"))
-    return f"[resource {resource.get('uri', '')}: {kind}, {size}, which cannot be shown as text]"
-
-
 def _bytes(data: object) -> str:
-    """Return the size of what is given in base64."""
+    """Return the size of base64 data."""
     return f"{len(data) * 3 // 4} bytes" if isinstance(data, str) else "no data"
 
 
 log = logging.getLogger("rl_async.agent_loop")
 
-MOST_LOST = 3  # sessions in a row, without a successful call, after which a loss fails the sample
-MOST_TIMEOUTS = 3  # calls in a row, after which a session counts as lost
+# A sample fails when so many sessions in a row were lost without a successful call.
+MOST_LOST = 3
+# A session counts as lost when so many calls in a row timed out.
+MOST_TIMEOUTS = 3
+# A session is opened in so many attempts, with pauses that double each time.
 OPENINGS = 3
-FIRST_PAUSE_S = 0.5  # between openings, doubled each time
+FIRST_PAUSE_S = 0.5
 
 
 class ToolFailed(Exception):
@@ -307,7 +310,7 @@ class McpSessions:
         self._closed = False
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
-        """Call a tool; what goes wrong with it becomes a result with an error, as a message to the model.
+        """Call a tool; a failure becomes a result with an error, as a message to the model.
 
         Raises McpServerLost if no session can be had, or the last MOST_LOST had no successful call.
         """
@@ -334,11 +337,12 @@ class McpSessions:
         return as_result(answer)
 
     async def connection(self) -> Connection:
-        """Return a session that has begun; all who wait for one share it. Raises McpServerLost if there is none."""
+        """Return a session that has begun, shared by all callers. Raises McpServerLost if none can be opened."""
         if self._connection is not None:
             if not self._connection.lost:
                 return self._connection
-            self._connection.close()  # it was lost while nobody called
+            # It was lost while nobody called.
+            self._connection.close()
             self._connection = None
         if self._opening is None:
             self._opening = asyncio.create_task(self._open(), name=f"open {self._server.label}")
@@ -381,7 +385,7 @@ class McpSessions:
             )
 
     def close(self) -> None:
-        """End the session soon. Whoever still waits for one gets a CancelledError."""
+        """End the session soon. Callers that still wait for one get a CancelledError."""
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()
@@ -390,7 +394,8 @@ class McpSessions:
             self._connection = None
 
 
-STARTS_AT_ONCE = 8  # sessions of one server that begin together
+# So many sessions of one server begin together.
+STARTS_AT_ONCE = 8
 
 
 class McpTool:
@@ -407,7 +412,7 @@ class McpTool:
 
 
 class McpToolbox:
-    """The tools of all servers. ``taken``: names of other tools. For ``first_pause_s`` see ``McpSessions``.
+    """The tools of all servers, named apart from ``taken``. For ``first_pause_s`` see ``McpSessions``.
 
     Entering raises McpServerLost for a server that cannot be started or asked, and ConfigError, naming the key, for
     tools that cannot be used.
@@ -481,7 +486,7 @@ class McpToolbox:
                 lost = error
             except TimeoutError:
                 raise McpServerLost(f"{server.label} listed no tools within {limit:g} s (start_timeout_s)") from None
-        assert lost is not None  # OPENINGS are more than none
+        assert lost is not None
         raise lost
 
     def _sessions(self, server: McpServer, turns: asyncio.Semaphore) -> McpSessions:

@@ -33,14 +33,14 @@ class ToolResult(NamedTuple):
 
 
 class CallableTool(Protocol):
-    """What an episode needs of a tool: a function here, or one of a server elsewhere."""
+    """A tool as an episode uses it: a function here, or one of a server elsewhere."""
 
     @property
     def name(self) -> str: ...
     @property
     def schema(self) -> dict[str, Any]: ...
     async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
-        """Call the tool. A failure becomes a result with an error; what it raises fails the sample."""
+        """Call the tool. A failure becomes a result with an error; an exception fails the sample."""
         ...
 
 
@@ -55,7 +55,8 @@ class Tool:
         self.name = name or function.__name__
         self.function = function
         self.quick = quick
-        self._logged: set[str] = set()  # places in the code whose errors were logged
+        # Places in the code whose errors were logged.
+        self._logged: set[str] = set()
         self._threads = DaemonCalls("tool", "agent.tool_timeout_s")
         self.arguments = _arguments_struct(self.name, function)
         self.schema = _schema(self.name, function, self.arguments)
@@ -131,7 +132,8 @@ def _arguments_struct(name: str, function: Callable[..., Any]) -> type[msgspec.S
     hints = get_type_hints(function)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == "self":  # a method, to be bound for each episode
+        # A method gets its instance in each episode.
+        if parameter.name == "self":
             continue
         if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"agent.tools: {name}: parameter {parameter.name!r} needs a type annotation")

@@ -2,7 +2,8 @@
 
 `python` and `bash` run programs of the model in a workspace of its conversation. ``connect_servers`` makes the toolbox
 of a config's MCP servers, with the SDK's connections. It stands here, not beside the toolbox, because the connection
-imports the toolbox."""
+imports the toolbox.
+"""
 
 import asyncio
 import functools
@@ -24,29 +25,30 @@ from rl_async.messages import Task
 from rl_async.sandbox.api import Language, Result
 from rl_async.userload import is_user_reference, load_user_object
 
-SHARE = 0.8  # of agent.tool_timeout_s, so that a program is ended, with its output kept, before the call is given up
+# A program may use this share of agent.tool_timeout_s, so that it ends, and its output is kept, before its call does.
+SHARE = 0.8
 
 
 class Programs(Protocol):
-    """What the tools need of a workspace."""
+    """The part of a workspace that the tools use: the sandbox's own, or one that an environment has prepared."""
 
     async def run(self, language: Language, code: str, *, seconds: float | None = None) -> Result:
         """Run a program. Raises SandboxLost and SandboxRefused."""
         ...
 
     async def close(self) -> None:
-        """End whatever runs."""
+        """End all programs."""
         ...
 
 
 class Opener(Protocol):
-    """What opens it, such as a sandbox."""
+    """Opens it: the sandbox, or the environment."""
 
     async def open(self) -> Programs: ...
 
 
 class CodeTools:
-    """The workspace of one conversation, an async context manager: opened by the first call and closed at the end."""
+    """The workspace of one conversation, an async context manager: the first call opens it, the end closes it."""
 
     def __init__(self, sandbox: Opener, config: RunConfig) -> None:
         self._sandbox = sandbox
@@ -95,7 +97,7 @@ class CodeTools:
 
 
 def _text(result: Result, seconds: float) -> str:
-    """Write for the model what a program printed, and how it ended unless well."""
+    """Show the model the output of a program, and how it ended unless well."""
     printed = (result.stdout + result.stderr).decode(errors="replace")
     reasons = {
         "seconds": f"stopped: it ran longer than {seconds:.3g} s",
@@ -130,7 +132,7 @@ NO_SERVERS: Mapping[str, CallableTool] = {}
 def task_tools(
     config: RunConfig, task: Task, of_servers: Mapping[str, CallableTool] = NO_SERVERS
 ) -> list[CallableTool]:
-    """Return the tools of a task: those that it names, or all of the config's. ``of_servers``: those of `agent.mcp`.
+    """Return the tools of a task: those that it names, or all of the config's and ``of_servers`` (`agent.mcp`).
 
     Raises ConfigError for one that does not exist, and DataError for a task that names code not listed in the config.
     """
@@ -157,7 +159,7 @@ def require_listed(config: RunConfig, task: Task) -> None:
 
 @functools.cache
 def get_tool(name: str) -> Tool:
-    """Return a built-in tool or the user's function ``path.py:name``. Raises ConfigError if there is none."""
+    """Return a built-in tool or the user's function ``path.py:name``. Raises ConfigError for an unknown name."""
     if is_user_reference(name):
         function = load_user_object(name, "agent.tools")
         if isinstance(function, Tool):
@@ -174,8 +176,8 @@ def get_tool(name: str) -> Tool:
 async def connect_servers(
     agent: AgentConfig, log_folder: Path, owner: str, first_pause_s: float = FIRST_PAUSE_S
 ) -> AsyncIterator[McpToolbox | None]:
-    """Hold the tools of all servers; None if there are no servers. Servers write to logs called after ``owner``.
-    For ``first_pause_s`` see ``McpSessions``.
+    """Hold the tools of all servers, or None without servers. Their logs are named after ``owner``. For
+    ``first_pause_s`` see ``McpSessions``.
 
     Raises, before the block begins, McpServerLost for a server that cannot be started or asked, and ConfigError for
     tools that cannot be used.
@@ -183,7 +185,8 @@ async def connect_servers(
     if not (servers := mcp_servers(agent.mcp, log_folder, owner)):
         yield None
         return
-    from rl_async.agent_loop.tools.mcp_connection import SdkConnection  # imports the SDK, which is optional
+    # This module imports the SDK, which is optional.
+    from rl_async.agent_loop.tools.mcp_connection import SdkConnection
 
     taken = [get_tool(name).name for name in agent.tools]
     async with McpToolbox(servers, SdkConnection, taken, first_pause_s) as toolbox:
