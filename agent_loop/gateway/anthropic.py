@@ -1,4 +1,7 @@
-"""Anthropic's dialect: messages requests in; messages, events and errors out. Pure."""
+"""Anthropic's dialect: messages requests in; messages, events and errors out. Pure.
+
+The dialect's stream of events is ``MessageStream``.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -10,6 +13,7 @@ from rl_async.agent_loop.gateway.chat import (
     ChatMessage,
     ChatRequest,
     Completion,
+    Event,
     FunctionCall,
     Part,
     forceable,
@@ -28,8 +32,10 @@ from rl_async.errors import RequestRefused
 from rl_async.files import UNDECODABLE
 
 THINKING = ("thinking", "redacted_thinking")
-BILLING = "x-anthropic-billing-header"  # a line of Claude Code's system prompt that differs in every request
-SIGNATURE = "cmwtYXN5bmM="  # of thinking blocks; clients keep it, nobody checks it
+# A line of Claude Code's system prompt begins with this and differs in every request.
+BILLING = "x-anthropic-billing-header"
+# Clients keep the signature of a thinking block, and nobody checks it.
+SIGNATURE = "cmwtYXN5bmM="
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -74,7 +80,7 @@ class MessagesBody(msgspec.Struct):
 
 
 def read_count(body: bytes) -> ChatRequest:
-    """Decode a request for the number of tokens that a messages request would have; it has no ``max_tokens``."""
+    """Decode a request to count the tokens of a messages request; it has no ``max_tokens``."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except UNDECODABLE as error:
@@ -86,7 +92,8 @@ def read_request(body: bytes) -> ChatRequest:
     """Decode a messages request. Raises RequestRefused naming a field that is not supported."""
     fields, wanted = read_fields(body, MessagesBody)
     system = _text(wanted.system, "system")
-    tools = [] if _choice(wanted) == "none" else [_schema(tool) for tool in wanted.tools or []]
+    choice = wanted.tool_choice.get("type") if isinstance(wanted.tool_choice, dict) else wanted.tool_choice
+    tools = [] if choice == "none" else [_schema(tool) for tool in wanted.tools or []]
     asked = unobeyed(fields, MessagesBody.__struct_fields__, ANTHROPIC)
     if (forces := forceable(_forced(wanted.tool_choice), tools)) is not None:
         del asked["tool_choice"]
@@ -113,12 +120,8 @@ def read_request(body: bytes) -> ChatRequest:
     )
 
 
-def _choice(body: MessagesBody) -> Any:
-    return body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else body.tool_choice
-
-
 def _forced(choice: Any) -> str | None:
-    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    """Return the name of the function that must be called, "" for any function, or None if no call is forced."""
     match choice:
         case {"type": "any"}:
             return ""
@@ -128,7 +131,7 @@ def _forced(choice: Any) -> str | None:
 
 
 def _messages(body: AnthropicMessage, place: int) -> Iterator[ChatMessage]:
-    """Convert a message for chat templates, in which tool results are messages of their own."""
+    """Convert a message for chat templates, which take tool results as messages of their own."""
     at = f"messages[{place}].content"
     if isinstance(body.content, str):
         yield ChatMessage(body.role, body.content)
@@ -190,12 +193,12 @@ def models(names: Sequence[str]) -> dict[str, Any]:
 
 
 def model_entry(name: str) -> dict[str, Any]:
-    """Return what is said of a model."""
+    """Return the description of a model."""
     return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def head(number: int, episode: str, model: str) -> dict[str, Any]:
-    """Return what messages begin with."""
+    """Return the fields that every message begins with."""
     return {
         "id": f"msg_{episode}_{number}",
         "type": "message",
@@ -230,3 +233,64 @@ def stop(done: Completion) -> dict[str, Any]:
     if done.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": done.stop}
     return {"stop_reason": STOP_REASONS[done.finish_reason], "stop_sequence": None}
+
+
+class MessageStream:
+    """The events of a message in Anthropic's dialect."""
+
+    named, ping, last = True, b'event: ping\ndata: {"type": "ping"}\n\n', b""
+
+    def __init__(self, number: int, episode: str, model: str, prompt_tokens: int) -> None:
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        self._head = head(number, episode, model) | {"content": [], "usage": usage}
+        # The number and the type of the open block.
+        self._index, self._open = 0, ""
+
+    def begin(self) -> Iterator[Event]:
+        """Send the message without content."""
+        yield {"type": "message_start", "message": self._head}
+
+    def more(self, reasoning: str, text: str) -> Iterator[Event]:
+        """Append to the block of reasoning, then to that of text."""
+        if reasoning:
+            yield from self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": reasoning})
+        if text:
+            yield from self._switch("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+
+    def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]:
+        """Send the rest of reasoning and text, then calls and why the answer ended."""
+        yield from self.more(reasoning, text)
+        for place, block in enumerate(blocks(done)):
+            # A block is identified by its place, since the policy may choose its id, and repeat one.
+            if block["type"] == "tool_use":
+                yield from self._switch(f"call {place}", block | {"input": {}})
+                arguments = msgspec.json.encode(block["input"]).decode()
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+        yield from self._close()
+        usage = {"output_tokens": done.sampled_tokens}
+        yield {"type": "message_delta", "delta": stop(done), "usage": usage}
+        yield {"type": "message_stop"}
+
+    def fail(self, error: RequestRefused) -> Iterator[Event]:
+        """Send the error."""
+        yield error_body(error)
+
+    def _switch(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
+        """Open a block, unless it is the open one."""
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _close(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open:
+            yield {"type": "content_block_stop", "index": self._index}
+            self._index, self._open = self._index + 1, ""
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}

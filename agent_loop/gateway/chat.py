@@ -1,7 +1,7 @@
 """Chat messages, requests and answers in one form, independent of the dialect.
 
-``Field`` tables list, as data, the fields of each dialect's requests and what becomes of those that a run cannot obey.
-A ``JsonFormat`` is the schema that an answer is to have. Everything here is pure. To add a dialect, write its requests
+``Field`` tables list the fields of each dialect's requests that a run cannot obey, and how to treat them. A
+``JsonFormat`` is the schema that an answer is to have. Everything here is pure. To add a dialect, write its requests
 and answers in a file beside `openai.py`, its fields in a table here, and its routes in `server.py`.
 """
 
@@ -23,29 +23,31 @@ from rl_async.rollout_server.json_schemas import without_unknown_formats
 
 log = logging.getLogger("rl_async.gateway")
 
-COUNTED = 1000  # pairs of client and field; clients choose both names
+# So many pairs of client and field are counted apart, since clients choose both names.
+COUNTED = 1000
 # A request may have so many fields: clients choose their names, and each is looked up.
 MOST_FIELDS = 256
-SHOWN = 80  # characters of a name or value in logs and refusals
+# Logs and refusals quote so many characters of a name or value.
+SHOWN = 80
 
 
 class Field(NamedTuple):
-    """A field that a run does not obey. ``neutral``: values that ask for what it does anyway; None: any value does.
+    """A field that a run does not obey. ``neutral`` values ask for the default behaviour, as any value does if None.
 
-    Other values would change the meaning of an answer if there is a ``way_out``, which says what to do instead: they
-    are refused. Without one, `agent.gateway.unsupported` decides.
+    Other values are refused with ``code`` if they would change the meaning of an answer; ``way_out`` then says what to
+    do instead. Without a ``way_out``, `agent.gateway.unsupported` decides.
     """
 
     neutral: tuple[Any, ...] | None = ()
     way_out: str = ""
-    code: str = "unsupported_value"  # of the refusal
+    code: str = "unsupported_value"
 
 
 _NO_EFFECT = Field(None)
 _LOGPROBS = "leave it out: rows have the log-probability of every sampled token, but answers have none"
 _TEXT_ONLY = "leave it out: the policy reads and writes text only"
 _SERVER_TOOL = "leave it out: the gateway runs no tools; offer a function that your program runs"
-_OWN_TURN = "the policy samples whole turns; end with a user's message or a tool's result, and say there how to begin"
+OWN_TURN = "the policy samples whole turns; end with a user's message or a tool's result, and say there how to begin"
 _SAMPLING: dict[str, Field] = {
     "top_k": Field((0, -1)),
     "min_p": Field((0,)),
@@ -62,7 +64,7 @@ _SAMPLING: dict[str, Field] = {
     "spaces_between_special_tokens": Field((True,)),
     "include_stop_str_in_output": Field((False,)),
 }
-# A field that is in no table, and that no dialect reads, is one that a run does not obey.
+# Fields that no table lists and no dialect reads are not obeyed either.
 OPENAI: dict[str, Field] = {
     # A seed would make the members of a group equal, which leaves nothing to compare.
     **dict.fromkeys(("seed", "user", "metadata", "store", "service_tier", "safety_identifier"), _NO_EFFECT),
@@ -84,8 +86,8 @@ OPENAI: dict[str, Field] = {
     "function_call": Field(("auto", "none"), "use tools and tool_choice"),
     "web_search_options": Field((), _SERVER_TOOL),
     "chat_template": Field((), "leave it out: the run's model has one (docs/reference/chat_formats.md)"),
-    "add_generation_prompt": Field((True,), _OWN_TURN),
-    "continue_final_message": Field((False,), _OWN_TURN),
+    "add_generation_prompt": Field((True,), OWN_TURN),
+    "continue_final_message": Field((False,), OWN_TURN),
 }
 COMPLETIONS: dict[str, Field] = {
     **dict.fromkeys(("seed", "user", "metadata", "store", "service_tier", "safety_identifier"), _NO_EFFECT),
@@ -101,7 +103,8 @@ COMPLETIONS: dict[str, Field] = {
 RESPONSES: dict[str, Field] = {
     **dict.fromkeys(("metadata", "user", "service_tier", "safety_identifier", "client_metadata"), _NO_EFFECT),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _NO_EFFECT),
-    **dict.fromkeys(("stream_options", "max_tool_calls"), _NO_EFFECT),  # of OpenAI's own network and tools
+    # These concern OpenAI's own network and tools.
+    **dict.fromkeys(("stream_options", "max_tool_calls"), _NO_EFFECT),
     **_SAMPLING,
     "reasoning": Field(({}, {"summary": "auto"})),
     "truncation": Field(("disabled",)),
@@ -112,7 +115,8 @@ RESPONSES: dict[str, Field] = {
     "conversation": Field((), "name the previous response instead (previous_response_id)"),
     "prompt": Field((), "leave it out: nothing is stored here; send instructions and input"),
 }
-RESPONSES_TEXT: dict[str, Field] = {  # the members of `text`
+# The members of `text`.
+RESPONSES_TEXT: dict[str, Field] = {
     "format": Field(({}, {"type": "text"})),
     "verbosity": Field(("medium",)),
 }
@@ -134,9 +138,9 @@ ANTHROPIC: dict[str, Field] = {
 
 
 def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the fields that ask for something that a run does not do. ``read`` are those that have an effect.
+    """Return the fields that a run does not obey. The fields in ``read`` have an effect.
 
-    Raises RequestRefused for a field without which the answer would mean something else, and for too many fields.
+    Raises RequestRefused for a field that cannot be ignored without changing the answer, and for too many fields.
     """
     if len(fields) > MOST_FIELDS:
         raise RequestRefused(f"there are more than {MOST_FIELDS} fields", code="invalid_request")
@@ -154,7 +158,7 @@ def unobeyed(fields: Mapping[str, Any], read: Collection[str], table: Mapping[st
 
 
 def _given(value: Any) -> Any:
-    """Return the value without members of null, which clients write for options they leave unset."""
+    """Return the value without null members, which clients write for options that they leave unset."""
     if not isinstance(value, dict):
         return value
     return {name: _given(member) for name, member in value.items() if member is not None}
@@ -166,18 +170,8 @@ def not_supported(what: str, way_out: str, param: str = "messages", code: str = 
 
 
 def tool_refused(kind: str) -> RequestRefused:
-    """Return the refusal of a tool that is no function of the agent program."""
+    """Return the refusal of a tool that the agent program does not run."""
     return not_supported(f"a tool of type {kind[:SHOWN]}", _SERVER_TOOL, "tools")
-
-
-def content_refused(kind: str, param: str) -> RequestRefused:
-    """Return the refusal of a part of a message that is no text."""
-    return not_supported(f"content of type {kind[:SHOWN]}", _TEXT_ONLY, param)
-
-
-def prefill_refused(param: str) -> RequestRefused:
-    """Return the refusal of messages that end with the assistant's."""
-    return not_supported("prefill", _OWN_TURN, param)
 
 
 class UnobeyedFields:
@@ -185,7 +179,8 @@ class UnobeyedFields:
 
     def __init__(self, choice: UnsupportedFields) -> None:
         self._choice = choice
-        self.dropped: Counter[tuple[str, str]] = Counter()  # requests, by client and field
+        # Requests by client and field.
+        self.dropped: Counter[tuple[str, str]] = Counter()
 
     def settle(self, fields: Mapping[str, Any], client: str) -> None:
         """Drop and count ``fields`` of a request of ``client``. Raises RequestRefused if they are to be refused."""
@@ -219,7 +214,7 @@ def _shown(value: Any) -> str:
 
 
 class JsonFormat(NamedTuple):
-    """A format as a JSON schema (text), what the request said (``field`` and ``given``), and where the schema is."""
+    """A format as a JSON schema (text), the request's ``field`` and value ``given``, and the place of the schema."""
 
     schema: str
     field: str
@@ -232,10 +227,10 @@ class JsonFormat(NamedTuple):
 
 
 def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonFormat | None:
-    """Take the JSON format out of the fields that ask for something; None if ``field`` has none.
+    """Remove and return the JSON format in ``field``, or in its ``member``, among the fields ``asked``, or None.
 
-    ``member``: of the field, whose other members stay. A format without a schema is that of any object. Raises
-    RequestRefused, naming the place, for one whose schema is no object.
+    The field's other members stay. A format without a schema accepts any object. Raises RequestRefused, naming the
+    place, for a schema that is not an object.
     """
     value: Any = asked.get(field)
     given: Any = value.get(member) if member and isinstance(value, dict) else value
@@ -243,7 +238,8 @@ def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonForm
     match given:
         case {"type": "json_object"}:
             schema, place = {"type": "object"}, name
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:  # of chat completions
+        # Chat completions nest the schema.
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             place = f"{name}.json_schema.schema"
         case {"type": "json_schema", "schema": dict(schema)}:
             place = f"{name}.schema"
@@ -261,10 +257,14 @@ def take_format(asked: dict[str, Any], field: str, member: str = "") -> JsonForm
 
 
 ASSISTANT = "assistant"
-_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")  # in msgspec's errors
+# An event of a streamed answer, and the ping of dialects without one.
+Event = dict[str, Any]
+COMMENT = b": ping\n\n"
+# The place and the field that msgspec's errors name.
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`")
 Body = TypeVar("Body", bound=msgspec.Struct)
-# Of stop strings, which are looked for whenever tokens are sampled. OpenAI takes four.
+# Limits on stop strings, which are searched for whenever tokens are sampled. OpenAI takes four.
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1000
 
 
@@ -286,24 +286,31 @@ class FunctionCall(msgspec.Struct, frozen=True):
 class ChatMessage(msgspec.Struct, frozen=True):
     """One message. ``role`` is system, user, assistant or tool; only assistant messages have calls.
 
-    ``answers`` is the id of the call of which a tool message is the result, if that is said.
+    ``answers`` is the optional id of the call whose result a tool message is. Only sampled answers have ``reasoning``,
+    and clients may leave it out when they send the answer back.
     """
 
     role: str
     text: str
     calls: tuple[FunctionCall, ...] = ()
-    reasoning: str = ""  # of a sampled answer; clients may leave it out when they send the answer back
+    reasoning: str = ""
     answers: str = ""
 
     def identity(self) -> bytes:
-        """Hash the message, but no ids: trimmed answers and JSON written anew are equal, as clients send them back."""
+        """Hash the message without ids, so that it equals the one a client sends back, trimmed or with other JSON."""
         text = self.text.strip() if self.role == ASSISTANT else self.text
         calls = [[call.name, _canonical(call.arguments)] for call in self.calls]
         return hashlib.sha256(msgspec.json.encode([self.role, text, calls])).digest()
 
 
 class ChatRequest(NamedTuple):
-    """A request of any dialect; None means that the field was not given."""
+    """A request of any dialect; None means that the field was not given.
+
+    ``usage`` asks for the usage in a stream, and ``reasoning`` for the reasoning. ``unobeyed`` fields ask for behaviour
+    that the run does not have, except for the JSON ``format``. The answer must call the function ``forces``, or any
+    function if that is empty; if it is None, the policy decides. ``size`` is that of the body in bytes, and
+    ``conversation`` the name of the field with the messages.
+    """
 
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
@@ -312,14 +319,14 @@ class ChatRequest(NamedTuple):
     temperature: float | None
     top_p: float | None
     stream: bool
-    usage: bool  # in the stream
+    usage: bool
     model: str
-    reasoning: bool = True  # whether the client wants to see any
-    unobeyed: Mapping[str, Any] = {}  # fields that ask for something that the run does not do (`fields.py`)
-    format: JsonFormat | None = None  # that the answer must have; not in ``unobeyed``
-    forces: str | None = None  # the function that the answer must call; empty: any; None: the policy decides
-    size: int = 0  # bytes of the body
-    conversation: str = "messages"  # the field that has it
+    reasoning: bool = True
+    unobeyed: Mapping[str, Any] = {}
+    format: JsonFormat | None = None
+    forces: str | None = None
+    size: int = 0
+    conversation: str = "messages"
 
 
 def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
@@ -335,7 +342,7 @@ def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
 
 
 def unreadable(error: Exception) -> RequestRefused:
-    """Return the refusal of a body that cannot be decoded; ``param`` names the field, if one is to blame."""
+    """Return the refusal of a body that cannot be decoded; its ``param`` names the faulty field, if known."""
     place, field = _PLACE.search(str(error)), _FIELD.match(str(error))
     names = [found[1] for found in (place, field) if found and found[1]]
     return RequestRefused(str(error), code="invalid_request", param=".".join(names) or None)
@@ -349,7 +356,7 @@ def refused(place: str, reason: str) -> RequestRefused:
 def texts_of(
     content: str | Sequence[Part] | None, place: str, kinds: Sequence[str] = ("text",), other: Sequence[str] = ()
 ) -> list[str]:
-    """Return the texts of a content at ``place``: of parts of ``kinds``, while ``other`` ones are read elsewhere.
+    """Return the texts of the parts of ``kinds`` in a content at ``place``; ``other`` ones are read elsewhere.
 
     Raises RequestRefused for any other part, and for one without a text.
     """
@@ -360,7 +367,7 @@ def texts_of(
         if part.type in other:
             continue
         if part.type not in kinds:
-            raise content_refused(part.type, f"{place}[{number}]")
+            raise not_supported(f"content of type {part.type[:SHOWN]}", _TEXT_ONLY, f"{place}[{number}]")
         if part.text is msgspec.UNSET:
             raise refused(f"{place}[{number}].text", "this part has no text")
         texts.append(part.text)
@@ -373,7 +380,7 @@ def text_of(content: str | Sequence[Part] | None, place: str, kinds: Sequence[st
 
 
 def stops_of(given: str | Sequence[str] | None, field: str) -> list[str]:
-    """Return the stop strings in a ``field``. Raises RequestRefused for more and longer ones than are looked for."""
+    """Return the stop strings in a ``field``. Raises RequestRefused if they are too many or too long."""
     stops = [given] if isinstance(given, str) else given or ()
     if len(stops) > MOST_STOPS or any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
         raise refused(field, f"at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters each")
@@ -395,7 +402,7 @@ class Completion(NamedTuple):
 
 
 def forceable(name: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return ``name``, which an answer must call (empty: any function, if one is offered).
+    """Return the name of the function that an answer must call, "" for any, or None without tools.
 
     Raises RequestRefused for a function that is not offered.
     """
@@ -420,7 +427,7 @@ def _not_offered(name: str) -> RequestRefused:
 
 
 def answered(messages: Sequence[ChatMessage]) -> dict[int, tuple[int, FunctionCall]]:
-    """Return which call each tool message answers, by its position: the one with the id it names, or else the next one.
+    """Match each tool message, by its position, to its call: the one with the id that it names, or else the next one.
 
     A call comes with its place among those of its message.
     """
@@ -451,7 +458,7 @@ def answered(messages: Sequence[ChatMessage]) -> dict[int, tuple[int, FunctionCa
 def in_order_of_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages with results that follow one another in the order of their calls.
 
-    Clients run calls at once and send results as they come; the order is none of the policy's doing.
+    Clients run calls concurrently and send results as they come, so their order says nothing about the policy.
     """
     calls = answered(messages)
     ordered, start = list(messages), 0

@@ -1,7 +1,7 @@
 """OpenAI's oldest dialect: a bare prompt in, its continuation out. Pure, but for the tokenizer.
 
-No template is printed. What a prompt says is encoded as the text of a template would be: control tokens that it spells
-count as such, since whoever writes the prompt is in the template's place.
+No template is printed. A prompt is encoded like the text of a template: control tokens that it spells count as such,
+since its author takes the template's place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,20 @@ import msgspec
 
 from rl_async.agent_loop.chat_formats.format import Answer, ChatFormat, Settled, before_stops, without_beginnings
 from rl_async.agent_loop.gateway import openai
-from rl_async.agent_loop.gateway.chat import COMPLETIONS, ChatRequest, Completion, read_fields, stops_of, unobeyed
-from rl_async.agent_loop.gateway.streams import COMMENT, Event
+from rl_async.agent_loop.gateway.chat import (
+    COMMENT,
+    COMPLETIONS,
+    ChatRequest,
+    Completion,
+    Event,
+    read_fields,
+    stops_of,
+    unobeyed,
+)
 from rl_async.errors import RequestRefused
 
-MAX_TOKENS = 16  # as OpenAI's, if a request names none
+# OpenAI's default.
+MAX_TOKENS = 16
 
 Ids = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(min_length=1)]
 
@@ -71,7 +80,7 @@ def _prompt(given: Any) -> str | list[int]:
 
 
 class PlainText:
-    """Reads what was sampled after a bare prompt, which has no reasoning and no calls."""
+    """Reads the continuation of a bare prompt, which has no reasoning and no calls."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
@@ -108,7 +117,7 @@ def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
 
 
 class CompletionStream:
-    """The chunks of a completion. ``usage``: whether the last one has it."""
+    """The chunks of a completion, with ``usage`` in the last one if asked for."""
 
     named, ping, last = False, COMMENT, b"data: [DONE]\n\n"
 
@@ -116,7 +125,7 @@ class CompletionStream:
         self._head, self._usage = _head(number, episode, model), usage
 
     def begin(self) -> Iterator[Event]:
-        """Send nothing: there is no chunk without text."""
+        """Send nothing, since every chunk has a text."""
         yield from ()
 
     def more(self, reasoning: str, text: str) -> Iterator[Event]:

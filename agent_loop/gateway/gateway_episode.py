@@ -1,4 +1,4 @@
-"""An episode played by an agent program: engines answer its requests, and what they sampled becomes rows.
+"""An episode played by an agent program: engines answer its requests, and the sampled tokens become rows.
 
 While an answer is being sampled, ``Release`` decides which part of it may be sent already: text that no further token
 changes.
@@ -30,11 +30,12 @@ from rl_async.agent_loop.chat_formats.format import (
 from rl_async.agent_loop.episode import policy_sampling
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
+    OWN_TURN,
     ChatMessage,
     ChatRequest,
     Completion,
     in_order_of_calls,
-    prefill_refused,
+    not_supported,
     read_answer,
 )
 from rl_async.agent_loop.gateway.completions import PlainText
@@ -52,11 +53,12 @@ from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
-READS = 64  # an answer is read again when it has grown by one in so many tokens: reading it decodes all of it
+# Reading an answer decodes all of it, so it is read again only when it has grown by one in so many tokens.
+READS = 64
 
 
 class Reader(Protocol):
-    """Reads what was sampled: the part of a chat format that answers need."""
+    """Reads sampled tokens: the part of a chat format that answers need."""
 
     def parse(
         self,
@@ -78,13 +80,14 @@ class Reader(Protocol):
 
 
 class Release:
-    """The tokens of one answer so far, and what was sent of it. ``news`` is set when there are more."""
+    """The tokens of one answer so far, and the part that was sent. ``news`` is set when more tokens come."""
 
     def __init__(
         self, reader: Reader, prompt_ids: Sequence[int], request: ChatRequest, forced: Sequence[int] = ()
     ) -> None:
         self._reader, self._prompt_ids, self._request, self._forced = reader, prompt_ids, request, forced
-        self._reasoning = self._text = ""  # as they were sent
+        # The reasoning and the text that were sent.
+        self._reasoning = self._text = ""
         self._tokens: Sequence[int] = ()
         self._read = 0
         self.news = asyncio.Event()
@@ -105,13 +108,14 @@ class Release:
         )
         reasoning = found.reasoning if self._request.reasoning else ""
         if not (reasoning.startswith(self._reasoning) and found.content.startswith(self._text)):
-            return "", ""  # a stop string ended it before what comes behind; `check` decides at the end
+            # A stop string ended the answer before text that was sent; `check` decides at the end.
+            return "", ""
         new = reasoning[len(self._reasoning) :], found.content[len(self._text) :]
         self._reasoning, self._text = reasoning, found.content
         return new
 
     def check(self, said: ChatMessage) -> None:
-        """Release no more but the rest. Raises RequestRefused unless what was sent is the beginning of the answer."""
+        """Release only the rest from now on. Raises RequestRefused unless the answer begins with the text sent."""
         self._tokens = ()
         if not (said.text.startswith(self._text) and said.reasoning.startswith(self._reasoning)):
             raise RequestRefused(
@@ -126,13 +130,14 @@ class Release:
 
 
 ID_BYTES = 16
-UNTRAINED = "untrained"  # how the model's name ends in a request whose answer is not to be trained on
+# If the model's name ends with this in a request, the answer is not trained on.
+UNTRAINED = "untrained"
 
 log = logging.getLogger("rl_async.gateway")
 
 
 class Asked(NamedTuple):
-    """A request that may be answered. ``bare``: its prompt is no conversation."""
+    """A request that may be answered. A ``bare`` prompt is not a conversation."""
 
     request: ChatRequest
     prompt: Prompt
@@ -141,7 +146,7 @@ class Asked(NamedTuple):
 
 
 class GatewayEpisode:
-    """A leased sample that an agent program plays. ``id`` is a secret: whoever knows it can act in the episode.
+    """A leased sample that an agent program plays. ``id`` is a secret: a client that knows it can act in the episode.
 
     Raises UserError for a task whose tools do not exist or are code that the config does not list.
     """
@@ -158,11 +163,14 @@ class GatewayEpisode:
     ) -> None:
         self.id = secrets.token_urlsafe(ID_BYTES)
         self.group, self.sample = group, sample
-        self.tools = task_tools(config, group.task)  # which the program runs, if it wants to
+        # The program may run these tools; the gateway runs none.
+        self.tools = task_tools(config, group.task)
         self.responses = KeptResponses()
         self.closed = False
-        self.sampled: Counter[str] = Counter()  # tokens by conversation (`metrics.CONVERSATIONS`), once it has ended
-        self.lost = ""  # why the latest request got no answer, if no engine gave one
+        # Tokens by kind of conversation (`telemetry.CONVERSATIONS`), once the episode has ended.
+        self.sampled: Counter[str] = Counter()
+        # The error of the latest request, if no engine answered it.
+        self.lost = ""
         self.ending = asyncio.Lock()
         self.began, self.traced_from = time.monotonic(), tracing.now()
         self._name = f"{group.group_id}.{sample}.{group.attempt}"
@@ -176,7 +184,8 @@ class GatewayEpisode:
         self._follows_schemas = follows_json_schemas(config) and chat.plain_turns
         self._refuses_fields = (config.agent.gateway or GatewayConfig()).unsupported == "refuse"
         self._sampling = policy_sampling(config, group.partition)
-        self._train_sampling = policy_sampling(config, "train")  # which programs may request in held-out episodes too
+        # Programs may request this in held-out episodes, too.
+        self._train_sampling = policy_sampling(config, "train")
         self._limit = min(config.agent.max_tokens, config.rollout.max_model_len)
         self._max_tokens = config.rollout.max_tokens
         self._requests = self._answers = self._in_flight = 0
@@ -198,7 +207,7 @@ class GatewayEpisode:
         return 0.0 if self._in_flight else now - self._heard
 
     def summary(self, now: float) -> dict[str, Any]:
-        """Return what a listing shows of the episode."""
+        """Return the episode's entry in a listing."""
         return {
             "episode": self._name,
             "task_id": self.group.task.task_id,
@@ -213,12 +222,15 @@ class GatewayEpisode:
         return await self.answer(await self.prepare(request), train=train)
 
     async def prepare(self, request: ChatRequest, bare: str | list[int] | None = None) -> Asked:
-        """Make the prompt of a request: its messages, or without a template what is ``bare``.
+        """Make the prompt of a request: its messages, or a ``bare`` prompt without a template.
 
         Raises RequestRefused for unsupported requests.
         """
         self.heard()
-        self._check(request, bare)
+        self._check_open()
+        self._check_number()
+        if bare is None:
+            self._check_messages(request)
         request = await self._without_unfollowed(request)
         number = self._requests
         self._requests += 1
@@ -232,7 +244,7 @@ class GatewayEpisode:
         return len((await self._prompt(request, None, sys.maxsize)).given)
 
     def release(self, asked: Asked) -> Release:
-        """Return what decides about the answer's text while it is sampled."""
+        """Return the answer's ``Release`` for the time that it is sampled."""
         return Release(self._reader(asked), asked.prompt.token_ids, asked.request, asked.prompt.forced)
 
     async def answer(self, asked: Asked, *, train: bool = True, release: Release | None = None) -> Completion:
@@ -308,10 +320,10 @@ class GatewayEpisode:
         return found
 
     def _forced(self, request: ChatRequest) -> list[int]:
-        """Return how an answer begins that must be a call; nothing if the chat format cannot say.
+        """Return the opening of an answer that must be a call, or nothing if the chat format cannot say.
 
-        Nothing either if a stop string is in it or may begin in it: the policy's answers end at those that it samples.
-        No mask is put on the policy: what it samples behind this is from its own distribution, and all that is trained.
+        Return nothing, too, if a stop string may begin in the opening, since only sampled ones end an answer. The rest
+        is sampled from the policy's own distribution, without a mask, and only that is trained.
         """
         if request.forces is None:
             return []
@@ -320,7 +332,7 @@ class GatewayEpisode:
         return opening if without_beginnings(before_stops(text, request.stops), request.stops) == text else []
 
     async def _without_unfollowed(self, request: ChatRequest) -> ChatRequest:
-        """Return the request without a JSON format that engines cannot follow: its field is then an unobeyed one.
+        """Return the request without a JSON format that engines cannot follow; its field then counts as unobeyed.
 
         They cannot where the answer may be something else, a call of an offered tool or reasoning before it, and where
         llguidance does not know a keyword. Raises RequestRefused as ``unobeyed`` does.
@@ -337,14 +349,8 @@ class GatewayEpisode:
             log.info("%s: %s is ignored: %s", self._name, asked.place, problem)
         return request._replace(format=None, unobeyed={**request.unobeyed, asked.field: asked.given})
 
-    def _check(self, request: ChatRequest, bare: str | list[int] | None) -> None:
-        self._check_open()
-        self._check_number()
-        if bare is None:
-            self._check_messages(request)
-
     def _check_open(self) -> None:
-        """Refuse what comes while the episode is scored or given back: nobody would record the answer."""
+        """Refuse requests while the episode is scored or given back, since nobody would record the answer."""
         if self.closed:
             raise RequestRefused("this episode is being ended", code="episode_ended", status=404)
 
@@ -359,7 +365,7 @@ class GatewayEpisode:
         if not request.messages:
             raise RequestRefused("there are no messages", code="invalid_request", param=request.conversation)
         if request.messages[-1].role == ASSISTANT:
-            raise prefill_refused(request.conversation)
+            raise not_supported("prefill", OWN_TURN, request.conversation)
         if request.tools and self._refuses_tools:
             raise RequestRefused(
                 "the model's chat template prints no tools, or its calls cannot be read; put the tools into the "
@@ -416,7 +422,7 @@ class GatewayEpisode:
     def trajectories(self, output: str | None = None) -> tuple[list[Trajectory], int]:
         """Return the rows to train on, without rewards, and the index of the row with the answer to score.
 
-        ``output``: what the program printed, if known.
+        ``output`` is the program's output, if known.
         """
         conversations, recorded = self._recorder.conversations, self._recorder.rows
         untrained = conversations.untrained(self._left_out, output)
@@ -452,10 +458,9 @@ def _task_text(task: Task) -> str:
 def give_reward(
     rows: list[Trajectory], reward: float, parts: Mapping[str, float], reasons: Mapping[str, str], limit: float
 ) -> None:
-    """Set the agent program's own reward on every row, and the beginnings of the reasons for it and for its parts.
+    """Set the agent program's own reward on every row, with the beginnings of the reasons for it and its parts.
 
-    Raises RequestRefused for numbers beyond ``limit``, for a part called as the whole, and for a reason that names no
-    part.
+    Raises RequestRefused for numbers beyond ``limit``, a part with the name of the whole, and a reason without a part.
     """
     if REWARD in parts:
         raise RequestRefused(

@@ -26,9 +26,11 @@ from rl_async.rollout_server.api import StreamingGenerator
 log = logging.getLogger("rl_async.gateway")
 
 LEASE_WAIT_S = 5.0
-SHELL_SIGNALS = range(129, 193)  # exit codes of shells whose command a signal ended
+# Shells exit with these codes if a signal ended their command.
+SHELL_SIGNALS = range(129, 193)
 RENEWALS_PER_LEASE = 4
-REMEMBERED = 4096  # ended episodes, so that ending one again gets the same answer
+# So many ended episodes are remembered, so that ending one again gets the same answer.
+REMEMBERED = 4096
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,14 +43,14 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an agent program ends its episode. Without a reward, the run's reward functions score it.
 
-    ``reasons``: texts for people, for parts by their names and for ``reward``. ``idempotency_key``: a client that
-    repeats a request, since no answer came, sends the same again.
+    An ``error``, even an empty one, fails the episode. ``reasons`` are texts for people, by the names of parts and
+    ``reward``. A client that repeats a request, since no answer came, sends the same ``idempotency_key``.
     """
 
     reward: float | None = None
     parts: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    error: str | msgspec.UnsetType = msgspec.UNSET  # given, even if empty: the episode has failed
+    error: str | msgspec.UnsetType = msgspec.UNSET
     idempotency_key: str = ""
     program: Program | None = None
 
@@ -56,7 +58,7 @@ class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Ended(NamedTuple):
     """The outcome of ending an episode, which the agent program gets as JSON.
 
-    If this request was too late, ``rows`` and ``reward`` are those with which the episode had ended.
+    If this request was too late, ``rows`` and ``reward`` are those of the earlier end.
     """
 
     accepted: bool
@@ -95,8 +97,10 @@ class OpenEpisodes:
         self._options = config.agent.gateway or GatewayConfig()
         self._open: dict[str, GatewayEpisode] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
-        self._samples: deque[tuple[LeasedGroup, int]] = deque()  # leased, and not requested yet
-        self._changed = asyncio.Condition()  # notified of samples, waiting requests and the end of the run
+        # Samples that are leased and not requested yet.
+        self._samples: deque[tuple[LeasedGroup, int]] = deque()
+        # Notified of samples, waiting requests and the end of the run.
+        self._changed = asyncio.Condition()
         self._waiting = 0
         self._last_request = self._last_attended = time.monotonic()
         self.finished = False
@@ -113,7 +117,8 @@ class OpenEpisodes:
         """
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(work) for work in (self._renew(), self._reap(), self._lease())]
-            while not self.finished:  # a lease of nothing only tells the queue of programs, and learns of the end
+            # An empty lease tells the queue whether programs are there, and learns of the end of the run.
+            while not self.finished:
                 self._take(await self._queue.lease(0, LEASE_WAIT_S, idle_s=self.unattended_s(time.monotonic())))
                 await self._notify()
             for task in others:
@@ -142,7 +147,7 @@ class OpenEpisodes:
             self._changed.notify_all()
 
     async def _renew(self) -> None:
-        """Renew the leases until cancelled, and end the samples that others play by now. Waits for the clock."""
+        """Renew the leases until cancelled; fail samples that were leased to another worker. Waits for the clock."""
         while True:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
             if gone := set((await self._queue.renew(self._held())).gone):
@@ -172,7 +177,7 @@ class OpenEpisodes:
             now = time.monotonic()
             for episode in list(self._open.values()):
                 late = self._late(episode, now)
-                if late and not (episode.closed or episode.ending.locked()):  # else it is ending already
+                if late and not (episode.closed or episode.ending.locked()):
                     await self._fail(episode, f"EpisodeTimeout: {late}")
             forgotten = now - self._last_request > limit and not self._waiting
             if forgotten or self.unattended_s(now) > idle:
@@ -181,7 +186,7 @@ class OpenEpisodes:
                     await self._queue.fail(group.group_id, sample, group.attempt, "no agent program requested it")
 
     def _late(self, episode: GatewayEpisode, now: float) -> str:
-        """Say which deadline the episode has passed; empty if none."""
+        """Describe the deadline that the episode has passed, or return an empty text."""
         limit, idle = self._config.agent.episode_timeout_s, self._options.idle_timeout_s
         if now - episode.began > limit:
             return f"episode did not finish within {limit:g} s (agent.episode_timeout_s)"
@@ -207,7 +212,7 @@ class OpenEpisodes:
         }
 
     async def give_back(self, name: str, error: str) -> Ended:
-        """Fail the open episode that the listing calls ``name``. Raises RequestRefused if there is none."""
+        """Fail the open episode that the listing calls ``name``. Raises RequestRefused for an unknown name."""
         for episode in self._open.values():
             if episode.name == name:
                 return await self.end(episode.id, Ending(error=error), by="rl-async gateway end")
@@ -216,7 +221,7 @@ class OpenEpisodes:
     # --- what agent programs do -------------------------------------------------------------------------------------
 
     async def begin(self, wait_s: float) -> GatewayEpisode | None:
-        """Return an episode to play; None if there was none within ``wait_s`` or the run is over (``finished``)."""
+        """Return an episode to play, or None if none came within ``wait_s`` or the run is ``finished``."""
         self._last_request = time.monotonic()
         async with self._changed:
             self._waiting += 1
@@ -242,7 +247,8 @@ class OpenEpisodes:
                 generator=self._generator,
                 max_answers=self._options.max_answers,
             )
-        except UserError as error:  # the task names tools that do not exist, or unlisted code
+        # The task names tools that do not exist, or unlisted code.
+        except UserError as error:
             self._log_failure(group, sample, str(error))
             await self._queue.fail(group.group_id, sample, group.attempt, f"{type(error).__name__}: {error}")
             self.failed += 1
@@ -251,7 +257,7 @@ class OpenEpisodes:
         return episode
 
     def get(self, episode_id: str) -> GatewayEpisode:
-        """Return an open episode. Raises RequestRefused if there is none of this id."""
+        """Return an open episode. Raises RequestRefused for an unknown id."""
         episode = self._open.get(episode_id)
         if episode is None:
             known = episode_id in self._ended
@@ -271,7 +277,8 @@ class OpenEpisodes:
         async with episode.ending:
             if episode_id in self._ended:
                 return self._ended[episode_id].answer_again(ending)
-            if episode.closed:  # it is being failed right now
+            # It is being failed right now.
+            if episode.closed:
                 raise RequestRefused("this episode has ended", code="episode_ended", status=404)
             if ending.error is not msgspec.UNSET:
                 why = ending.error or "no reason given"
@@ -282,9 +289,9 @@ class OpenEpisodes:
             return await self._put(episode, ending)
 
     def _to_give_back(self, episode: GatewayEpisode, program: Program | None) -> str:
-        """Say why a program's failure is not the policy's; empty if it may be, or the program did not fail.
+        """Return why a program's failure is not the policy's, or "" if it may be, or the program did not fail.
 
-        Playing the others again until they succeed would train on the successes alone.
+        Replaying failures that may be the policy's would train on the successes alone.
         """
         if program is None or not program.exit_code:
             return ""
@@ -348,7 +355,7 @@ class OpenEpisodes:
         return self._close(episode, reply, answer, error, idempotency_key)
 
     def _log_failure(self, group: LeasedGroup, sample: int, error: str) -> None:
-        """Log why a sample failed, unless enough failures began alike, but for numbers."""
+        """Log why a sample failed, unless enough failures began alike, except for numbers."""
         times = self._failures.another(beginning(error))
         if times == 1:
             log.warning("sample %d.%d: %s", group.group_id, sample, error)

@@ -1,17 +1,22 @@
-"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
+"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure.
+
+The chunks of a streamed answer are ``ChatStream``.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
+    COMMENT,
     OPENAI,
     ChatMessage,
     ChatRequest,
     Completion,
+    Event,
     FunctionCall,
     Part,
     forceable,
@@ -29,7 +34,7 @@ from rl_async.errors import RequestRefused
 from rl_async.files import UNDECODABLE
 
 Limit = Annotated[int, msgspec.Meta(ge=1)]
-# What an assistant said in a message, beside its content and tool calls, and how to send it instead.
+# Other fields of an assistant's message with something it said, and how to send that instead.
 SAID_OTHERWISE = {
     "function_call": "send it as one of tool_calls, and its result in a message of role tool",
     "audio": "the policy reads text only; send the transcript as content",
@@ -47,7 +52,7 @@ class ToolCallBody(msgspec.Struct):
 
 
 class OpenAIMessage(msgspec.Struct):
-    """A message; fields that no chat template prints are ignored, but not those in which the assistant said more."""
+    """A message. Fields that no chat template prints are ignored, except for the assistant's in SAID_OTHERWISE."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -111,7 +116,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _forced(choice: Any) -> str | None:
-    """Return the name of the function that must be called; empty for any, None if ``tool_choice`` names none."""
+    """Return the name of the function that must be called, "" for any function, or None if no call is forced."""
     if choice == "required":
         return ""
     try:
@@ -167,12 +172,12 @@ def completion(done: Completion, episode: str, model: str) -> dict[str, Any]:
 
 
 def finish_reason(done: Completion) -> str:
-    """Return ``tool_calls`` if there are any, else why the engine stopped."""
+    """Return ``tool_calls`` for an answer with calls, else why the engine stopped."""
     return "tool_calls" if done.message.calls else done.finish_reason
 
 
 def model_entry(name: str) -> dict[str, Any]:
-    """Return what is said of a model."""
+    """Return the description of a model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "rl-async"}
 
 
@@ -188,7 +193,7 @@ def error_body(error: RequestRefused) -> dict[str, Any]:
 
 
 def head(number: int, episode: str, model: str, kind: str) -> dict[str, Any]:
-    """Return what answers and chunks begin with."""
+    """Return the fields that answers and chunks begin with."""
     return {"id": f"chatcmpl-{episode}-{number}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -208,3 +213,41 @@ def usage(done: Completion) -> dict[str, int]:
     """Return the numbers of tokens."""
     total = done.prompt_tokens + done.sampled_tokens
     return {"prompt_tokens": done.prompt_tokens, "completion_tokens": done.sampled_tokens, "total_tokens": total}
+
+
+class ChatStream:
+    """The chunks of a chat completion, with ``usage`` in the last one if asked for."""
+
+    named, ping, last = False, COMMENT, b"data: [DONE]\n\n"
+
+    def __init__(self, number: int, episode: str, model: str, *, usage: bool) -> None:
+        self._head = head(number, episode, model, "chat.completion.chunk")
+        self._usage = usage
+
+    def begin(self) -> Iterator[Event]:
+        """Say who speaks."""
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def more(self, reasoning: str, text: str) -> Iterator[Event]:
+        """Append to the reasoning, then to the text."""
+        if reasoning:
+            yield self._chunk({"reasoning_content": reasoning})
+        if text:
+            yield self._chunk({"content": text})
+
+    def end(self, done: Completion, reasoning: str, text: str) -> Iterator[Event]:
+        """Send the rest of reasoning and text, then calls and why the answer ended."""
+        yield from self.more(reasoning, text)
+        for place, call in enumerate(calls(done)):
+            yield self._chunk({"tool_calls": [{"index": place, **call}]})
+        yield self._chunk({}, finish_reason(done))
+        if self._usage:
+            yield self._head | {"choices": [], "usage": usage(done)}
+
+    def fail(self, error: RequestRefused) -> Iterator[Event]:
+        """Send the error."""
+        yield error_body(error)
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> Event:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._head | {"choices": [choice]}

@@ -1,4 +1,4 @@
-"""Records what was sampled in one episode: a tree of conversations, cut into rows. Pure: no engine, no clock.
+"""Records the sampled tokens of one episode: a tree of conversations, cut into rows. Pure: no engine, no clock.
 
     messages ── prompt() ──> token ids ── an engine ──> result ── record() ──> rows
 
@@ -24,26 +24,31 @@ from rl_async.configs.schema.rollout import PastReasoning
 from rl_async.messages import ToolCall, Turn, VersionRun
 from rl_async.rollout_server.api import GenerateResult, Routes
 
-SEARCHED = 20_000  # characters of a message in which patterns are looked for
+# Patterns are searched for in so many characters of a message.
+SEARCHED = 20_000
 
 
 @dataclass
 class Conversation:
-    """Answers to messages that begin alike. ``asked_after``: the answers of the episode before its first request."""
+    """Answers to messages that begin alike, from its first request with the messages ``opening`` on.
+
+    ``asked_after`` counts the episode's answers before that request, and ``last_answer`` is the number of the latest
+    one, ``said``. It is ``finished`` if that answer was complete and called no tool.
+    """
 
     asked_after: int
-    opening: Sequence[ChatMessage]  # the messages of its first request
+    opening: Sequence[ChatMessage]
     has_task: bool
     rows: set[int] = field(default_factory=set)
     answers: int = 0
     last_row: int = -1
-    last_answer: int = -1  # among all of the episode
-    said: str = ""  # at last
-    finished: bool = False  # the last answer was complete and called no tool
+    last_answer: int = -1
+    said: str = ""
+    finished: bool = False
 
 
 class Conversations:
-    """Collects the answers of an episode. ``task``: a text of the task that the program was given; may be empty."""
+    """Collects the answers of an episode. ``task`` is a text of the task that the program was given; may be empty."""
 
     def __init__(self, task: str = "") -> None:
         self._task = task
@@ -53,7 +58,7 @@ class Conversations:
     def add(
         self, row: int, messages: Sequence[ChatMessage], said: ChatMessage, asked_after: int, *, finished: bool
     ) -> None:
-        """Note an answer in ``row`` to ``messages``; there are none before a bare prompt's."""
+        """Note an answer in ``row`` to ``messages``, which are empty for a bare prompt."""
         key = messages[0].identity() if messages else b""
         if (one := self._found.get(key)) is None:
             told = any(self._task in message.text for message in messages if message.role == "user")
@@ -67,8 +72,8 @@ class Conversations:
     def untrained(self, patterns: Sequence[str], output: str | None) -> list[Conversation]:
         """Return the conversations that are left out of training.
 
-        They are those whose first system message or first message of the user has a match of one of ``patterns``, and
-        those that are certainly none of the work, see ``_is_aside``. ``output``: what the program printed, if known.
+        They match one of ``patterns`` in the first message of the system or the user, or are certainly not part of the
+        work (``_is_aside``). ``output`` is the program's output, if known.
         """
         named = [one for one in self._found.values() if _matches(one, patterns)]
         rest = [one for one in self._found.values() if one not in named]
@@ -88,7 +93,7 @@ class Conversations:
         left = [one for one in self._found.values() if one not in untrained]
         printed = [one for one in left if output and one.said and one.said in output]
         main = _main(printed or left)
-        assert main is not None  # the episode has an answer
+        assert main is not None, "the episode has an answer"
         while not main.finished:
             later = [one for one in left if one.asked_after > main.last_answer]
             if not later:
@@ -98,16 +103,16 @@ class Conversations:
 
 
 def _main(conversations: Sequence[Conversation]) -> Conversation | None:
-    """Return the conversation that has the task, of several the one with most answers, of these the first."""
+    """Return the first conversation with the most answers, preferring those that have the task."""
     return max(conversations, key=lambda one: (one.has_task, one.answers, -one.asked_after), default=None)
 
 
 def _is_aside(one: Conversation, main: Conversation, output: str | None) -> bool:
-    """Whether a conversation is certainly none of the work.
+    """Whether a conversation is certainly not part of the work.
 
-    It began after the main conversation had come to its end, with an answer that calls nothing, and is not given that
-    answer to go on with. What the program printed is the main conversation's last answer and not its own; if that is
-    unknown, it has fewer answers than the main conversation. Bare prompts are no conversation, so nothing is certain.
+    It began after the main conversation had finished and does not quote the answer that finished it. The program's
+    output has the main conversation's last answer and not its own; if the output is unknown, it has fewer answers than
+    the main conversation. Nothing is certain of bare prompts.
     """
     if not (main.opening and one.opening):
         return False
@@ -125,7 +130,8 @@ def _matches(one: Conversation, patterns: Sequence[str]) -> bool:
     return any(re.search(pattern, text) for pattern in patterns for text in texts)
 
 
-OFFERS = 256  # sets of tools whose print is remembered
+# The printed forms of so many sets of tools are remembered.
+OFFERS = 256
 _PROBE: tuple[Message, ...] = ({"role": "system", "content": "x"}, {"role": "user", "content": "y"})
 
 
@@ -143,16 +149,20 @@ class RecordedAnswer(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """The tokens that an engine is to continue, and the recorded answer that they extend."""
+    """The tokens that an engine is to continue, their new ``turns``, and the recorded answer that they extend.
+
+    ``offered`` is a hash of the tools as the chat format prints them. ``forced`` tokens open the answer without being
+    sampled. ``asked_after`` counts the answers that were recorded before.
+    """
 
     token_ids: list[int]
-    turns: list[Turn]  # those that are new
+    turns: list[Turn]
     continues: RecordedAnswer | None
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
-    offered: bytes  # a hash of what the chat format prints of the tools
-    forced: Sequence[int] = ()  # how the answer begins; the policy has not decided about it
-    asked_after: int = 0  # answers that were recorded before
+    offered: bytes
+    forced: Sequence[int] = ()
+    asked_after: int = 0
 
     @property
     def given(self) -> list[int]:
@@ -161,26 +171,30 @@ class Prompt(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The messages of a request, as they are shown to the chat template, and its tools."""
+    """The messages of a request, as the client sent them and as the chat template gets them, and its tools."""
 
     messages: Sequence[ChatMessage]
-    shown: Sequence[ChatMessage]  # late system messages may be the user's
+    shown: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]]
-    offered: bytes  # a hash of what is printed of the tools
+    offered: bytes
 
 
 class EpisodeRecorder:
-    """The rows of one episode, in the order in which they were started."""
+    """The rows of one episode, in the order of their beginnings."""
 
     def __init__(self, chat: ChatFormat, past_reasoning: PastReasoning = "keep", task: str = "") -> None:
-        """``task``: a text that the program has of the task, by which its main conversation is known."""
+        """The main conversation is recognised by ``task``, a text of the task that the program has."""
         self._chat, self._past_reasoning = chat, past_reasoning
         self.rows: list[Segment] = []
         self.conversations = Conversations(task)
-        self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)  # by the history that each ends
-        self._texts: dict[bytes, str] = {}  # sampled text, by the identity of the answer that was returned for it
-        self._offered: dict[bytes, bytes] = {}  # hashes of what is printed of tools, by hashes of their JSON
-        self._recasts = False  # late system messages to user messages
+        # Answers by the key of the history that each ends.
+        self._answers: defaultdict[bytes, list[RecordedAnswer]] = defaultdict(list)
+        # Sampled texts by the identity of the answer that was returned for each.
+        self._texts: dict[bytes, str] = {}
+        # Hashes of tools as printed, by hashes of their JSON.
+        self._offered: dict[bytes, bytes] = {}
+        # Whether late system messages become the user's.
+        self._recasts = False
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], limit: int = sys.maxsize
@@ -190,11 +204,12 @@ class EpisodeRecorder:
         Raises jinja2.TemplateError for messages that the chat template rejects, and TooLong unless there are fewer than
         ``limit`` tokens.
         """
-        recasts = self._recasts  # read once: several threads may be here
+        # Read once, since several threads may be here.
+        recasts = self._recasts
         try:
             return self._extend(messages, tools, limit, recasts)
         except jinja2.TemplateError:
-            if recasts or not _has_late_system(messages):
+            if recasts or list(messages) == _recast(messages):
                 raise
         found = self._extend(messages, tools, limit, True)
         self._recasts = True
@@ -213,7 +228,7 @@ class EpisodeRecorder:
             return self._prompt(given, limit, 0, None)
 
     def _printed(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
-        """Hash what the chat format prints of tools, so that what it does not print begins no row."""
+        """Hash the tools as the chat format prints them, so that a change that it does not print begins no row."""
         given = hashlib.sha256(msgspec.json.encode(tools, order="sorted")).digest()
         if (found := self._offered.get(given)) is None:
             if len(self._offered) >= OFFERS:
@@ -222,7 +237,8 @@ class EpisodeRecorder:
         return found
 
     def _probe(self, tools: Sequence[dict[str, Any]], limit: int) -> bytes:
-        for messages in (_PROBE, _PROBE[1:]):  # some templates take no system message
+        # Some templates take no system message.
+        for messages in (_PROBE, _PROBE[1:]):
             try:
                 token_ids = self._chat.prompt(messages, tools, limit=limit)
             except jinja2.TemplateError:
@@ -248,7 +264,7 @@ class EpisodeRecorder:
         return Prompt(token_ids, turns, answer, messages, tools, offered, asked_after=self.conversations.recorded)
 
     def bare(self, given: str | list[int]) -> Prompt:
-        """Return a prompt that is no conversation: a text, in which control tokens count as such, or token ids."""
+        """Return a prompt outside any conversation: token ids, or a text whose control tokens count as such."""
         token_ids = self._chat.encode(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else self._chat.turn_text(given)
         turns = [Turn(role="user", text=text, start=0, end=len(token_ids))]
@@ -264,10 +280,10 @@ class EpisodeRecorder:
         *,
         constrained: bool = False,
     ) -> None:
-        """Record what an engine sampled after ``prompt``, and the answer that is returned for it.
+        """Record the tokens that an engine sampled after ``prompt``, and the answer that is returned for them.
 
-        ``malformed`` are the broken calls in an answer that is returned as text. ``constrained``: a grammar's mask
-        restricted what could be sampled.
+        ``malformed`` are the broken calls in an answer that is returned as text. The tokens are ``constrained`` if a
+        grammar's mask restricted the sampling.
         """
         row = self._row(prompt)
         start = len(row.tokens)
@@ -280,7 +296,8 @@ class EpisodeRecorder:
             Turn(role=ASSISTANT, text=text, start=start, end=len(row.tokens), tool_calls=calls, seconds=seconds)
         )
         row.finish_reason = result.finish_reason
-        if prompt.messages:  # no conversation continues a bare prompt
+        # No conversation continues a bare prompt.
+        if prompt.messages:
             key = history_keys([*prompt.messages, said], prompt.offered)[-1]
             self._answers[key].append(RecordedAnswer(row, len(row.tokens), len(row.turns)))
             self._texts[said.identity()] = text
@@ -342,10 +359,6 @@ class EpisodeRecorder:
         return plain
 
 
-def _has_late_system(messages: Sequence[ChatMessage]) -> bool:
-    return list(messages) != _recast(messages)
-
-
 def _recast(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Give system messages to the user, except those at the beginning, where every template takes them."""
     late = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
@@ -390,13 +403,13 @@ def cut_at_stop(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) 
 
 
 def _without_last(routes: Routes | None, tokens: int) -> Routes | None:
-    """Leave out the experts of as many tokens at the end."""
+    """Drop the experts of the last ``tokens`` tokens."""
     if routes is None or not tokens:
         return routes
     return Routes(routes.start, routes.experts[: max(0, len(routes.experts) - tokens)])
 
 
 def stopped_by(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) -> str:
-    """Return the stop string at which ``cut_at_stop`` cut an answer; empty if there was none."""
+    """Return the stop string at which ``cut_at_stop`` cut an answer, or an empty text."""
     text = chat.turn_text(result.token_ids) if stops else ""
     return min((stop for stop in stops if stop in text), key=text.find, default="")

@@ -2,7 +2,7 @@
 
 Requests become the same chat messages as those of chat completions, so they are recorded in the same rows. Items of one
 answer (reasoning, message, calls) are one message of the assistant. Earlier answers are kept, since later requests of
-the episode may name them instead of sending them again. Events come in the order in which OpenAI's server sends them.
+the episode may name them instead of sending them again. Events come in the same order as from OpenAI's server.
 """
 
 import base64
@@ -15,11 +15,13 @@ import msgspec
 
 from rl_async.agent_loop.gateway.chat import (
     ASSISTANT,
+    COMMENT,
     RESPONSES,
     RESPONSES_TEXT,
     ChatMessage,
     ChatRequest,
     Completion,
+    Event,
     FunctionCall,
     Part,
     forceable,
@@ -33,11 +35,11 @@ from rl_async.agent_loop.gateway.chat import (
     unobeyed,
 )
 from rl_async.agent_loop.gateway.openai import Limit
-from rl_async.agent_loop.gateway.streams import COMMENT, Event
 from rl_async.errors import RequestRefused
 from rl_async.files import UNDECODABLE
 
-SEARCHES = ("web_search", "web_search_preview")  # run by OpenAI's server, and offered by clients unasked
+# OpenAI's server runs these tools, and clients offer them unasked.
+SEARCHES = ("web_search", "web_search_preview")
 ENCRYPTED = "reasoning.encrypted_content"
 TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -86,7 +88,7 @@ class ResponsesBody(msgspec.Struct):
 
 
 class FunctionName(NamedTuple):
-    """What a client calls a function."""
+    """A client's name of a function."""
 
     name: str
     namespace: str = ""
@@ -98,17 +100,21 @@ class FunctionName(NamedTuple):
 
 
 class ResponsesRequest(NamedTuple):
-    """A request as chat messages, and what its response needs besides the answer."""
+    """A request as chat messages, with the data that its response needs besides the answer.
+
+    ``said`` are the new messages without instructions, which do not carry over. ``names`` are the functions by the
+    names that the model sees. A response repeats the fields ``echoed``.
+    """
 
     chat: ChatRequest
-    said: list[ChatMessage]  # the messages without instructions, which do not carry over, and without kept ones
-    names: dict[str, FunctionName]  # by the name that the model sees
+    said: list[ChatMessage]
+    names: dict[str, FunctionName]
     body: ResponsesBody
-    echoed: dict[str, Any]  # fields that a response repeats
+    echoed: dict[str, Any]
 
     @property
     def previous(self) -> str:
-        """The id of the response that this one continues; empty if there is none."""
+        """The id of the response that this one continues; may be empty."""
         return self.body.previous_response_id or ""
 
     @property
@@ -118,7 +124,7 @@ class ResponsesRequest(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """A message of a conversation, and the number of the one before it; -1 if it is the first."""
+    """A message of a conversation, and the number of the one before it, -1 for the first."""
 
     before: int
     message: ChatMessage
@@ -127,11 +133,12 @@ class _Said(NamedTuple):
 class KeptResponses:
     """Responses by their ids, and their output items by the items' ids.
 
-    Conversations share what they begin with, so that whole ones in every request take no more than their messages do.
+    Conversations share their beginnings, so a client that sends the whole conversation each time costs no extra memory.
     """
 
     def __init__(self) -> None:
-        self._ends: dict[str, int] = {}  # the number of a response's last message, by the response's id
+        # The number of a response's last message, by the response's id.
+        self._ends: dict[str, int] = {}
         self._said: list[_Said] = []
         self._numbers: dict[_Said, int] = {}
         self._items: dict[str, dict[str, Any]] = {}
@@ -141,7 +148,7 @@ class KeptResponses:
         return len(self._said)
 
     def keep(self, name: str, previous: str, messages: Sequence[ChatMessage], output: Sequence[dict[str, Any]]) -> None:
-        """Remember what the response ``name`` adds to the conversation up to ``previous`` (empty: none)."""
+        """Remember the messages that the response ``name`` adds to the conversation up to ``previous``, if given."""
         end = self._ends[previous] if previous else -1
         for message in messages:
             said = _Said(end, message)
@@ -212,10 +219,7 @@ def read_request(body: bytes, kept: KeptResponses) -> ResponsesRequest:
 
 
 def _forced(choice: Any, names: Mapping[str, FunctionName]) -> str | None:
-    """Return the name that the model sees of the function that must be called; empty for any.
-
-    None if ``tool_choice`` names none.
-    """
+    """Return the printed name of the function that must be called, "" for any, or None if no call is forced."""
     match choice:
         case "required":
             return ""
@@ -231,7 +235,8 @@ def messages(items: Iterable[Item], kept: KeptResponses) -> list[ChatMessage]:
     Raises RequestRefused for items that no chat template prints.
     """
     said: list[ChatMessage] = []
-    answer: _Answer | None = None  # the assistant's, to which items are still added
+    # The assistant's message that still collects items.
+    answer: _Answer | None = None
     for number, item in enumerate(items):
         at = f"input[{number}]"
         if item.type == "item_reference":
@@ -277,11 +282,6 @@ class _Answer:
         return ChatMessage(ASSISTANT, self._text or "", tuple(self._calls), self._reasoning)
 
 
-def encrypt(reasoning: str) -> str:
-    """Encode reasoning as the opaque text that a client without a store sends back."""
-    return base64.b64encode(reasoning.encode(errors="replace")).decode()
-
-
 def _reasoning(item: Item, place: str) -> str:
     if item.content:
         return text_of(item.content, f"{place}.content", TEXT)
@@ -318,7 +318,7 @@ def _call(item: Item, place: str) -> FunctionCall:
 
 
 def _tools(tools: Sequence[Tool]) -> tuple[dict[str, FunctionName], list[dict[str, Any]]]:
-    """Return what clients call the functions, by the names that the model sees, and the functions' schemas."""
+    """Return the clients' names of functions by the names that the model sees, and the functions' schemas."""
     names: dict[str, FunctionName] = {}
     schemas: list[dict[str, Any]] = []
     for tool in tools:
@@ -389,11 +389,13 @@ class ResponseHead:
         """Return the item of reasoning."""
         item = {"id": f"rs_{self._key}", "type": "reasoning", "summary": []}
         content = [{"type": "reasoning_text", "text": text}]
-        sealed = {"encrypted_content": encrypt(text)} if self._asked.encrypted else {}
+        # Clients without a store send this text back as it is, so base64 will do.
+        opaque = base64.b64encode(text.encode(errors="replace")).decode()
+        sealed = {"encrypted_content": opaque} if self._asked.encrypted else {}
         return {**item, "content": content, "status": "completed", **sealed}
 
     def message(self, text: str, status: str) -> dict[str, Any]:
-        """Return the item of what was said."""
+        """Return the item of a text."""
         return {
             "id": f"msg_{self._key}",
             "type": "message",
@@ -440,7 +442,8 @@ class ResponseStream:
 
     def __init__(self, head: ResponseHead) -> None:
         self._head, self._number = head, 0
-        self._output: list[dict[str, Any]] = []  # items that are done
+        # The finished items.
+        self._output: list[dict[str, Any]] = []
         self._open: _OpenText | None = None
 
     def begin(self) -> Iterator[Event]:

@@ -4,7 +4,8 @@
 
 Only text that no further token changes is sent, so what a client has read is always the beginning of the recorded
 answer. The headers of an event stream are sent at once, and pings while nothing comes. ``serve`` is the composition
-root: it connects the gateway to engines, reward service and queue."""
+root: it connects the gateway to engines, reward service and queue.
+"""
 
 import asyncio
 import contextlib
@@ -15,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import uvloop
@@ -28,13 +29,12 @@ from rl_async import tracing
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.gateway import anthropic, completions, openai
-from rl_async.agent_loop.gateway.chat import ChatRequest, Completion, UnobeyedFields, unreadable
+from rl_async.agent_loop.gateway.chat import ChatRequest, Completion, Event, UnobeyedFields, unreadable
 from rl_async.agent_loop.gateway.completions import CompletionStream
 from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.gateway.responses import ResponseHead, ResponseStream
 from rl_async.agent_loop.gateway.responses import read_request as read_response_request
-from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
 from rl_async.agent_loop.run_worker import cancel_on_signals
 from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.concurrency import off_loop
@@ -67,7 +67,7 @@ FAILURES = (RequestRefused, RecursionError, EngineRejected, EngineLost, QueueLos
 
 
 def refusal(error: Exception) -> RequestRefused:
-    """Return what a client is told: a lost engine may be asked again (503), a rejected request may not (400)."""
+    """Convert an error for the client, which may ask a lost engine again (503), but not repeat a bad request (400)."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, RecursionError):
@@ -77,51 +77,39 @@ def refusal(error: Exception) -> RequestRefused:
     return RequestRefused(str(error), code=type(error).__name__, status=503)
 
 
-class _Hint(NamedTuple):
-    pattern: re.Pattern[str]
-    text: str
-
-
 _CHAT = "chat/completions, responses, completions and messages under an episode's base URL"
-_HINTS = tuple(
-    _Hint(re.compile(pattern), text)
-    for pattern, text in (
-        (r"/embeddings$", "the policy embeds nothing; use an embedding service of its own"),
-        (r"/v1(beta|alpha)\d*/", f"Gemini's dialect is not served; use a client of OpenAI or Anthropic: {_CHAT}"),
-        (r"/(images|audio|moderations|videos)(/|$)", f"the policy reads and writes text only: {_CHAT}"),
-        (r"/responses/.+", "responses cannot be fetched or deleted; previous_response_id continues one"),
-        (r"/(assistants|threads|conversations)(/|$)", f"use {_CHAT}, which keep the conversation's rows"),
-        (r"/messages/batches", "batches are not served; send the messages one by one"),
-        (r"/(files|batches|fine_tuning|vector_stores|uploads)(/|$)", f"nothing is stored here; use {_CHAT}"),
-        (
-            r"^/episodes/[^/]+/(chat/completions|responses|completions|models)",
-            "the base URL of OpenAI's clients ends in /v1: `base_url` of the answer to POST /episodes",
-        ),
-        (r"^/v1/", "every episode has a base URL of its own: POST /episodes returns it"),
-        (r"^/episodes/[^/]+/", f"served are {_CHAT}; POST /episodes/ID/reward ends the episode"),
-    )
+# Hints for paths that are not served, the first match counts.
+_HINTS = (
+    (r"/embeddings$", "the policy embeds nothing; use an embedding service of its own"),
+    (r"/v1(beta|alpha)\d*/", f"Gemini's dialect is not served; use a client of OpenAI or Anthropic: {_CHAT}"),
+    (r"/(images|audio|moderations|videos)(/|$)", f"the policy reads and writes text only: {_CHAT}"),
+    (r"/responses/.+", "responses cannot be fetched or deleted; previous_response_id continues one"),
+    (r"/(assistants|threads|conversations)(/|$)", f"use {_CHAT}, which keep the conversation's rows"),
+    (r"/messages/batches", "batches are not served; send the messages one by one"),
+    (r"/(files|batches|fine_tuning|vector_stores|uploads)(/|$)", f"nothing is stored here; use {_CHAT}"),
+    (
+        r"^/episodes/[^/]+/(chat/completions|responses|completions|models)",
+        "the base URL of OpenAI's clients ends in /v1: `base_url` of the answer to POST /episodes",
+    ),
+    (r"^/v1/", "every episode has a base URL of its own: POST /episodes returns it"),
+    (r"^/episodes/[^/]+/", f"served are {_CHAT}; POST /episodes/ID/reward ends the episode"),
+    ("", "POST /episodes begins an episode, and returns its base URLs (docs/how-to/gateway.md)"),
 )
-_OTHER = "POST /episodes begins an episode, and returns its base URLs (docs/how-to/gateway.md)"
 
-
-def instead(path: str) -> str:
-    """Return what a client that asked for ``path`` may use instead."""
-    return next((hint.text for hint in _HINTS if hint.pattern.search(path)), _OTHER)
-
-
-PING_S = 2.0  # some clients give up after a few seconds without a byte
+# Some clients give up after a few seconds without a byte.
+PING_S = 2.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or proxies collect the events
+    # Otherwise proxies collect the events.
+    (b"x-accel-buffering", b"no"),
 ]
-Event = dict[str, Any]
 
 
 class AnswerStream(Protocol):
     """The events of one answer in one dialect: ``begin``, ``more`` for each piece of text, then ``end`` or ``fail``.
 
-    ``named``: whether the type of an event is its name, too. ``last``: what follows a whole answer.
+    If ``named``, the type of an event is sent as its name, too. ``last`` follows a whole answer.
     """
 
     @property
@@ -144,12 +132,14 @@ class EventStream(Response):
     ) -> None:
         super().__init__()
         self._stream, self._release, self._work, self._ping_s = stream, release, work, ping_s
-        self._over = False  # the answer is complete, or nobody listens
+        # Set when the answer is complete or the client is gone.
+        self._over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until the answer is complete, has failed, or nobody listens any more."""
+        """Send the events until the answer is complete, has failed, or the client is gone."""
         working = asyncio.ensure_future(self._work())
-        gone = asyncio.ensure_future(receive())  # after the body, the only message is the disconnect
+        # After the body, the only message is the disconnect.
+        gone = asyncio.ensure_future(receive())
         for task in (working, gone):
             task.add_done_callback(self._end)
         try:
@@ -169,7 +159,7 @@ class EventStream(Response):
         self._release.news.set()
 
     async def _next(self) -> bytes:
-        """Wait for events; return a ping if there are none for some time."""
+        """Wait for events; return a ping if none come for some time."""
         try:
             async with asyncio.timeout(self._ping_s):
                 while True:
@@ -204,7 +194,8 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
-TRAIN = "X-RL-Async-Train"  # header of a request; no: its answer is not trained on
+# A request with "no" in this header gets an answer that is not trained on.
+TRAIN = "X-RL-Async-Train"
 Handler = Callable[[Request], Awaitable[Response]]
 _Route = tuple[Handler, Callable[[RequestRefused], dict[str, Any]]]
 
@@ -239,7 +230,8 @@ class GatewayServer:
             "GET /health": (self.health, openai.error_body),
             "GET /metrics": (self.metrics, openai.error_body),
         }
-        for base in ("/episodes/{id}/v1", "/episodes/{id}/v1/v1"):  # some clients append /v1 to a URL that has it
+        # Some clients append /v1 to a URL that has it.
+        for base in ("/episodes/{id}/v1", "/episodes/{id}/v1/v1"):
             routes |= {
                 f"POST {base}/chat/completions": (self.chat, openai.error_body),
                 f"POST {base}/responses": (self.responses, openai.error_body),
@@ -281,7 +273,7 @@ class GatewayServer:
         return _json({"deadline_s": max(0.0, left_s)})
 
     async def listing(self, request: Request) -> Response:
-        """List the open episodes, without their secret ids, and what was ignored, for ``rl-async gateway ls``."""
+        """List the open episodes without their secret ids, and ignored fields, for ``rl-async gateway ls``."""
         return _json(self._episodes.listing() | {"ignored": self.fields.listing()})
 
     async def give_back(self, request: Request) -> Response:
@@ -299,7 +291,7 @@ class GatewayServer:
         asked = await self._prepare(request, chat)
         name, model = _short(request), self._model(chat)
         if chat.stream:
-            return self._stream(request, asked, ChatStream(asked.number, name, model, usage=chat.usage))
+            return self._stream(request, asked, openai.ChatStream(asked.number, name, model, usage=chat.usage))
         return _json(openai.completion(await self._answer(request, asked), name, model))
 
     async def completions(self, request: Request) -> Response:
@@ -318,7 +310,7 @@ class GatewayServer:
         name, model = _short(request), self._model(chat)
         if chat.stream:
             tokens = len(asked.prompt.given)
-            return self._stream(request, asked, MessageStream(asked.number, name, model, tokens))
+            return self._stream(request, asked, anthropic.MessageStream(asked.number, name, model, tokens))
         return _json(anthropic.message(await self._answer(request, asked), name, model))
 
     async def count_tokens(self, request: Request) -> Response:
@@ -422,7 +414,8 @@ def _not_served(request: Request, error: Exception) -> Response:
     """Answer requests for other paths, and by other methods, in the dialect that they seem to be of."""
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
-    way_out = f"use {allowed}" if allowed else instead(request.url.path)
+    hint = next(text for pattern, text in _HINTS if re.search(pattern, request.url.path))
+    way_out = f"use {allowed}" if allowed else hint
     told = RequestRefused(
         f"{request.method} {request.url.path[:200]} is not served: {way_out}",
         code="method_not_allowed" if allowed else "not_found",
@@ -434,7 +427,7 @@ def _not_served(request: Request, error: Exception) -> Response:
 
 
 def _dialect(request: Request) -> ModuleType:
-    """Return the dialect of a request for what several have."""
+    """Return the dialect of a request to a path that several dialects share."""
     theirs = "anthropic-version" in request.headers or "/messages" in request.url.path
     return anthropic if theirs else openai
 
@@ -455,7 +448,8 @@ def _trains(request: Request) -> bool:
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Await the work; cancel it and raise ClientDisconnect if the client disconnects first."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
+    # After the body, the only message is the disconnect.
+    gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -470,8 +464,10 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+# A running queue answers a probe within this time.
 ANSWER_S = 5.0
-LINGER_S = 10.0  # in which agent programs are told that the run is over
+# Agent programs have so long to learn that the run is over.
+LINGER_S = 10.0
 
 
 async def run_gateway(
@@ -497,7 +493,7 @@ async def run_gateway(
         server = server_of(GatewayServer(config, episodes).app, access)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(pool.watch(queue), name="engine registry")
-            # uvicorn takes the signals over while it serves, and raises them again at its end
+            # uvicorn takes the signals over while it serves, and raises them again at its end.
             serving = group.create_task(server.serve(sockets=[listener]), name="server")
             await episodes.run()
             await asyncio.wait([serving], timeout=LINGER_S)
@@ -507,7 +503,7 @@ async def run_gateway(
 
 
 def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> None:
-    """Run a gateway of the run in ``run`` until the run is over. Raises UserError, and what ``run_gateway`` does."""
+    """Run a gateway of the run in ``run`` until it is over. Raises UserError, and the errors of ``run_gateway``."""
     config = load_resolved(run / "config.yaml")
     if problem := gateway_problem(config):
         raise ConfigError(problem)
@@ -518,7 +514,8 @@ def serve(run: Path, queue: str, reward_model: str, host: str, port: int) -> Non
     address, number = listener.getsockname()[:2]
     print(f"gateway: http://{address}:{number} (token: {token_file(run, 'gateway')})", flush=True)
     traced = tracing.traced(config.tracking.otlp_endpoint, run, "gateway")
-    target = Target(f"{address}:{number}", "gateway", f"gateway-{number}")  # others may be attached to the run
+    # Other gateways may be attached to the run.
+    target = Target(f"{address}:{number}", "gateway", f"gateway-{number}")
     with traced, listed(config.tracking.prometheus, run, target), contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run_gateway(config, listener, access, queue, folder=run, reward_model=reward_model))
 

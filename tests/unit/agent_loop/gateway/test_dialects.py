@@ -8,8 +8,9 @@ import pytest
 
 from rl_async.agent_loop.gateway import anthropic, openai
 from rl_async.agent_loop.gateway import responses as responses_requests
+from rl_async.agent_loop.gateway.anthropic import MessageStream
 from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
-from rl_async.agent_loop.gateway.streams import ChatStream, MessageStream
+from rl_async.agent_loop.gateway.openai import ChatStream
 from rl_async.errors import RequestRefused
 
 HELLO = {"role": "user", "content": "hello"}
