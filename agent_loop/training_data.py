@@ -311,7 +311,7 @@ class ChatEncoder:
             both = encode(before + spoken, after)
             # The text of a turn may join the text before it in a token, which an engine could not be given.
             joined = both[: len(given)] != given
-            said = self._renderer.encode_continued(spoken) if joined else both[len(given) :]
+            said = self._tokens.encode_continued(spoken) if joined else both[len(given) :]
             ids += [*given, *said]
             learned += [False] * len(given) + [True] * len(said)
             after = self._end

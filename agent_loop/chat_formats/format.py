@@ -1,13 +1,13 @@
 """The interface of chat formats, and how models write tool calls and reasoning as text.
 
-``ChatFormat`` is everything that agent loops, gateway and fine-tuning know about the way in which a family of models
-chats. A ``CallSyntax`` reads and writes calls in the text of a turn: none, or Hermes's and Qwen's JSON objects
-{"name", "arguments"} between ``<tool_call>`` tags.
+``ChatFormat`` is everything that agent loops, gateway and fine-tuning know about how a family of models chats. A
+``CallSyntax`` reads and writes calls in the text of a turn: none, or Hermes's and Qwen's JSON objects {"name",
+"arguments"} between ``<tool_call>`` tags.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -17,11 +17,12 @@ from rl_async.messages import CallProblem
 
 Message = dict[str, Any]
 
-BAD_CALL = "error: bad call"  # the result of a malformed call
+# The result of a malformed call.
+BAD_CALL = "error: bad call"
 
 
 class TooLong(Exception):
-    """A text has too many tokens: ``tokens``, or at least as many if its size told so before it was encoded."""
+    """A text has too many tokens: ``tokens``, a lower bound if the text was too long to be encoded."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"{tokens} tokens")
@@ -35,7 +36,7 @@ class CannotBridge(Exception):
 class ParsedCall(NamedTuple):
     """One call as the model wrote it. ``arguments`` is None if there is a ``problem``; ``raw`` is its text.
 
-    ``id`` is what the model calls it, in formats where it does, and what its result must be called.
+    ``id`` is the model's own id of the call, in formats that have one; the result must carry it.
     """
 
     name: str
@@ -51,7 +52,7 @@ class ParsedCall(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A sampled turn, read: ``text`` is all that was said but the reasoning, ``content`` is without the calls."""
+    """A parsed turn: ``text`` is everything except the reasoning, ``content`` is without the calls, too."""
 
     text: str
     content: str
@@ -75,13 +76,14 @@ class Settled(NamedTuple):
 class ChatFormat(Protocol):
     """Renders messages to token ids and reads sampled ones, with one tokenizer.
 
-    What messages say is encoded as plain text, even where it spells a special token; only what the policy sampled
-    itself (``sampled``: positions of such messages) may hold special tokens. Sampled tokens are never encoded again.
+    The text of messages is encoded as plain text, even where it spells a special token; only messages that the policy
+    sampled itself (at the positions ``sampled``) may hold special tokens. Sampled tokens are never encoded again. With
+    ``plain_turns``, a sampled turn has neither reasoning nor channels.
     """
 
     stop_token_ids: list[int]
     prints_tools: bool
-    plain_turns: bool  # what the policy samples is all said: no reasoning, no channels
+    plain_turns: bool
 
     @property
     def name(self) -> str: ...
@@ -110,7 +112,7 @@ class ChatFormat(Protocol):
         sampled: Collection[int] = (),
         limit: int = ...,
     ) -> list[int]:
-        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+        """Encode the text from the turn sampled after a prompt, over ``messages``, to the next turn's opening.
 
         A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens, and
         CannotBridge if the format cannot go on without encoding what was sampled.
@@ -136,16 +138,16 @@ class ChatFormat(Protocol):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Settled:
-        """Read the beginning of a turn that is still being sampled: what `parse` will return, however it goes on.
+        """Read a turn that is still being sampled, as far as no further token changes the result of `parse`.
 
-        With ``tools``, of what is said outside calls; without, calls are content.
+        With ``tools``, leave out calls; without, they are content.
         """
         ...
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Return how a turn begins that calls the function ``name`` (empty: any), up to where the policy decides.
+        """Return the opening of a turn that calls the function ``name``, or any function if it is not given.
 
-        Nothing if the format cannot say, or if turns begin with reasoning.
+        Return nothing if the format cannot say, or if turns begin with reasoning.
         """
         ...
 
@@ -157,7 +159,7 @@ class ChatFormat(Protocol):
         *,
         sampled: Collection[int] = (),
     ) -> bool:
-        """Whether ``prompt`` of all messages prints the turn sampled at ``place`` and what came before it as then.
+        """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
         False if the chat template leaves out reasoning of earlier turns by now.
         """
@@ -188,14 +190,10 @@ class ChatFormat(Protocol):
 
 
 def text_size(messages: Sequence[Message]) -> int:
-    """Return the number of characters that the messages say, in arguments of calls, too."""
-    return sum(len(text) for message in messages for text in _texts(message) if isinstance(text, str))
-
-
-def _texts(message: Message) -> Iterator[object]:
-    yield message.get("content")
-    for call in flat_calls(message):
-        yield call["arguments"]
+    """Return the number of characters in the contents of messages and the arguments of their calls."""
+    contents = [message.get("content") for message in messages]
+    arguments = [call["arguments"] for message in messages for call in flat_calls(message)]
+    return sum(len(text) for text in [*contents, *arguments] if isinstance(text, str))
 
 
 def flat_calls(message: Message) -> list[dict[str, Any]]:
@@ -207,8 +205,9 @@ def flat_calls(message: Message) -> list[dict[str, Any]]:
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a content, and with the function's name in each result that a call before it has: that with
-    its id, or the next one. Some formats print it."""
+    """Return messages with a content and, since some formats print it, the function's name in each tool result.
+
+    A result belongs to the earlier call with its id, or else to the next call."""
     made: list[Message] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:
@@ -237,8 +236,8 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
 
 
 def without_beginnings(text: str, marks: Iterable[str]) -> str:
-    """Leave out the end of an unfinished text as far as it may belong to what comes: the beginning of one of ``marks``,
-    a character whose bytes are not all there, and white space, which answers are stripped of."""
+    """Trim the tail of a partial decode that later tokens may still change: a prefix of one of ``marks``, an incomplete
+    UTF-8 character, and trailing white space."""
     text = text.rstrip("\ufffd")
     held = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
     return text[: len(text) - max(held, default=0)].rstrip()
@@ -262,9 +261,9 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
-    """Split what was sampled into (reasoning, the rest). ``opened``: the prompt ends with ``<think>``.
+    """Split a sampled text into (reasoning, the rest). ``opened`` says that the prompt ends with ``<think>``.
 
-    Reasoning that never ends is all there is: what looks like a call inside it is none.
+    Unclosed reasoning takes up the whole text, so that nothing inside it counts as a call.
     """
     begun = text.lstrip().startswith(THINK_START)
     if not (opened or begun):
@@ -313,7 +312,7 @@ def read_object(raw: str) -> ParsedCall:
 
 
 def _hermes_problem(raw: str) -> CallProblem:
-    """Say what is wrong. The decoder of calls stops at the first wrong type, after which there may be anything."""
+    """Name the problem. The decoder of calls stops at the first wrong type, and the rest may be malformed, too."""
     try:
         value = msgspec.json.decode(raw)
     except UNDECODABLE:
@@ -330,7 +329,7 @@ def render_hermes(name: str, arguments: str) -> str:
 
 
 def said_text(message: Message) -> str:
-    """Write what a message says with its calls as one text, for those who read a conversation as texts."""
+    """Write the content and the calls of a message as one text."""
     calls = [render_hermes(call["name"], call["arguments"]) for call in flat_calls(message)]
     return "\n".join(filter(None, [message["content"], *calls]))
 

@@ -26,7 +26,8 @@ class _Generation(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-SYNTAXES: dict[str, CallSyntax] = {"plain": NO_CALLS, "hermes": HERMES}  # of formats that follow the template
+# The syntaxes of formats that follow the template.
+SYNTAXES: dict[str, CallSyntax] = {"plain": NO_CALLS, "hermes": HERMES}
 OWN: dict[str, Callable[[PreTrainedTokenizerFast], ChatFormat]] = {"gpt-oss": HarmonyFormat, "mistral": MistralFormat}
 
 
@@ -75,7 +76,8 @@ def _family(tokenizer: PreTrainedTokenizerFast) -> LibraryFormat | None:
     for name in LIBRARY_NAMES if installed() else ():
         try:
             found = LibraryFormat(tokenizer, name)
-        except ValueError:  # lacks the family's special tokens
+        # The tokenizer lacks the family's special tokens.
+        except ValueError:
             continue
         if found.fits:
             return found

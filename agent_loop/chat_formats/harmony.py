@@ -4,8 +4,8 @@
     <|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>    or
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-Prompts follow the tokenizer's own chat template. The package renderers has this family, too, but with a vocabulary that
-it downloads, and without regard to what is text from outside.
+Prompts follow the tokenizer's own chat template. The package renderers has this family, too, but it downloads the
+vocabulary and does not escape untrusted text.
 """
 
 import re
@@ -74,7 +74,8 @@ class HarmonyFormat(TokenizerFormat):
             recipient, channel = _RECIPIENT.search(part.header), _CHANNEL.search(part.header)
             if recipient is not None:
                 calls.append(_call(recipient[1], part))
-            elif part.body is None:  # text instead of a channel, or a header that was cut off
+            # Text instead of a channel, or a header that was cut off.
+            elif part.body is None:
                 said += [part.header] if number == 0 and channel is None else []
             elif channel is not None and channel[1] == "analysis":
                 reasoning.append(part.body)
@@ -92,8 +93,9 @@ class HarmonyFormat(TokenizerFormat):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Settled:
-        """Settle the texts of channels, as far as no stop string may come; calls are said in none of them."""
-        if any(stop in self.turn_text(token_ids) for stop in stops):  # it ends there, wherever that is
+        """Settle the texts of channels, as far as no stop string may come; calls are in other channels."""
+        # The turn ends at a stop string, which may be in any channel.
+        if any(stop in self.turn_text(token_ids) for stop in stops):
             return Settled()
         reasoning, said = list[str](), list[str]()
         parts = list(self._parts(token_ids))
@@ -104,7 +106,7 @@ class HarmonyFormat(TokenizerFormat):
             if part.body is not None:
                 (reasoning if channel is not None and channel[1] == "analysis" else said).append(part.body)
             elif number == 0 and channel is None and (part.ended or len(parts) > 1):
-                said.append(part.header)  # text instead of a channel
+                said.append(part.header)
         thought, text = ("".join(texts).lstrip() for texts in (reasoning, said))
         return Settled(without_beginnings(thought, stops), without_beginnings(text, stops))
 
@@ -118,7 +120,7 @@ class HarmonyFormat(TokenizerFormat):
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
     ) -> list[int]:
-        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+        """Encode the text from the turn sampled after a prompt, over ``messages``, to the next turn's opening.
 
         A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens, and
         CannotBridge for a message that the template prints at the beginning, or as the assistant's.
@@ -135,9 +137,9 @@ class HarmonyFormat(TokenizerFormat):
         *,
         sampled: Collection[int] = (),
     ) -> bool:
-        """Whether ``prompt`` of all messages prints the turn sampled at ``place`` and what came before it as then.
+        """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
-        Of a turn without a call the template prints another end, and no reasoning.
+        The template prints a turn without a call with another end, and without its reasoning.
         """
         if not self._read(messages[place]["content"]).calls:
             return False
@@ -161,7 +163,7 @@ class HarmonyFormat(TokenizerFormat):
         return super().check(messages, token_ids, tools, sampled=sampled)
 
     def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample.
+        """Encode a demonstration; return (token_ids, loss_mask). The mask is true on the assistant's tokens.
 
         Raises ValueError if the template prints a turn differently once the conversation goes on.
         """
@@ -217,7 +219,7 @@ class HarmonyFormat(TokenizerFormat):
         return self._encode_printed(printed, limit)
 
     def _render_messages(self, messages: list[Message], _: str, limit: int) -> tuple[int, ...]:
-        """Encode what the template prints of each message where it may stand, and the opening of a turn."""
+        """Encode each message as the template prints it after a message that it may follow, and a turn's opening."""
         printed = ""
         for message in self._escaped(messages, ()):
             before = [_USER]
@@ -247,7 +249,7 @@ class HarmonyFormat(TokenizerFormat):
 
 
 class _Part(NamedTuple):
-    """A message of a turn; without a body if it was none."""
+    """A message of a turn. Text outside a message has no body."""
 
     header: str
     body: str | None
@@ -255,7 +257,7 @@ class _Part(NamedTuple):
 
 
 def _assistant(content: str, reasoning: str, calls: list[Any]) -> Message:
-    """Write a turn for the template, which takes one call, and with it either reasoning or what was said before it."""
+    """Write a turn for the template, which takes one call, with either the reasoning or the text before the call."""
     if len(calls) > 1:
         raise jinja2.TemplateError("gpt-oss makes one call in a turn")
     if calls:

@@ -1,7 +1,7 @@
 """Families of models whose chat format comes from the package `renderers`, which is an optional dependency.
 
-It renders and parses; this adapts it. Text from outside is escaped before it renders, as for a chat template, and its
-tokenizer encodes what is marked as plain text, so that here, too, only the format itself writes special tokens.
+The package renders and parses. Untrusted text is escaped before, as for a chat template, and the tokenizer that the
+package gets encodes escaped text as plain text, so that here, too, only the format itself writes special tokens.
 """
 
 import json
@@ -49,7 +49,8 @@ PROBES: list[tuple[list[Message], list[Any]]] = [
     (_CALLED, [TOOL]),
     ([_USER, {"role": "assistant", "content": "w", "reasoning_content": "r"}, _USER], []),
 ]
-_OPTIONAL = 1  # the probe with a system message, which some models do not take
+# The probe with a system message, which some models do not take.
+_OPTIONAL = 1
 
 
 def installed() -> bool:
@@ -58,7 +59,7 @@ def installed() -> bool:
 
 
 class LibraryFormat(TokenizerFormat):
-    """The format of a family, with the options with which it prints what the tokenizer's chat template does.
+    """The format of a family, with the options that make it print the same as the tokenizer's chat template.
 
     Past reasoning stays where it was sampled. Raises ConfigError if the package is missing, and ValueError if the
     tokenizer is not of that family.
@@ -99,7 +100,7 @@ class LibraryFormat(TokenizerFormat):
                 return self._render(written, tools, generate=True)
             except jinja2.TemplateError:
                 continue
-        return None  # a template that takes no system message, say
+        return None
 
     def _printed(self, renderer: Any, messages: list[Message], tools: list[Any]) -> str | None:
         try:
@@ -133,7 +134,7 @@ class LibraryFormat(TokenizerFormat):
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
     ) -> list[int]:
-        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+        """Encode the text from the turn sampled after a prompt, over ``messages``, to the next turn's opening.
 
         Raises TooLong unless these are fewer than ``limit`` tokens, and CannotBridge after a turn that ended within its
         reasoning, or for a message of the assistant.
@@ -167,7 +168,8 @@ class LibraryFormat(TokenizerFormat):
         answers = [self._parse_text(messages[place]["content"]) for place in sampled]
         if any(answer.reasoning or answer.calls for answer in answers):
             return None
-        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids  # which some templates print with what follows
+        # Some templates print the token that ends a turn only with the next message.
+        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return super().check(messages, token_ids[:-1] if ended else token_ids, tools, sampled=sampled)
 
     def _parse_text(self, text: str) -> Answer:
@@ -175,7 +177,7 @@ class LibraryFormat(TokenizerFormat):
         return self.parse(self.encode(text), prompt_ids=self._opening)
 
     def row(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """Encode a demonstration; return (token_ids, loss_mask), which is true on what the assistant would sample.
+        """Encode a demonstration; return (token_ids, loss_mask). The mask is true on the assistant's tokens.
 
         Raises ValueError if a turn comes after other tokens than those that an engine would be given before it.
         """
@@ -217,14 +219,14 @@ class LibraryFormat(TokenizerFormat):
 
 
 def agreement(printed: Sequence[str | None], wanted: Sequence[str | None]) -> int:
-    """Count the probes that are printed as ``wanted``; what neither side prints counts for the optional one only."""
+    """Count the probes that are printed as ``wanted``. Only the optional one counts if neither side prints it."""
     pairs = enumerate(zip(printed, wanted, strict=True))
     return sum(text == other and (text is not None or place == _OPTIONAL) for place, (text, other) in pairs)
 
 
 @contextmanager
 def _refusals(name: str) -> Iterator[None]:
-    """Raise what the package raises of messages that it cannot print as jinja2.TemplateError, as a template would."""
+    """Convert the package's errors about messages that it cannot print to a template's, jinja2.TemplateError."""
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
@@ -232,11 +234,12 @@ def _refusals(name: str) -> Iterator[None]:
 
 
 class _Tokenizer:
-    """What the package needs of a tokenizer. Without offsets it prints the same tokens, and no attribution of them."""
+    """A tokenizer for the package. Without offsets it prints the same tokens, and no attribution of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, tokens: TemplateTokens) -> None:
         self._tokenizer, self._tokens = tokenizer, tokens
-        self.name_or_path = ""  # by which it would guess the options that `_candidates` tries
+        # From a name the package would guess the options that `_candidates` tries.
+        self.name_or_path = ""
         self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
@@ -250,7 +253,7 @@ class _Tokenizer:
 
 
 def _modes(kind: Any, first: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a family that change what it prints: thinking or not, the date that the template prints."""
+    """Yield the options of a family that change its output: thinking or not, and the date that the template prints."""
     fields = kind.model_fields
     if "date_string" in fields and "Today Date: " in first:
         yield {"date_string": first.partition("Today Date: ")[2].partition("\n")[0]}
@@ -274,8 +277,9 @@ def _with_text_arguments(message: Message) -> Message:
 
 def _call(call: Any, offered: Collection[Any]) -> ParsedCall:
     problem = _PROBLEMS.get(str(call.status))
-    if isinstance(call.arguments, dict) and problem == "bad_json":  # values that are not of the parameters' types
-        problem = "bad_arguments" if call.name in offered else None  # there are no types of what was not offered
+    # Values do not fit the parameters' types, which are unknown for a function that was not offered.
+    if isinstance(call.arguments, dict) and problem == "bad_json":
+        problem = "bad_arguments" if call.name in offered else None
     if problem is None and not isinstance(call.arguments, dict):
         problem = "bad_arguments"
     return ParsedCall(call.name or "", None if problem else call.arguments, call.raw, problem, call.id or "")

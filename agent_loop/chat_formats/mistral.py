@@ -43,7 +43,7 @@ class MistralFormat(ChatRenderer):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Answer:
-        """Read a sampled turn up to the first of the texts ``stops``; what looks like a call in reasoning is none."""
+        """Read a sampled turn up to the first of the texts ``stops``. Reasoning contains no calls."""
         found = super().parse(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
         thought = _THOUGHT.match(found.text)
         if thought is None:
@@ -60,18 +60,18 @@ class MistralFormat(ChatRenderer):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Settled:
-        """Settle as other templates' formats do, but nothing of an answer that may have begun with reasoning."""
+        """Settle as other templates' formats do, but nothing if the answer may have begun with reasoning."""
         begun = self.turn_text(token_ids).lstrip()[: len(_THINK)]
         if _THINK.startswith(begun):
             return Settled()
         return super().settled(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Return how a turn begins that calls ``name`` (empty: any), unless turns may begin with reasoning."""
+        """Return the opening of a turn that calls ``name``, or nothing if turns may begin with reasoning."""
         return super().call_opening(name) if self.plain_turns else []
 
     def _render_delta(self, messages: list[Message], sampled: list[int], limit: int) -> tuple[int, ...]:
-        """Encode what results add after the calls that they answer, and other messages after an answer."""
+        """Encode results after the calls that they answer, and other messages after an answer."""
         results = next((n for n, message in enumerate(messages) if message["role"] != "tool"), len(messages))
         if not results:
             return super()._render_delta(messages, sampled, limit)

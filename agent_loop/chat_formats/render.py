@@ -1,7 +1,7 @@
 """Chat messages to token ids, one turn at a time, so that sampled tokens are never encoded again.
 
-``TokenizerFormat`` is what every format does with its tokenizer: it encodes, decodes, caches tokens (the samples of a
-group share their prompt) and compares itself with the tokenizer's chat template. ``ChatRenderer`` prints prompts with
+``TokenizerFormat`` is the part that all formats share: it encodes, decodes, caches tokens (the samples of a group share
+their prompt) and compares itself with the tokenizer's chat template. ``ChatRenderer`` prints prompts with
 that template. It renders a tool result after a placeholder conversation and encodes only the text that this adds, so
 the tokens sampled before it stay as they are.
 """
@@ -36,11 +36,12 @@ from rl_async.agent_loop.chat_formats.format import (
 )
 from rl_async.template_tokens import TemplateTokens, encode, ending
 
-TOKEN_BYTES = 36  # of an int in a tuple: the object and the pointer to it
+# The size of an int in a tuple: the object and the pointer to it.
+TOKEN_BYTES = 36
 
 
 class TokenCache:
-    """Token ids by what they encode. Beyond ``max_bytes`` the least recently used are forgotten. For any thread."""
+    """An LRU cache, for any thread, of up to ``max_bytes`` of token ids, by the text that they encode."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.bytes = max_bytes, 0
@@ -48,7 +49,7 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
-        """Return the tokens kept under ``key``, if there are any."""
+        """Return the tokens under ``key``, or None."""
         with self._lock:
             if (found := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
@@ -71,10 +72,11 @@ def _size(key: bytes, token_ids: tuple[int, ...]) -> int:
 
 
 CACHE_BYTES = 64 << 20
-# A template is watched while it prints so many conversations; after them it is taken to end. A longer conversation than
-# this takes its time, and an endless template prints short ones, too.
+# A template is watched for endless loops while it prints its first conversations, except for longer ones than this:
+# they take their time, and an endless template would hang on short ones, too.
 WATCHED, WATCHED_BYTES = 20, 10_000
-_MARK = "reasoningmark"  # stands for the reasoning of a turn
+# Stands for the reasoning of a turn.
+_MARK = "reasoningmark"
 TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -82,7 +84,7 @@ TOOL = {
 
 
 class TokenizerFormat(ABC):
-    """The part of a `ChatFormat` that only depends on the tokenizer. What messages say is encoded as plain text."""
+    """The part of a `ChatFormat` that only depends on the tokenizer. The text of messages is encoded as plain text."""
 
     stop_token_ids: list[int]
 
@@ -91,7 +93,8 @@ class TokenizerFormat(ABC):
         self._backend = tokenizer.backend_tokenizer
         self.cache = TokenCache(cache_bytes)
         self._tokens = TemplateTokens(tokenizer)
-        self.prints_tools = self._prints_tools()
+        probe: list[Message] = [{"role": "user", "content": "x"}]
+        self.prints_tools = self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
         self.plain_turns = False
 
     @abstractmethod
@@ -123,7 +126,7 @@ class TokenizerFormat(ABC):
         return Settled()
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Return nothing: how a call begins is unknown."""
+        """Return nothing, since the opening of a call is unknown."""
         return []
 
     @abstractmethod
@@ -134,7 +137,7 @@ class TokenizerFormat(ABC):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Encode text of the policy, in which special tokens count as such; none are added."""
+        """Encode text of the policy: special tokens count as such, and none are added."""
         return encode(self._backend, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -169,7 +172,7 @@ class TokenizerFormat(ABC):
         *,
         sampled: Collection[int] = (),
     ) -> bool:
-        """Whether ``prompt`` of all messages prints the turn sampled at ``place`` and what came before it as then.
+        """Whether ``prompt`` still prints the turn sampled at ``place``, and all before it, as when it was sampled.
 
         False if the chat template leaves out reasoning of earlier turns by now, or the empty one that opened a turn.
         """
@@ -190,7 +193,7 @@ class TokenizerFormat(ABC):
     def _within(
         self, limit: int, messages: Sequence[Message], given: Any, render: Callable[..., tuple[int, ...]]
     ) -> list[int]:
-        """Encode what is ``given``, once for all who give the same; what is too long is not kept."""
+        """Encode the arguments ``given`` to ``render``, or return the cached tokens. Too long ones are not cached."""
         least = text_size(messages) // self._tokens.longest_token
         if least >= limit:
             raise TooLong(least)
@@ -204,7 +207,7 @@ class TokenizerFormat(ABC):
         return list(token_ids)
 
     def _encode_printed(self, printed: str, limit: int, after: str = "") -> tuple[int, ...]:
-        """Encode as ``encode_printed`` does. Raises TooLong if the size of the text alone says so."""
+        """Encode as ``encode_printed`` does. Raises TooLong if the size of the text already exceeds the limit."""
         least = self._tokens.least(printed)
         if least >= limit:
             raise TooLong(least)
@@ -212,18 +215,15 @@ class TokenizerFormat(ABC):
 
     def cut(self, text: str, tokens: int) -> str:
         """Cut a tool's text to ``tokens`` tokens, between characters; only as much is encoded as they can hold."""
-        if len(text.encode(errors="replace")) <= tokens:  # no token is shorter than a byte
+        # No token is shorter than a byte.
+        if len(text.encode(errors="replace")) <= tokens:
             return text
         text = text[: tokens * self._tokens.longest_token]
         token_ids = self._tokens.encode_outside(text)
         return text if len(token_ids) <= tokens else self.decode(token_ids[:tokens]).rstrip("\ufffd")
 
-    def escape(self, message: Message) -> Message:
-        """Mark control tokens in a message of others, for text that is rendered elsewhere and encoded here."""
-        return self._tokens.escape(message)
-
     def encode_printed(self, text: str, after: str = "") -> list[int]:
-        """Encode what the chat template printed of escaped messages, behind ``after``, the text of a special token.
+        """Encode escaped messages as the chat template printed them, after a special token with the text ``after``.
 
         Some tokenizers put a space before a text, and others not behind special tokens.
         """
@@ -234,10 +234,6 @@ class TokenizerFormat(ABC):
         if token_ids[: len(before)] != before:
             raise ValueError(f"{after!r} is not encoded by itself")
         return token_ids[len(before) :]
-
-    def encode_continued(self, text: str) -> list[int]:
-        """Encode what the chat template printed behind other text, of which its tokens are no part."""
-        return self._tokens.encode_continued(text)
 
     def check(
         self,
@@ -271,34 +267,32 @@ class TokenizerFormat(ABC):
         """Print messages by the chat template. Raises jinja2.TemplateError if it cannot print them."""
         self._renders += 1
         try:
-            # The first messages are those by which formats are told apart; tracing makes it some times slower.
+            # Formats are told apart by the first messages. Tracing makes printing several times slower.
             watched = self._renders <= WATCHED and len(msgspec.json.encode([*messages, *tools])) <= WATCHED_BYTES
             with ending(self._tokenizer) if watched else nullcontext():
                 text = self._tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
                 )
-        except (TypeError, ValueError) as error:  # of a message, call or tool that is not of the form it expects
+        # A message, call or tool does not have the form that the template expects.
+        except (TypeError, ValueError) as error:
             raise jinja2.TemplateError(str(error)) from error
         return str(text)
 
-    def _prints_tools(self) -> bool:
-        probe: list[Message] = [{"role": "user", "content": "x"}]
-        return self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
-
     def _escaped(self, messages: Sequence[Message], sampled: Collection[int]) -> list[Message]:
-        written = [self._written(_flattened(m), sampled=place in sampled) for place, m in enumerate(messages)]
+        flat = [m | {"tool_calls": flat_calls(m)} if m.get("tool_calls") else m for m in messages]
+        written = [self._written(m, sampled=place in sampled) for place, m in enumerate(flat)]
         return [m if place in sampled else self._tokens.escape(m) for place, m in enumerate(written)]
 
 
-def _flattened(message: Message) -> Message:
-    return message | {"tool_calls": flat_calls(message)} if message.get("tool_calls") else message
-
-
-_ANSWER_MARK = "rendermark"  # the assistant's text in the placeholder conversation
-_PROBE, _PROBE_ID = "probe", "callid012"  # a function that is called to see how, and its call's id
+# The assistant's text in the placeholder conversation.
+_ANSWER_MARK = "rendermark"
+# A call of this function shows how the template prints calls.
+_PROBE, _PROBE_ID = "probe", "callid012"
 _KEY = "probekey"
-_NAME = re.compile(r"[\w.-]{0,256}")  # of functions, that no template would have to escape
-_TAIL = 16  # tokens of a prompt in which an open <think> is looked for
+# Names of functions that no template has to escape.
+_NAME = re.compile(r"[\w.-]{0,256}")
+# An open <think> is searched for in so many tokens at the end of a prompt.
+_TAIL = 16
 
 
 class ChatRenderer(TokenizerFormat):
@@ -333,15 +327,11 @@ class ChatRenderer(TokenizerFormat):
         self.stop_token_ids = sorted({self.end_of_turn, tokenizer.eos_token_id or self.end_of_turn})
 
     def printed_call(self) -> str:
-        """Return what the template prints of an assistant's call; nothing if it accepts none."""
+        """Return a call as the template prints it, or nothing if the template accepts none."""
         return _print_call(self._print_past, "{}" if self._takes_text else {})
 
     def _print_past(self, messages: list[Message]) -> str:
         return self._render(messages, (), generate=False)
-
-    def calls_for_template(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Convert `flat_calls` to the form that the template takes."""
-        return [nested(call, as_text=self._takes_text) for call in calls]
 
     def bridge(
         self,
@@ -353,7 +343,7 @@ class ChatRenderer(TokenizerFormat):
         sampled: Collection[int] = (),
         limit: int = sys.maxsize,
     ) -> list[int]:
-        """Return what ``messages`` append to a prompt and the turn sampled after it, up to the next turn's opening.
+        """Encode the text from the turn sampled after a prompt, over ``messages``, to the next turn's opening.
 
         A turn that was cut short is ended first. Raises TooLong unless these are fewer than ``limit`` tokens.
         """
@@ -384,7 +374,7 @@ class ChatRenderer(TokenizerFormat):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Settled:
-        """Settle what comes before anything that may become a stop string, the end of reasoning, or with ``tools`` a
+        """Settle the text before anything that may become a stop string, the end of reasoning or, with ``tools``, a
         call."""
         text, reasoning = without_beginnings(before_stops(self.turn_text(token_ids), stops), stops), ""
         if self._thinks:
@@ -401,18 +391,19 @@ class ChatRenderer(TokenizerFormat):
         return Settled(reasoning, text)
 
     def call_opening(self, name: str = "") -> list[int]:
-        """Return how a turn begins that calls ``name`` (empty: any function), as the template would write it.
+        """Return the opening of a turn that calls ``name``, or any function, as the template would write it.
 
-        Nothing for templates that know reasoning: a call comes behind it.
+        Return nothing for templates that know reasoning, since calls come after it.
         """
         if self._thinks or not self._syntax.call_start or not _NAME.fullmatch(name):
             return []
         if not name:
             return self.encode(self._syntax.call_start)
         written = self._printed_call if self._prints_calls else self._syntax.render(_PROBE, "{}")
-        _, start, call = written.rpartition(self._syntax.call_start)  # earlier ones are the template's instructions
+        # Earlier call starts belong to the template's instructions, and the policy chooses the id.
+        _, start, call = written.rpartition(self._syntax.call_start)
         opening, arguments, _ = call.partition("{}")
-        opening = opening.partition(_PROBE_ID)[0]  # the policy chooses the id
+        opening = opening.partition(_PROBE_ID)[0]
         if not arguments or opening.count(_PROBE) != 1:
             return []
         token_ids = self.encode(start + opening.replace(_PROBE, name).rstrip())
@@ -425,7 +416,7 @@ class ChatRenderer(TokenizerFormat):
     def delta(
         self, messages: Sequence[Message], *, sampled: Collection[int] = (), limit: int = sys.maxsize
     ) -> list[int]:
-        """Encode what ``messages`` add after a finished assistant turn, up to the opening of the next one.
+        """Encode ``messages`` after a finished assistant turn, up to the opening of the next one.
 
         Raises TooLong unless these are fewer than ``limit`` tokens.
         """
@@ -468,12 +459,12 @@ class ChatRenderer(TokenizerFormat):
         if not calls:
             return message
         if self._prints_calls:
-            return message | {"tool_calls": self.calls_for_template(calls)}
+            return message | {"tool_calls": [nested(call, as_text=self._takes_text) for call in calls]}
         texts = [self._syntax.render(call["name"], call["arguments"]) for call in calls]
         return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *texts])}
 
     def _after_mark(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """Return what the template prints after an assistant's text when ``messages`` follow it."""
+        """Return the text that the template prints after an assistant's text if ``messages`` follow."""
         placeholder = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER_MARK}]
         text = self._render([*placeholder, *messages], (), generate=generate)
         _, mark, after = text.partition(_ANSWER_MARK)
