@@ -1,7 +1,7 @@
 """The built-in environments: simulated and scripted users, and the worlds of the presets `order` and `shop`.
 
-In `order` a scripted customer tells wishes when asked and leaves with an order. In `shop` a tool looks up hidden
-prices."""
+In `order` a scripted customer tells wishes when asked and leaves with an order. In `shop` a tool looks up prices.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +16,9 @@ from rl_async.extraction import last_number
 from rl_async.messages import Task
 from rl_async.transfer_queue.dataset import fill
 
-# A chat begins with a user's message for most models, and here the model is the user.
-GREETING = "Hi! How can I help you?"
-
 
 class ScriptedUser:
-    """Says the texts of ``extra_info.user_turns``, one after each answer, whatever the answer was."""
+    """Says the texts of ``extra_info.user_turns``, one after each answer, regardless of its content."""
 
     def __init__(self, task: Task, services: Services) -> None:
         turns = task.extra.get("user_turns")
@@ -33,6 +30,11 @@ class ScriptedUser:
         return Step(self._left.pop(0) if self._left else None)
 
 
+# A chat begins with a user's message for most models, and here the model is the user.
+GREETING = "Hi! How can I help you?"
+_OTHER = {"user": "assistant", "assistant": "user"}
+
+
 class SimulatedUser:
     """A language model in the role that ``agent.user.system`` describes; it sees the conversation from its own side.
 
@@ -40,7 +42,8 @@ class SimulatedUser:
     result. It ends the conversation with ``agent.user.stop``.
     """
 
-    own_deadlines = True  # waiting for other conversations' requests does not count
+    # The model's requests have deadlines of their own, which exclude the wait for other conversations' requests.
+    own_deadlines = True
 
     def __init__(self, task: Task, services: Services) -> None:
         if services.user is None or services.config.agent.user is None:
@@ -81,16 +84,13 @@ class SimulatedUser:
         return {"score": (value - lowest) / (highest - lowest), "raw": value, **counted}
 
     async def _speak(self) -> str | None:
-        """Return what the user says next; None if nothing is left once the stop text and what follows is cut off."""
+        """Return the user's next text up to the stop text, or None if that is empty."""
         text = (await self._model.say(self._chat)).text
         before, stop, _ = text.partition(self._config.stop)
         self._stopped = bool(stop)
         self._said += 1
         self._chat.append({"role": "assistant", "content": text})
         return before.strip() or None
-
-
-_OTHER = {"user": "assistant", "assistant": "user"}
 
 
 WISHES = {
@@ -101,7 +101,7 @@ NOT_UNDERSTOOD = "pardon?"
 
 
 def reply(answer: str, state: Mapping[str, Any]) -> str | None:
-    """Return what the customer says; None to an order, which ends the conversation."""
+    """Return the customer's answer, or None to an order, which ends the conversation."""
     if answer.startswith("order "):
         return None
     wish = answer.removesuffix("?")
@@ -132,7 +132,8 @@ class Customer:
         return {"score": self._score, "asked": float(self._asked)}
 
 
-NO_SUCH_ITEM = "no such item"  # the demonstrations show the model this error
+# The demonstrations show the model this error.
+NO_SUCH_ITEM = "no such item"
 
 
 class Shop:

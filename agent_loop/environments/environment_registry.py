@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_async.agent_loop.environments.built_in import Customer, ScriptedUser, Shop, SimulatedUser
-from rl_async.agent_loop.environments.harbor import HarborTasks
+from rl_async.agent_loop.environments.harbor import harbor_tasks
 from rl_async.agent_loop.environments.seeded import Gymnasium, OpenEnv, PettingZoo, ReasoningGym, text_arena
 from rl_async.agent_loop.environments.session import GameSession, Session, call_user, check_opponents
 from rl_async.agent_loop.environments.speakers import Services
@@ -22,12 +22,13 @@ from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Task
 from rl_async.userload import find_neighbours, is_user_reference, load_user_object
 
-EnvironmentFactory = Callable[[Task, Services], Any]  # makes an interface.Environment, or what has some of its methods
+# Makes an interface.Environment, or an object with some of its methods.
+EnvironmentFactory = Callable[[Task, Services], Any]
 
 
 class Adapter(NamedTuple):
-    """``factory`` is called with the name behind the colon; its environments import ``package`` when they begin, or
-    when they are made, if that may ``block``. ``by_seed``: their worlds need nothing of a task but a seed."""
+    """A project's environments: ``factory`` is called with the name after the colon. They import ``package`` when they
+    begin, or when they are made, if that may ``block``. With ``by_seed``, their worlds need only a seed of a task."""
 
     factory: Callable[[str], EnvironmentFactory]
     package: str = ""
@@ -41,11 +42,6 @@ def _with_name(kind: Callable[[str, Task, Mapping[str, Any]], Any]) -> Callable[
     return lambda name: lambda task, services: kind(name, task, services.config.agent.environment_options)
 
 
-def _harbor(folder: str) -> EnvironmentFactory:
-    tasks = HarborTasks(folder)
-    return lambda task, services: tasks.episode(task, services.sandbox(), services.config)
-
-
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "shop": Shop,
     "order": Customer,
@@ -54,7 +50,7 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {
 }
 ADAPTERS = {
     "gymnasium": Adapter(_with_name(Gymnasium), "gymnasium", "pip install gymnasium", by_seed=True),
-    "harbor": Adapter(_harbor),
+    "harbor": Adapter(harbor_tasks),
     "openenv": Adapter(_with_name(OpenEnv), "openenv", "pip install openenv-core", by_seed=True),
     "pettingzoo": Adapter(
         _with_name(PettingZoo), "pettingzoo", "pip install 'pettingzoo[classic]'", by_seed=True, may_block=True
@@ -68,8 +64,8 @@ ADAPTERS = {
 
 class EnvironmentKind(NamedTuple):
     """How to make environments of one name: ``make(task, services)``, or with ``prepare`` ``make(task, services,
-    prepared)``, where ``prepared`` is what ``prepare(services)`` returned at any time before. Users' own may ``block``.
-    ``roles`` are those that a class names; empty: each environment says itself whether it has any.
+    prepared)``, where ``prepared`` is an earlier result of ``prepare(services)``. Users' own may ``block``. If a class
+    names no ``roles``, each environment says itself whether it has some.
     """
 
     make: Callable[..., Any]
@@ -81,7 +77,7 @@ class EnvironmentKind(NamedTuple):
 def get_environment(name: str) -> EnvironmentKind:
     """Return a built-in environment, an adapter's, or the user's class ``path.py:name``.
 
-    Raises ConfigError if there is none, or its package is missing.
+    Raises ConfigError for an unknown name, or if its package is missing.
     """
     project, _, rest = name.partition(":")
     if rest and project in ADAPTERS:
@@ -113,13 +109,10 @@ def _of_user(name: str) -> EnvironmentKind:
     def make(task: Task, services: Services, *prepared: Any) -> Any:
         return factory(task, *prepared, **services.config.agent.environment_options)
 
+    # On a class, a property is not a list yet.
     roles = getattr(factory, "roles", ())
-    return EnvironmentKind(
-        make,
-        prepare=None if prepare is None else _with_options(prepare),
-        may_block=True,
-        roles=roles if isinstance(roles, Sequence) else (),  # a property is no list yet
-    )
+    roles = roles if isinstance(roles, Sequence) else ()
+    return EnvironmentKind(make, None if prepare is None else _with_options(prepare), may_block=True, roles=roles)
 
 
 def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
@@ -137,7 +130,8 @@ def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
 def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
     if adapter.package and not _installed(adapter.package):
         raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
-    find_neighbours()  # the name may be that of a module there, which the package imports
+    # The name may be that of a module there, which the package imports.
+    find_neighbours()
     return adapter.factory(rest)
 
 
@@ -147,9 +141,9 @@ def _installed(package: str) -> bool:
 
 
 class LocalEnvironments:
-    """Makes the environments of a config. ``start_limited``: the caller bounds the time of everything up to ``reset``.
+    """Makes the environments of a config. With ``start_limited``, the caller bounds the time up to ``reset``.
 
-    Raises ConfigError if there is no such environment, or its class names other roles than the opponents need.
+    Raises ConfigError for an unknown environment, and if its class names other roles than the opponents need.
     """
 
     def __init__(self, name: str, services: Services, *, start_limited: bool = False) -> None:
@@ -165,7 +159,7 @@ class LocalEnvironments:
         return self._kind.prepare is not None
 
     async def prepare(self) -> Any:
-        """Do what can be done before an episode's task is known. Raises EnvironmentFailed."""
+        """Prepare an environment before an episode's task is known. Raises EnvironmentFailed."""
         assert self._kind.prepare is not None
         return await self._begin("prepare", self._kind.prepare, self._services)
 
@@ -179,7 +173,7 @@ class LocalEnvironments:
         return kind(self._name, environment, self._timeout_s, start_limited=self._start_limited)
 
     async def discard(self, prepared: Any) -> None:
-        """Release what ``prepare`` made and no environment got. Raises EnvironmentFailed."""
+        """Release a result of ``prepare`` that no environment got. Raises EnvironmentFailed."""
         if hasattr(prepared, "close"):
             what = f"environment {self._name}: close() of what prepare() made"
             await call_user(what, prepared.close, timeout_s=self._timeout_s)
@@ -195,7 +189,8 @@ class LocalEnvironments:
         try:
             session = await self.make(task, *prepared)
         except BaseException:
-            with contextlib.suppress(RlAsyncError):  # the first error is the one to report
+            # The first error is the one to report.
+            with contextlib.suppress(RlAsyncError):
                 for unused in prepared:
                     await self.discard(unused)
             raise

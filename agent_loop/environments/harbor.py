@@ -12,12 +12,13 @@ import math
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from rl_async.agent_loop.environments.speakers import Services
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.agent_loop.tools.tool_registry import BASH, PYTHON, CodeTools
 from rl_async.configs.schema.run import RunConfig
@@ -45,7 +46,8 @@ class _Reader:
         self._context = context
         self.workdir, self.based = "", False
         self.env = dict[str, str]()
-        self.files = dict[str, Path]()  # by absolute path
+        # Sources by absolute path.
+        self.files = dict[str, Path]()
 
     def read(self, name: str, rest: str) -> None:
         """Apply an instruction. Raises ValueError saying what is not supported."""
@@ -90,7 +92,7 @@ class _Reader:
 
 
 def read_dockerfile(context: Path) -> Image:
-    """Read the Dockerfile of a folder. Raises DataError naming it and the line of what is wrong or not supported."""
+    """Read the Dockerfile of a folder. Raises DataError naming it and the line that is wrong or not supported."""
     file = context / "Dockerfile"
     if (ignoring := context / ".dockerignore").exists():
         raise DataError(f"{ignoring}: not supported; COPY what is wanted")
@@ -112,7 +114,7 @@ def read_dockerfile(context: Path) -> Image:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder. Raises DataError for what is neither a file nor a folder."""
+    """Yield the files below a folder. Raises DataError for links and special files."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise DataError(f"{path}: links and special files are not supported")
@@ -156,12 +158,14 @@ def _variables(rest: str) -> dict[str, str]:
     return dict(pairs)
 
 
-_CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)  # hides no task
+# Benchmarks put a canary above the text of a task, which is not part of it.
+_CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
 _None = Annotated[list[Any], msgspec.Meta(max_length=0)]
 
 
 class _Section(msgspec.Struct, forbid_unknown_fields=True):
-    network_mode: Literal["public", "no-network"] = "public"  # the sandbox has none either way
+    # The sandbox has no network either way.
+    network_mode: Literal["public", "no-network"] = "public"
 
 
 class _Agent(_Section):
@@ -209,7 +213,7 @@ class Placed(NamedTuple):
 
 
 class HarborTask(NamedTuple):
-    """What a task's folder says. ``env`` of programs, ``verifier_env`` of the tests besides."""
+    """The content of a task's folder. Programs get the variables ``env``, and the tests ``verifier_env`` besides."""
 
     name: str
     instruction: str
@@ -222,7 +226,7 @@ class HarborTask(NamedTuple):
 
 
 def task_folders(folder: Path) -> list[Path]:
-    """Return the folders of tasks in ``folder``. Raises DataError if there is none."""
+    """Return the folders of tasks in ``folder``. Raises DataError if it has none."""
     if found := sorted(file.parent for file in folder.glob("*/task.toml")):
         return found
     raise DataError(f"{folder}: no folder in it has a task.toml, so it holds no tasks of Harbor")
@@ -230,7 +234,8 @@ def task_folders(folder: Path) -> list[Path]:
 
 def read_task(folder: Path) -> HarborTask:
     """Read a task. Raises DataError naming the file that is missing, wrong or not supported."""
-    list(files_below(folder))  # no link leads out of it
+    # Raises for links, which could lead out of the folder.
+    list(files_below(folder))
     config = _config(folder / "task.toml")
     image = read_dockerfile(folder / "environment")
     for of_compose in ("docker-compose.yaml", "docker-compose.yml"):
@@ -278,36 +283,41 @@ def _placed(path: str, source: Path) -> Placed:
 
 log = logging.getLogger("rl_async.agent_loop")
 
-TOP = ("app", "tests", "logs")  # the names at the root that tasks use
-REWARDS = ("logs/verifier/reward.json", "logs/verifier/reward.txt")  # the first one counts
+# The folders at the root that tasks use.
+TOP = ("app", "tests", "logs")
+# The first of these files that exists has the reward.
+REWARDS = ("logs/verifier/reward.json", "logs/verifier/reward.txt")
 _COMMANDS: dict[Language, str] = {"bash": "bash", "python": "python3"}
-_LAST = 500  # bytes of what tests printed, for the log
-# What the model put where the tests and their reward belong goes first. Nothing of the model's runs any more.
+# The log quotes so many bytes of the tests' output.
+_LAST = 500
+# Removes files that the model put in the place of the tests and their reward; none of its programs runs any more.
 _CLEAR = "rm -rf tests logs/verifier && mkdir -p tests logs/verifier logs/agent logs/artifacts"
 
 
-class HarborTasks:
-    """Makes the environments of the tasks in a folder. Raises ConfigError if it holds none."""
+def harbor_tasks(folder: str) -> "Callable[[Task, Services], Harbor]":
+    """Return a function that makes the environment of a row. Raises ConfigError if the folder holds no tasks.
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        try:
-            task_folders(self._folder)
-        except DataError as error:
-            raise ConfigError(f"agent.environment=harbor:{folder}: {error}") from error
+    The function raises DataError for a row that names no folder.
+    """
+    try:
+        task_folders(Path(folder))
+    except DataError as error:
+        raise ConfigError(f"agent.environment=harbor:{folder}: {error}") from error
 
-    def episode(self, task: Task, sandbox: Sandbox, config: RunConfig) -> "Harbor":
-        """Return the environment of a row. Raises DataError if it names no folder."""
+    def episode(task: Task, services: Services) -> Harbor:
         name = task.extra.get("task")
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise DataError(f"task {task.task_id}: harbor needs extra_info.task, the name of a folder, not {name!r}")
-        return Harbor(self._folder / name, sandbox, config)
+        return Harbor(Path(folder) / name, services.sandbox(), services.config)
+
+    return episode
 
 
 class Harbor:
     """An episode of a task."""
 
-    own_deadlines = True  # those of the sandbox
+    # The sandbox has deadlines.
+    own_deadlines = True
 
     def __init__(self, folder: Path, sandbox: Sandbox, config: RunConfig) -> None:
         self._folder, self._sandbox, self._config = folder, sandbox, config
@@ -351,16 +361,13 @@ class _Unjudged(Exception):
 
 
 class _Opened:
-    """The workspace of a task, in which programs start in the task's folder, with its variables.
-
-    It is what CodeTools open, too.
-    """
+    """The workspace of a task, which starts programs in the task's folder with its variables. CodeTools use it, too."""
 
     def __init__(self, task: HarborTask, workspace: Workspace) -> None:
         self._task, self._workspace = task, workspace
 
     async def open(self) -> "_Opened":
-        """Return it, which is open."""
+        """Return the workspace, which is open already."""
         return self
 
     async def close(self) -> None:
@@ -417,7 +424,7 @@ class _Opened:
 
 
 def _how(ended: Result) -> str:
-    """Say how a program ended, with the last that it printed."""
+    """Describe how a program ended, with the end of its output."""
     last = (ended.stdout + ended.stderr)[-_LAST:].decode(errors="replace").strip()
     return f"ended by the limit of {ended.limit}, {last!r}" if ended.limit else f"exit code {ended.exit}, {last!r}"
 
@@ -432,9 +439,9 @@ def _numbers(text: bytes, *, as_json: bool) -> dict[str, float]:
 
 
 def write_rows(folder: Path, out: Path) -> tuple[int, list[DataError]]:
-    """Write a JSONL file with a row for each task in ``folder``; return their number, and why others were left out.
+    """Write a JSONL file with a row for each task in ``folder``; return their number, and the errors of other tasks.
 
-    Raises DataError if none is left.
+    Raises DataError if no task can be played.
     """
     rows, refused = list[bytes](), list[DataError]()
     for path in task_folders(folder):

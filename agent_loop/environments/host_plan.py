@@ -1,12 +1,14 @@
-"""Decides, for a worker, which host prepares environments, which episode gets one, when a host is replaced: pure."""
+"""Decides, for a worker, which host prepares environments, which episode gets one, and when to replace a host. Pure."""
 
 import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-MOST_FAILURES = 3  # hosts or preparations in a row that fail, after which those who wait are told so
-FIRST_PAUSE_S = 0.5  # after the second failure in a row, doubled with each further one
+# After so many failures of hosts in a row, waiting episodes are told.
+MOST_FAILURES = 3
+# The pause after the second failure in a row; each further one doubles it up to the longest.
+FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 
 
@@ -49,9 +51,12 @@ Action = StartHost | StopHost | Prepare | Give | Refuse
 
 @dataclass
 class _Host:
+    """A host. ``stuck`` counts environments that were given up with a call that never returned; a host with such a call
+    is ``draining``: it gets nothing new."""
+
     started: bool = False
-    draining: bool = False  # gets nothing new, since a call in it never returned
-    stuck: int = 0  # environments in it that were given up with a call that never returned
+    draining: bool = False
+    stuck: int = 0
 
 
 @dataclass
@@ -61,9 +66,9 @@ class _Instance:
 
 
 class HostPlan:
-    """An event method tells what happened; ``decide`` then returns what to do about it, each thing once.
+    """The event methods record events; ``decide`` then returns each due action once.
 
-    There are at most ``most`` environments at once, prepared and stuck ones included, of which at most ``starting`` are
+    There are at most ``most`` environments at once, prepared and stuck ones included. At most ``starting`` of them are
     being prepared (or opened, where nothing can be prepared), and ``ready`` are kept prepared. Time comes as ``now``.
     """
 
@@ -75,7 +80,8 @@ class HostPlan:
         self._tickets: deque[int] = deque()
         self._refused: list[Refuse] = []
         self._host_numbers, self._instance_numbers = itertools.count(), itertools.count()
-        self._lost = self._failed = 0  # hosts and preparations that failed, in a row
+        # Hosts and preparations that failed in a row.
+        self._lost = self._failed = 0
         self._no_host_before = self._no_prefetch_before = 0.0
 
     def ask(self, ticket: int) -> None:
@@ -93,8 +99,9 @@ class HostPlan:
 
     def host_lost(self, host: int, reason: str, now: float) -> None:
         """A host ended, or never started, and its environments with it."""
+        # A stopped host is forgotten already.
         if self._hosts.pop(host, None) is None:
-            return  # it was stopped
+            return
         gone = [number for number, instance in self._instances.items() if instance.host == host]
         phases = [self._instances.pop(number).phase for number in gone]
         for _ in range(phases.count("preparing")):
@@ -107,7 +114,7 @@ class HostPlan:
 
     def prepared(self, instance: int) -> None:
         """An environment is ready to be given to an episode."""
-        if instance in self._instances:  # else its host was lost
+        if instance in self._instances:
             self._instances[instance].phase = "ready"
             self._lost = self._failed = 0
 
@@ -129,7 +136,7 @@ class HostPlan:
             self._instances[instance].phase = "ending"
 
     def ended(self, instance: int, *, stuck: bool = False) -> None:
-        """An environment is closed; ``stuck``: a call in its host never returned, which only the host's end mends."""
+        """An environment is closed. If ``stuck``, a call in its host never returned, and only the host's end helps."""
         if instance not in self._instances:
             return
         host = self._hosts[self._instances.pop(instance).host]
@@ -160,7 +167,7 @@ class HostPlan:
         return actions
 
     def wake_at(self, now: float) -> float | None:
-        """Return when ``decide`` may have more to do although nothing happens; None: only after an event."""
+        """Return when ``decide`` may have more to do without an event, or None."""
         waits = []
         if sum(not host.draining for host in self._hosts.values()) < self._wanted:
             waits.append(self._no_host_before)
@@ -181,7 +188,7 @@ class HostPlan:
         while self._tickets:
             if self._prepares:
                 ready = [number for number, instance in self._instances.items() if instance.phase == "ready"]
-                # those of a draining host first, which can end then
+                # Those of a draining host come first, so that it can end.
                 number = min(ready, key=lambda n: not self._hosts[self._instances[n].host].draining, default=None)
             else:
                 number = self._begin("opening")
@@ -201,7 +208,7 @@ class HostPlan:
         return begun
 
     def _begin(self, phase: Literal["preparing", "opening"]) -> int | None:
-        """Begin an environment in the host that has the fewest; None if there is no host, no turn or no room."""
+        """Begin an environment in the host with the fewest, or return None if hosts or limits do not allow one."""
         hosts = [number for number, host in self._hosts.items() if host.started and not host.draining]
         alive = len(self._instances) + sum(host.stuck for host in self._hosts.values())
         if not hosts or alive >= self._most or self._count(phase) >= self._starting:
@@ -216,7 +223,7 @@ class HostPlan:
         return self._unserved() + self._ready - self._count("ready") if self._prepares else 0
 
     def _unserved(self) -> int:
-        """How many wait for whom nothing is being prepared."""
+        """How many episodes wait without a preparation in progress."""
         return len(self._tickets) - self._count("preparing")
 
     def _count(self, phase: str) -> int:

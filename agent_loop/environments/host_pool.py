@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -41,18 +41,10 @@ from rl_async.reward_loop.api import Score
 T = TypeVar("T")
 
 
-class Caller(Protocol):
-    """The connection to a host."""
-
-    async def call(self, request: type[Any], *arguments: Any, answer: type[T], within_s: float) -> T:
-        """Send a request and return its answer. Raises what the host raised, or EnvironmentFailed if it is lost."""
-        ...
-
-
 class HostedTool:
     """A tool of an environment in a host."""
 
-    def __init__(self, described: host_wire.Described, host: Caller, instance: int) -> None:
+    def __init__(self, described: host_wire.Described, host: "HostLink", instance: int) -> None:
         self.name, self.schema = described.name, described.schema
         self._role, self._host, self._instance = described.role, host, instance
 
@@ -63,10 +55,10 @@ class HostedTool:
 
 
 class _Hosted:
-    """An environment that has begun, in use by one episode. Methods raise EnvironmentFailed, and what names a user's
-    mistake."""
+    """An environment that has begun, in use by one episode. Methods raise EnvironmentFailed, and errors that name a
+    user's mistake."""
 
-    def __init__(self, host: Caller, instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
+    def __init__(self, host: "HostLink", instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
         self._host, self._instance, self._timeout_s = host, instance, timeout_s
         self._begun = begun
 
@@ -88,7 +80,7 @@ class HostedSession(_Hosted):
     """An environment without roles."""
 
     async def reset(self) -> list[Message]:
-        """Return what the environment said when it began."""
+        """Return the environment's first messages."""
         return self._begun.messages
 
     def tools(self) -> Sequence[CallableTool]:
@@ -104,12 +96,12 @@ class HostedSession(_Hosted):
 class HostedGame(_Hosted, OpenGame):
     """A game of several roles."""
 
-    def __init__(self, host: Caller, instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
+    def __init__(self, host: "HostLink", instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
         super().__init__(host, instance, begun, timeout_s)
         self.roles = begun.roles
 
     async def reset(self) -> tuple[Step, list[Message]]:
-        """Return who speaks first, and what the game said when it began."""
+        """Return the step to the role that speaks first, and the game's first messages."""
         return Step(to=self._begun.to), self._begun.messages
 
     def tools(self) -> Mapping[str, Sequence[CallableTool]]:
@@ -122,18 +114,15 @@ class HostedGame(_Hosted, OpenGame):
         return scores
 
 
-async def begin(
-    host: Caller, instance: int, task: Task, *, start_timeout_s: float, timeout_s: float
-) -> HostedSession | HostedGame:
-    """Make the environment of a task and reset it. Raises EnvironmentFailed, and what names a user's mistake."""
-    begun = await host.call(host_wire.Begin, instance, task, answer=host_wire.Begun, within_s=start_timeout_s)
-    return (HostedGame if begun.roles else HostedSession)(host, instance, begun, timeout_s)
-
-
 MODULE = "agent_loop.environments.host_process"
-GRACE_S = 30.0  # past a call's deadline, which the host itself holds, and for the end of a process
-MARK = "RL_ASYNC_ENVIRONMENTS_FOLDER"  # a variable of a host and of what it starts, of another value for each
-START_S = 180.0  # importing what an environment needs from a slow disk takes a minute
+# How long a host may stay silent after a call's deadline, which it holds itself, and a process may take to end.
+GRACE_S = 30.0
+# This variable marks the processes of a host; each host has another value.
+MARK = "RL_ASYNC_ENVIRONMENTS_FOLDER"
+# Importing an environment's packages from a slow disk takes a minute.
+START_S = 180.0
+# The guard's exit code for SIGKILL.
+KILLED = 256 - 9
 
 
 class HostLink:
@@ -143,11 +132,13 @@ class HostLink:
         self._number, self._log_path, self._lost = number, log_path, lost
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._numbers = itertools.count(1)
-        self._folder = Path(tempfile.gettempdir()) / f"rl-async-environments-{os.urandom(8).hex()}"  # the guard's
+        # The guard makes this folder, and removes it.
+        self._folder = Path(tempfile.gettempdir()) / f"rl-async-environments-{os.urandom(8).hex()}"
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._why = ""  # we ended it
+        # Why we ended the process.
+        self._why = ""
 
     async def start(self, config: RunConfig) -> host_wire.Welcome:
         """Start the process and wait until it can be called.
@@ -186,8 +177,8 @@ class HostLink:
     async def call(self, request: type[Any], *arguments: Any, answer: type[T], within_s: float) -> T:
         """Send a request and return its answer; a caller that is cancelled cancels the call in the host, too.
 
-        Raises what the host raised. Raises EnvironmentFailed if the host is lost, or is silent for GRACE_S after the
-        deadline that it holds itself: then nothing in it can be trusted to end, and it is killed.
+        Raises the error that the host answers with, and EnvironmentFailed if the host is lost, or is silent for GRACE_S
+        after the deadline that it holds itself: then nothing in it can be trusted to end, and it is killed.
         """
         if self._writer is None or self._reading is None or self._reading.done():
             raise EnvironmentFailed(f"environment host {self._number} has ended")
@@ -209,7 +200,8 @@ class HostLink:
     def _send(self, request: host_wire.Request) -> None:
         assert self._writer is not None
         frame = host_wire.frame(request)
-        if not self._writer.is_closing():  # else its end is known soon, and answers all calls
+        # If the writer is closing, the end of the process soon fails all calls.
+        if not self._writer.is_closing():
             self._writer.write(frame)
 
     def kill(self, why: str) -> None:
@@ -235,8 +227,9 @@ class HostLink:
         try:
             while True:
                 self._settle(replies.decode(await host_wire.read_frame(reader)))
+        # The process has ended.
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # its end
+            pass
         except (*UNDECODABLE, ValueError) as error:
             self.kill(f"was killed: it sent what cannot be read: {error}")
         assert self._writer is not None
@@ -251,14 +244,14 @@ class HostLink:
         assert not isinstance(reply, host_wire.Welcome)
         future = self._calls.get(reply.call)
         if future is None or future.done():
-            return  # nobody waits any more
+            return
         if isinstance(reply, host_wire.Failure):
             future.set_exception(host_wire.error_of(reply))
         else:
             future.set_result(reply.value)
 
     async def _ended(self) -> str:
-        """Wait for the end of the process and all that it started; return what to tell whoever needed it."""
+        """Wait for the end of the process and all that it started; return the reason for callers that needed it."""
         assert self._process is not None
         try:
             async with asyncio.timeout(GRACE_S):
@@ -266,18 +259,16 @@ class HostLink:
         except TimeoutError:
             self.kill("did not end")
             code = await self._process.wait()
-        if code < 0:  # the guard was killed
+        # The guard itself was killed.
+        if code < 0:
             await asyncio.to_thread(self._sweep)
         how = self._why or ("was killed" if code == KILLED else f"ended with {code}")
         return f"environment host {self._number} {how}; its log is {self._log_path}"
 
     def _sweep(self) -> None:
-        """Do what the guard could not, since it was killed."""
+        """Clean up in place of the guard, which was killed."""
         kill_marked(MARK, str(self._folder))
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-KILLED = 256 - 9  # as the guard reports SIGKILL
 
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -316,7 +307,8 @@ class HostedEnvironments:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        self._prepares: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # known from the first host
+        # The first host tells.
+        self._prepares: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         try:
             self._act()
             prepares = await self._prepares
@@ -339,12 +331,12 @@ class HostedEnvironments:
     async def open(self, task: Task) -> AsyncIterator[HostedSession | HostedGame]:
         """Have an environment for an episode, and close it at the episode's end. Raises EnvironmentFailed."""
         place, failure = await self._acquire(), ""
-        start_s = self._hosts.start_timeout_s
+        limit = self._hosts.start_timeout_s
         try:
-            session = await begin(*place, task, start_timeout_s=start_s, timeout_s=self._timeout_s)
+            begun = await place.host.call(host_wire.Begin, place.instance, task, answer=host_wire.Begun, within_s=limit)
             self._plan.opened(place.instance)
             self._act()
-            yield session
+            yield (HostedGame if begun.roles else HostedSession)(*place, begun, self._timeout_s)
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
             raise
@@ -370,16 +362,18 @@ class HostedEnvironments:
             del self._waiting[ticket]
 
     async def _end(self, place: _Place, failure: str) -> str:
-        """Close an environment; return what closing it raised. One that is lost with its host is closed."""
+        """Close an environment; return the error of closing it. One that is lost with its host is closed."""
         self._plan.ending(place.instance)
-        limit = 2 * self._timeout_s  # of its close and of its __aexit__
+        # Its close and its __aexit__ have a deadline each.
+        limit = 2 * self._timeout_s
         try:
             ended = await place.host.call(
                 host_wire.End, place.instance, failure, answer=host_wire.Ended, within_s=limit
             )
         except EnvironmentFailed as error:
             log.warning("an environment was not closed: %s", error)
-            ended = host_wire.Ended(stuck=True)  # if its host still lives, then not for long
+            # If its host is still alive, then not for long.
+            ended = host_wire.Ended(stuck=True)
         self._plan.ended(place.instance, stuck=ended.stuck)
         self._act()
         return ended.failure
@@ -457,7 +451,7 @@ class HostedEnvironments:
             self._act()
 
     async def _close(self) -> None:
-        """End the hosts, which close what is left in them, and wait for the end of all that they started."""
+        """End the hosts, which close their environments, and wait for the end of all that they started."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -468,7 +462,8 @@ class HostedEnvironments:
         for task in self._tasks:
             task.cancel()
         await outcomes(*self._tasks)
-        for link in links:  # those that had no process yet
+        # Some had no process before.
+        for link in links:
             link.kill("was closed")
         await to_the_end(*(link.close() for link in links))
 

@@ -17,7 +17,7 @@ import msgspec
 
 from rl_async.agent_loop.environments import host_wire
 from rl_async.agent_loop.environments.environment_registry import LocalEnvironments
-from rl_async.agent_loop.environments.session import GameSession, Session, overdue_calls
+from rl_async.agent_loop.environments.session import USER_CALLS, GameSession, Session
 from rl_async.agent_loop.environments.speakers import Services
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import CallableTool, Tool, ToolResult
@@ -34,14 +34,16 @@ class _Instance:
     """An environment, from its preparation to its end."""
 
     def __init__(self) -> None:
-        self.prepared: list[Any] = []  # not given to an environment yet
-        self.session: Session | GameSession | None = None  # entered
-        self.tools: Mapping[str, Sequence[CallableTool]] = {}  # of each role, "" where there are none
+        # The result of prepare(), until the environment gets it.
+        self.prepared: list[Any] = []
+        self.session: Session | GameSession | None = None
+        # By role, under "" if the environment has no roles.
+        self.tools: Mapping[str, Sequence[CallableTool]] = {}
         self.calls: set[asyncio.Task[None]] = set()
 
 
 class EnvironmentHost:
-    """Answers the calls of one worker. ``send`` writes a frame. Raises ConfigError if there is no such environment."""
+    """Answers the calls of one worker. ``send`` writes a frame. Raises ConfigError for an unknown environment."""
 
     def __init__(self, config: RunConfig, send: Callable[[bytes], None]) -> None:
         agent = config.agent
@@ -51,7 +53,8 @@ class EnvironmentHost:
         self._send = send
         self._instances: dict[int, _Instance] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._stuck_tools: list[Tool] = []  # of environments that are gone
+        # Tools of closed environments with a call that never returned.
+        self._stuck_tools: list[Tool] = []
 
     @property
     def prepares(self) -> bool:
@@ -74,13 +77,13 @@ class EnvironmentHost:
             task.add_done_callback(instance.calls.discard)
 
     async def _answer(self, request: Any) -> None:
-        """Do what is asked and send the answer, or the error. One that was cancelled is not answered."""
+        """Carry out a request and send the answer, or the error. A cancelled one is not answered."""
         try:
             value = await self._do(request)
             answer = host_wire.frame(host_wire.Answer(request.call, msgspec.Raw(msgspec.msgpack.encode(value))))
         except RlAsyncError as error:
             answer = host_wire.frame(host_wire.failure_of(request.call, error))
-        # What a user's environment returns may be anything, and may not be fit to be sent.
+        # A user's environment may raise anything, and may return an object that cannot be encoded.
         except Exception as error:
             log.exception("%s of environment %s", type(request).__name__, self._name)
             what = f"environment {self._name}: {type(error).__name__}: {error} ({raised_at(error)})"
@@ -96,7 +99,8 @@ class EnvironmentHost:
                 return await self._in_time("its start", self._begin(self._instances[request.instance], request))
             case host_wire.Say():
                 step, messages = await self._session(request.instance).step(request.answer)
-                return host_wire.Said(_plain(step)._replace(observation=None), messages)  # which have the observation
+                # The messages have the observation.
+                return host_wire.Said(_plain(step)._replace(observation=None), messages)
             case host_wire.UseTool():
                 return await self._use_tool(request)
             case host_wire.Judge():
@@ -120,7 +124,7 @@ class EnvironmentHost:
 
     async def _begin(self, instance: _Instance, request: host_wire.Begin) -> host_wire.Begun:
         session = await self._environments.make(request.task, *instance.prepared)
-        instance.prepared.clear()  # the environment's own from here on
+        instance.prepared.clear()
         instance.session = await session.__aenter__()
         if isinstance(session, GameSession):
             first, messages = await session.reset()
@@ -152,11 +156,11 @@ class EnvironmentHost:
             failure = str(error)
         tools = [tool for of_role in instance.tools.values() for tool in of_role]
         self._stuck_tools += [tool for tool in tools if isinstance(tool, Tool) and tool.overdue]
-        stuck = overdue_calls() > 0 or any(tool.overdue for tool in self._stuck_tools)
+        stuck = USER_CALLS.overdue > 0 or any(tool.overdue for tool in self._stuck_tools)
         return host_wire.Ended(stuck, failure)
 
     async def close(self) -> None:
-        """Close all environments, and what was prepared."""
+        """Close all environments, prepared ones included."""
         await to_the_end(*(self._end(host_wire.End(0, number, "the worker ended")) for number in list(self._instances)))
 
     def _session(self, number: int) -> Session | GameSession:
@@ -173,7 +177,7 @@ T = TypeVar("T", Step, ToolResult)
 
 
 def _plain(given: T) -> T:
-    """Return a step or a result with Python's own numbers in place of NumPy's, say."""
+    """Convert the numbers of a step or a result, which may be NumPy's, to Python's own."""
     reward = None if given.reward is None else float(given.reward)
     return given._replace(reward=reward, done=bool(given.done))
 
@@ -203,7 +207,7 @@ async def serve(control: socket.socket) -> None:
 def main() -> int:
     """Serve the worker; return the exit code."""
     setup_logging("environments")
-    # Whatever the user's code starts inherits nothing of the socket, whose end tells the worker that the host ended.
+    # Processes of the user's code must not inherit the socket: its end tells the worker that the host ended.
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

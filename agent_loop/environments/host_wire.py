@@ -13,7 +13,8 @@ from rl_async.errors import ConfigError, DataError, EnvironmentFailed, RlAsyncEr
 from rl_async.messages import Task
 
 LENGTH = struct.Struct(">I")
-MOST_BYTES = 1 << 26  # of one message
+# A message may have so many bytes.
+MOST_BYTES = 1 << 26
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -23,7 +24,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Prepare(msgspec.Struct, tag=True):
-    """Do what can be done before the task of ``instance`` is known. Answered by nothing."""
+    """Prepare the environment ``instance`` before its task is known. The answer is empty."""
 
     call: int
     instance: int
@@ -38,7 +39,7 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Say(msgspec.Struct, tag=True):
-    """Tell the environment what the policy said. Answered by Said."""
+    """Pass the policy's turn to the environment. Answered by Said."""
 
     call: int
     instance: int
@@ -64,8 +65,8 @@ class Judge(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """Close an environment, or release what was prepared for one. ``failure``: what ended its episode, if something
-    did. Answered by Ended, also if there is no such instance."""
+    """Close an environment, or release the preparation for one. ``failure`` is the error that ended its episode.
+    Answered by Ended, also for an unknown instance."""
 
     call: int
     instance: int
@@ -90,7 +91,7 @@ class Described(msgspec.Struct):
 
 
 class Begun(msgspec.Struct):
-    """What the environment says first, and its tools. Of a game its roles, too, and ``to`` which of them it speaks."""
+    """The environment's first messages, and its tools; for a game also its roles, and the role that they are ``to``."""
 
     messages: list[Message]
     tools: list[Described]
@@ -99,22 +100,22 @@ class Begun(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """What the environment answers to a turn."""
+    """The environment's answer to a turn."""
 
     step: Step
     messages: list[Message]
 
 
 class Ended(msgspec.Struct):
-    """An environment is gone. ``stuck``: a call of the host, of whichever environment, goes on past its deadline.
-    ``failure``: what closing it raised."""
+    """An environment is gone. If ``stuck``, a call in the host, of any environment, goes on past its deadline.
+    ``failure`` is the error of closing it."""
 
     stuck: bool
     failure: str = ""
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """The first message of a host. ``prepares``: whether Prepare has something to do."""
+    """The first message of a host, which ``prepares`` environments if they can be prepared."""
 
     prepares: bool
 
@@ -140,7 +141,7 @@ _KINDS: dict[str, type[RlAsyncError]] = {kind.__name__: kind for kind in (Config
 
 
 def failure_of(call: int, error: RlAsyncError) -> Failure:
-    """Write an error down. One of a kind that has no name here becomes an EnvironmentFailed."""
+    """Encode an error. Kinds that are unknown here become an EnvironmentFailed."""
     kind = type(error).__name__
     if kind in _KINDS:
         return Failure(call, kind, str(error))  # type: ignore[arg-type]
@@ -148,12 +149,12 @@ def failure_of(call: int, error: RlAsyncError) -> Failure:
 
 
 def error_of(failure: Failure) -> RlAsyncError:
-    """Return the error that was written down."""
+    """Decode an error."""
     return _KINDS[failure.kind](failure.text)
 
 
 def frame(message: Request | Reply) -> bytes:
-    """Encode a message. Raises ValueError if it is too long, and what msgspec raises for what it cannot encode."""
+    """Encode a message. Raises ValueError if it is too long, and msgspec's errors for values that it cannot encode."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MOST_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is longer than {MOST_BYTES}")

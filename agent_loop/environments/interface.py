@@ -1,4 +1,4 @@
-"""What an environment may have. Every method is optional, and may be ``async def`` or plain, which runs in a thread."""
+"""The methods of environments. All are optional, and may be ``async def`` or plain, which runs in a thread."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from rl_async.agent_loop.tools.tool import Tool
 class Environment:
     """A world or a simulated user that lives for one episode. Made from the episode's task; deriving is optional.
 
-    ``prepare``, a static method, may do beforehand what does not depend on the task; see ``registry.EnvironmentKind``.
-    Called in this order: ``reset``, ``tools``, then ``step`` after every turn without tool calls until one is done,
-    ``reward``, and ``close`` whatever happened. ``__aenter__`` and ``__aexit__``, if there are any, enclose them all.
-    One with ``roles`` is a game, whose methods are those of ``Game``.
+    ``prepare``, a static method, may do work beforehand that does not depend on the task; see
+    ``environment_registry.EnvironmentKind``. Called in this order: ``reset``, ``tools``, then ``step`` after every turn
+    without tool calls until one is done, ``reward``, and always ``close``. The optional ``__aenter__`` and
+    ``__aexit__`` enclose them all. One with ``roles`` is a game, whose methods are those of ``Game``.
     """
 
     def reset(self) -> Observation:
-        """Begin; return what to append to the task's prompt."""
+        """Begin; return the observation to append to the task's prompt."""
         return None
 
     def tools(self) -> Sequence[Tool]:
@@ -25,11 +25,11 @@ class Environment:
         return ()
 
     def step(self, answer: str) -> Step:
-        """Answer what the model said in a turn without tool calls. ``answer`` is without its reasoning."""
+        """Answer a turn of the model without tool calls. ``answer`` is the turn without its reasoning."""
         return Step()
 
     def reward(self) -> float | Mapping[str, Any]:
-        """Return what the episode has earned beyond its turns' rewards: the value of the scorer ``environment``.
+        """Return the episode's reward beyond its turns' rewards: the value of the scorer ``environment``.
 
         A mapping has it as ``score``, and further numbers to record.
         """
@@ -42,14 +42,14 @@ class Environment:
 class Game:
     """An environment of several roles, which speak in turn. Deriving is optional; ``roles`` makes a game of it.
 
-    Each role has a conversation of its own, which begins with the task's prompt and what the role is told first; if
-    that begins with a system message, the conversation begins with it instead.
+    Each role has a conversation of its own, which begins with the task's prompt and the first messages to the role. If
+    these begin with a system message, they replace the prompt.
     """
 
     roles: Sequence[str] = ()
 
     def reset(self) -> Step:
-        """Begin; the step's ``to`` is the role that speaks first, its observation what it is told."""
+        """Begin; the step's observation goes ``to`` the role that speaks first."""
         return Step(to=self.roles[0])
 
     def tools(self) -> Sequence[Tool] | Mapping[str, Sequence[Tool]]:
@@ -57,11 +57,11 @@ class Game:
         return ()
 
     def step(self, answer: str) -> Step:
-        """Answer what the role said whose turn it was. The reward is that role's; ``to`` is who speaks next."""
+        """Answer the turn of a role. The reward is that role's; ``to`` is the role that speaks next."""
         return Step(done=True)
 
     def reward(self) -> float | Mapping[str, Any]:
-        """Return what each role has earned beyond its turns' rewards, by role, or one reward for all of them."""
+        """Return the reward of each role beyond its turns' rewards, by role, or one reward for all of them."""
         return 0.0
 
     def close(self) -> None:

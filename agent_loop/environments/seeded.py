@@ -1,6 +1,6 @@
 """Worlds that the task's seed draws: Gymnasium, PettingZoo, TextArena, OpenEnv and reasoning-gym.
 
-`gymnasium:NAME`, `pettingzoo:ID` (games in which agents take turns, each agent as a role), `textarena:NAME` (games for
+`gymnasium:NAME`, `pettingzoo:ID` (games of agents that take turns, each agent as a role), `textarena:NAME` (games for
 one player, or for several as roles), `openenv:URL` (behind OpenEnv's servers), `reasoning_gym:DATASET` (a question, and
 its own score of the answer). Each imports its package when it is used. The samples of a group share a seed.
 """
@@ -32,11 +32,11 @@ _MEANING = re.compile(r"^\s*[-|]\s*(\d+)\s*[:|]\s*([^|\n]+?)\s*(?:\||$)", re.MUL
 
 
 class Gymnasium:
-    """Options are those of ``gymnasium.make``; with ``render_mode: ansi`` the rendering is what the model sees.
+    """Options are those of ``gymnasium.make``; with ``render_mode: ansi`` the model sees the rendering.
 
     The action is the answer itself in a Text space, and the last number of the answer in a Discrete one; the model is
-    told what the numbers mean, as far as the environment says so. Every step's reward is its turn's; an answer that is
-    no action has none, and the model is told.
+    told the meanings of the numbers, if the environment documents them. Every step's reward is its turn's; an answer
+    without an action has none, and the model is told.
     """
 
     def __init__(self, name: str, task: Task, options: Mapping[str, Any]) -> None:
@@ -47,7 +47,8 @@ class Gymnasium:
 
         try:
             self._world: Any = gymnasium.make(self._name, **self._options)
-        except gymnasium.error.Error as error:  # no such environment or version, or a package that it needs
+        # The environment or version is unknown, or a package that it needs is missing.
+        except gymnasium.error.Error as error:
             raise ConfigError(f"agent.environment: gymnasium:{self._name}: {error}") from error
         self._how = how_to_act(f"gymnasium:{self._name}", self._world.action_space, meanings(self._world.unwrapped))
         observation, _ = self._world.reset(seed=seed_of(self._task))
@@ -69,7 +70,7 @@ class Gymnasium:
 
 
 def meanings(world: Any) -> dict[int, str]:
-    """Return what the numbered actions of an environment mean, as far as it says so."""
+    """Return the meanings of an environment's numbered actions, as far as it documents them."""
     if hasattr(world, "get_action_meanings"):
         return dict(enumerate(map(str, world.get_action_meanings())))
     _, _, section = (inspect.getdoc(type(world)) or "").partition("Action Space")
@@ -97,7 +98,7 @@ def how_to_act(name: str, space: Any, known: Mapping[int, str] | None = None) ->
 
 
 def action_of(answer: str, space: Any) -> Any:
-    """Return the action that an answer names; None if it names none."""
+    """Return the action that an answer names, or None."""
     import gymnasium
 
     if isinstance(space, gymnasium.spaces.Text):
@@ -110,9 +111,9 @@ def action_of(answer: str, space: Any) -> Any:
 class PettingZoo:
     """Options are those of ``pettingzoo.make``.
 
-    With ``render_mode: ansi`` the rendering is what an agent sees. Actions are as for `gymnasium:NAME`; an answer that
-    is none, or is not allowed at that moment, is not played, and the agent is told. A reward of the game counts for the
-    agent that gets it, whoever moved.
+    With ``render_mode: ansi`` agents see the rendering. Actions are as for `gymnasium:NAME`; an answer without an
+    action that is allowed at that moment is not played, and the agent is told. A reward of the game counts for the
+    agent that gets it, even after another's move.
     """
 
     def __init__(self, name: str, task: Task, options: Mapping[str, Any]) -> None:
@@ -120,7 +121,8 @@ class PettingZoo:
 
         self._seed, self._game = seed_of(task), pettingzoo.make("aec", name, **options)
         self.roles = tuple(map(str, self._game.possible_agents))
-        for agent in self._game.possible_agents:  # raises for actions that are neither text nor numbers
+        # Raises for actions that are neither text nor numbers.
+        for agent in self._game.possible_agents:
             how_to_act(f"pettingzoo:{name}", self._game.action_space(agent))
         self._totals = dict.fromkeys(self.roles, 0.0)
 
@@ -129,15 +131,16 @@ class PettingZoo:
         return self._turn()
 
     def step(self, answer: str) -> Step:
-        agent = self._game.agent_selection
+        game = self._game
+        agent = game.agent_selection
         allowed = self._allowed(agent)
-        action = action_of(answer, self._game.action_space(agent))
+        action = action_of(answer, game.action_space(agent))
         if action is None or (allowed is not None and action not in allowed):
             return Step(self._how(agent), to=str(agent), reason="no action")
         self._play(action)
-        while self._game.agents and self._is_over(self._game.agent_selection):
+        while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             self._play(None)
-        return self._turn() if self._game.agents else Step(done=True)
+        return self._turn() if game.agents else Step(done=True)
 
     def reward(self) -> dict[str, float]:
         return dict(self._totals)
@@ -150,9 +153,6 @@ class PettingZoo:
         for agent, reward in self._game.rewards.items() if action is not None else ():
             self._totals[str(agent)] += float(reward)
 
-    def _is_over(self, agent: Any) -> bool:
-        return bool(self._game.terminations[agent] or self._game.truncations[agent])
-
     def _turn(self) -> Step:
         agent = self._game.agent_selection
         seen = self._game.render() if self._game.render_mode == "ansi" else self._observed(agent)
@@ -163,7 +163,7 @@ class PettingZoo:
         return seen["observation"] if isinstance(seen, Mapping) and "observation" in seen else seen
 
     def _allowed(self, agent: Any) -> list[int] | None:
-        """Return the actions that are allowed now; None if the game does not say."""
+        """Return the actions that are allowed now, or None if the game does not say."""
         seen = self._game.observe(agent)
         mask = seen.get("action_mask") if isinstance(seen, Mapping) else self._game.infos[agent].get("action_mask")
         return None if mask is None else [place for place, may in enumerate(mask) if may]
@@ -175,14 +175,16 @@ class PettingZoo:
 
 
 PLAYERS = "num_players"
-GAME = -1  # who says what no player says
-_RESETTING = threading.Lock()  # TextArena draws from Python's global generator, which it seeds in reset
+# The sender of the game's own messages.
+GAME = -1
+# TextArena draws from Python's global generator, which it seeds in reset.
+_RESETTING = threading.Lock()
 
 
 def text_arena(name: str, task: Task, options: Mapping[str, Any]) -> "TextArena | TextArenaRoles":
-    """Make a game. ``options`` are those of ``textarena.make``, and ``num_players``, 1 if it is not there.
+    """Make a game. ``options`` are those of ``textarena.make``, and ``num_players``, by default 1.
 
-    Raises ConfigError for a number of players that is none.
+    Raises ConfigError for an invalid number of players.
     """
     players = options.get(PLAYERS, 1)
     if not isinstance(players, int) or players < 1:
@@ -194,7 +196,7 @@ def text_arena(name: str, task: Task, options: Mapping[str, Any]) -> "TextArena 
 class TextArena:
     """A game for one player. The game's own reward is the episode's.
 
-    What a game draws after its reset is not reproducible.
+    Random numbers that a game draws after its reset are not reproducible.
     """
 
     def __init__(self, name: str, task: Task, options: Mapping[str, Any]) -> None:
@@ -249,16 +251,17 @@ class _Game:
         with _RESETTING:
             self._game.reset(num_players=players, seed=seed)
         self._inner: Any = self._game
-        while hasattr(self._inner, "env"):  # the wrappers of observations repeat the whole game each time
+        # The wrappers of observations repeat the whole game each time.
+        while hasattr(self._inner, "env"):
             self._inner = self._inner.env
 
     def play(self, answer: str) -> bool:
-        """Tell the game what the player said whose turn it is; return whether it is over."""
+        """Pass the answer of the player whose turn it is to the game; return whether the game is over."""
         done, _ = self._game.step(answer)
         return bool(done)
 
     def news(self) -> tuple[int, str]:
-        """Return whose turn it is, and what the game and the others have said since the player's last one."""
+        """Return the player whose turn it is, and the messages of the game and the others since its last turn."""
         player, messages = self._inner.get_observation()
         names = self._inner.state.role_mapping
         said = [
@@ -269,7 +272,7 @@ class _Game:
         return player, "\n".join(said)
 
     def rewards(self) -> dict[int, float]:
-        """Return the players' rewards; none as long as the game is not over."""
+        """Return the players' rewards, which are empty until the game is over."""
         rewards, _ = self._game.close()
         return {player: float(reward) for player, reward in (rewards or {}).items()}
 
@@ -307,7 +310,7 @@ class OpenEnv:
 
 
 class ReasoningGym:
-    """Options are the data set's parameters. The answer is what is between ``<answer>`` tags, or all of it."""
+    """Options are the data set's parameters. The answer is the text in ``<answer>`` tags, or all of the turn."""
 
     def __init__(self, name: str, task: Task, options: Mapping[str, Any]) -> None:
         self._name, self._seed, self._options = name, seed_of(task), options
@@ -318,7 +321,8 @@ class ReasoningGym:
 
         try:
             self._dataset = reasoning_gym.create_dataset(self._name, size=1, seed=self._seed, **self._options)
-        except (ValueError, TypeError, AssertionError) as error:  # no such data set, or no such parameter
+        # The data set or a parameter is unknown.
+        except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(f"agent.environment: reasoning_gym:{self._name}: {error}") from error
         self._entry = self._dataset[0]
         return str(self._entry["question"])

@@ -24,28 +24,29 @@ from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_scor
 from rl_async.transfer_queue.chat_messages import ROLES
 from rl_async.userload import raised_at
 
+# CSI (colours, movements of the cursor), OSC (titles, links), strings for devices, and other escapes.
 _ESCAPE = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI: colours, movements of the cursor
-    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # OSC: titles, links
-    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"  # strings for devices
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"
     r"|\x1b[ -/]*[0-~]?"
 )
 _HIGHLIGHT = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:4[0-7]|10[0-7])(?:;[0-9;]*)?m([^\x1b\n]+)\x1b\[(?:0|49)?m")
 
 
 def without_escapes(text: str) -> str:
-    """Remove ANSI escapes. A text on a coloured background, such as the place where one is, is put in brackets."""
+    """Remove ANSI escapes. A text on a coloured background, such as the player's position, is put in brackets."""
     if "\x1b" not in text and "\x9b" not in text and "\x9d" not in text:
         return text
     return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", text))
 
 
 KEY = "agent.environment_timeout_s"
-_THREADS = DaemonCalls("environment", KEY)
+USER_CALLS = DaemonCalls("environment", KEY)
 
 
 async def call_user(what: str, function: Callable[..., Any], *arguments: Any, timeout_s: float | None) -> Any:
-    """Call a function of an environment, ``what``; a plain one in a thread. ``timeout_s`` None: it needs no deadline.
+    """Call a function of an environment, a plain one in a thread. Errors call it ``what``; None means no deadline.
 
     Raises EnvironmentFailed if it raises or misses its deadline, except for errors of ours, which pass through.
     """
@@ -53,7 +54,7 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
         async with asyncio.timeout(timeout_s) as deadline:
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await _THREADS.call(lambda: function(*arguments))
+            return await USER_CALLS.call(lambda: function(*arguments))
     except RlAsyncError:
         raise
     # An environment is the user's code and may raise anything; its sample fails and is given out again.
@@ -63,19 +64,14 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
         raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
 
 
-def overdue_calls() -> int:
-    """Return how many threads still run calls that nobody waits for any more."""
-    return _THREADS.overdue
-
-
 log = logging.getLogger("rl_async.agent_loop")
 
 
 class Answering(Protocol):
-    """What answers the turns of one conversation. Raises EnvironmentFailed."""
+    """The other side of one conversation. Raises EnvironmentFailed."""
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the answer to a turn, and what it says as messages: none where the episode is over."""
+        """Return the answer to a turn, and its observation as messages, which are empty if the episode is over."""
         ...
 
 
@@ -103,7 +99,7 @@ class OpenGame(ABC):
 
     @abstractmethod
     async def reset(self) -> tuple[Step, list[Message]]:
-        """Begin the episode; return a step ``to`` the role that speaks first, and what it is told."""
+        """Begin the episode; return a step ``to`` the role that speaks first, and the messages to it."""
 
     @abstractmethod
     def tools(self) -> Mapping[str, Sequence[CallableTool]]:
@@ -111,7 +107,7 @@ class OpenGame(ABC):
 
     @abstractmethod
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the game's answer to the role that spoke, which also says who is next, and what that one is told."""
+        """Return the game's answer to the role that spoke, a step ``to`` the next role, and the messages to that."""
 
     @abstractmethod
     async def reward(self) -> Mapping[str, Score]:
@@ -119,7 +115,7 @@ class OpenGame(ABC):
 
 
 class Environments(Protocol):
-    """Where a worker's episodes get their environments from."""
+    """Opens the environments of a worker's episodes."""
 
     def open(self, task: Task) -> AbstractAsyncContextManager[OpenEnvironment | OpenGame]:
         """Make an environment for an episode, and close it at the episode's end."""
@@ -129,10 +125,9 @@ class Environments(Protocol):
 class UserSession:
     """An async context manager around a user's environment (``interface.py``), whose methods are all optional.
 
-    ``own_deadlines`` of a built-in environment says that what it waits for has deadlines. Every method raises
-    EnvironmentFailed if the environment raises, misses its deadline or returns something unusable, except for errors
-    that name a user's mistake, which pass through. ``start_limited``: the caller bounds how long ``__aenter__`` and
-    ``reset`` take.
+    A built-in environment with ``own_deadlines`` gets none from here. Every method raises EnvironmentFailed if the
+    environment raises, misses its deadline or returns something unusable, except for errors that name a user's mistake,
+    which pass through. With ``start_limited``, the caller bounds the time of ``__aenter__`` and ``reset``.
     """
 
     def __init__(self, name: str, environment: Any, timeout_s: float, *, start_limited: bool = False) -> None:
@@ -158,7 +153,8 @@ class UserSession:
         except RlAsyncError as failure:
             if error is None:
                 raise
-            log.warning("%s, after %s", failure, type(error).__name__)  # the first error is the one to report
+            # The first error is the one to report.
+            log.warning("%s, after %s", failure, type(error).__name__)
 
     def _has(self, method: str) -> bool:
         return hasattr(self._environment, method)
@@ -169,7 +165,7 @@ class UserSession:
         return await call_user(what, getattr(target, method), *arguments, timeout_s=limit)
 
     def _answer(self, method: str, step: Any) -> tuple[Step, list[Message]]:
-        """Check what the environment answered; return it, and its observation as messages."""
+        """Check the environment's answer; return it, and its observation as messages."""
         if not isinstance(step, Step):
             raise self._unusable(method, step, "a Step")
         reward = None if step.reward is None else finite_number(step.reward)
@@ -214,7 +210,7 @@ class Session(UserSession):
         return self._environment.tools() if self._has("tools") else ()
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the environment's answer to a turn, and what it says as messages: none where the episode is over."""
+        """Return the answer to a turn, and its observation as messages, which are empty if the episode is over."""
         if not self._has("step"):
             return Step(done=True), []
         return self._answer("step", await self._call(self._environment, "step", answer))
@@ -231,7 +227,7 @@ def _is_message(value: object) -> bool:
 
 
 def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Message]:
-    """Return a prompt with what the environment says first.
+    """Append the environment's first observation to a prompt.
 
     Many chat templates refuse two user messages in a row, so those become one.
     """
@@ -241,21 +237,23 @@ def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Me
     return [*prompt[:-1], prompt[-1] | {"content": text}, *observation[1:]]
 
 
-ROLE = re.compile(r"[\w-]+")  # it becomes part of metrics and of a key of the config
-NO_ROLE = "score"  # a key of what reward() returns
+# Names of roles become part of metrics and of a key of the config, and a mapping of reward() has this other key.
+ROLE = re.compile(r"[\w-]+")
+NO_ROLE = "score"
 
 
 class GameSession(UserSession, OpenGame):
-    """A session of an environment with ``roles`` (``interface.Game``). Raises EnvironmentFailed for other roles than
-    names that differ."""
+    """A session of an environment with ``roles`` (``interface.Game``). Raises EnvironmentFailed unless these are
+    distinct names."""
 
     def __init__(self, name: str, environment: Any, timeout_s: float, *, start_limited: bool = False) -> None:
         super().__init__(name, environment, timeout_s, start_limited=start_limited)
         self.roles = _roles(name, environment.roles)
-        self._told = set[str]()  # roles that have spoken, or were asked to
+        # Roles that were asked to speak.
+        self._told = set[str]()
 
     async def reset(self) -> tuple[Step, list[Message]]:
-        """Begin the episode; return a step ``to`` the role that speaks first, and what it is told."""
+        """Begin the episode; return a step ``to`` the role that speaks first, and the messages to it."""
         first: Any = Step(to=self.roles[0])
         if self._has("reset"):
             first = await self._call(self._environment, "reset")
@@ -273,7 +271,7 @@ class GameSession(UserSession, OpenGame):
         return {role: tools.get(role, ()) for role in self.roles}
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the game's answer to the role that spoke, which also says who is next, and what that one is told."""
+        """Return the game's answer to the role that spoke, a step ``to`` the next role, and the messages to that."""
         return self._next("step", await self._call(self._environment, "step", answer))
 
     async def reward(self) -> Mapping[str, Score]:

@@ -1,7 +1,8 @@
 """Language models that speak in an episode beside the policy, and the services that a worker's environments share.
 
 A ``Speaker`` plays a user or an opponent: the policy itself, or a model behind a URL. ``Services`` holds the config,
-the sandbox and the speaker that plays users."""
+the sandbox and the speaker that plays users.
+"""
 
 import uuid
 from collections.abc import Sequence
@@ -20,14 +21,14 @@ from rl_async.sandbox.kinds import make_sandbox
 
 
 class Said(NamedTuple):
-    """What a speaker said."""
+    """A speaker's text, ``whole`` unless it was cut off."""
 
     text: str
-    whole: bool  # false: it was cut off
+    whole: bool
 
 
 class SpeechTooLong(EnvironmentFailed):
-    """There is no room for any words of a speaker, behind what it has to read or its reasoning."""
+    """The prompt and the reasoning leave the speaker no tokens to answer."""
 
 
 class Speaker(Protocol):
@@ -75,7 +76,7 @@ class ServedSpeaker:
 
 
 class PolicySpeaker:
-    """The policy itself. What it says here is sampled by the same engines and is never trained."""
+    """The policy itself. Its turns here are sampled by the same engines and never trained on."""
 
     def __init__(
         self, config: SpeakerConfig, section: str, rollout: RolloutConfig, chat: ChatFormat, generator: Generator

@@ -1,7 +1,7 @@
 """`verifiers:NAME`: environments of verifiers' classic interface (`load_environment`), with their rubric.
 
-verifiers' own rollout runs, and asks this adapter for the model's answers: so a SingleTurnEnv, a MultiTurnEnv and what
-derives from them decide themselves what they say and when they end.
+verifiers' own rollout runs, and asks this adapter for the model's answers: so a SingleTurnEnv, a MultiTurnEnv and
+classes derived from them decide themselves about their messages and the end.
 
     answer ──> step() ──> the rollout's pending request ──> env_response ──> next request ──> observation
 """
@@ -53,7 +53,8 @@ class Verifiers:
 
     async def step(self, answer: str) -> Step:
         assert self._pending is not None
-        known = len(self._pending.messages) + 1  # with this answer
+        # The messages until now, and this answer.
+        known = len(self._pending.messages) + 1
         self._pending.answer.set_result(answer)
         request = await self._next_request()
         if request is None:
@@ -64,7 +65,8 @@ class Verifiers:
         import verifiers
 
         assert self._rollout is not None
-        if self._pending is not None:  # the episode ended here: turns or tokens were used up
+        # The episode ended on our side: turns or tokens were used up.
+        if self._pending is not None:
             self._pending.answer.set_exception(verifiers.OverlongPromptError("the episode has no room for more"))
             self._pending = None
         state = await self._rollout
@@ -78,7 +80,7 @@ class Verifiers:
             await asyncio.wait([self._rollout])
 
     async def _next_request(self) -> "_Request | None":
-        """Wait for the rollout's next request; None when it has ended. Raises what ended it."""
+        """Wait for the rollout's next request; None at its end. Raises EnvironmentFailed if it ended in error."""
         assert self._rollout is not None
         asked = asyncio.create_task(self._requests.get(), name="verifiers request")
         try:

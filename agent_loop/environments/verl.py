@@ -1,7 +1,7 @@
 """`verl:FILE.yaml`: verl's interactions and tools (`verl.interactions`, `verl.tools`), unchanged.
 
-FILE is what verl's `multi_turn.interaction_config_path` or `multi_turn.tool_config_path` names: a list `interaction` of
-`{name, class_name, config}`, or a list `tools` of `{class_name, config, tool_schema}`; with both, two files joined by a
+FILE is the file of verl's `multi_turn.interaction_config_path` or `multi_turn.tool_config_path`: a list `interaction`
+of `{name, class_name, config}`, or a list `tools` of `{class_name, config, tool_schema}`; two files are joined by a
 comma. The columns of `extra_info` are verl's. `interaction_kwargs` has the `name` of the task's interaction and its
 arguments; `tools_kwargs` has, for each tool by name, `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and
 `release_kwargs`; `tool_selection` lists the task's tools, and without it a task has all.
@@ -30,14 +30,13 @@ from rl_async.userload import load_user_object
 
 
 class EpisodeInteraction:
-    """The sum of the turns' scores is the episode's, beside the last one; verl's rewards get them likewise.
-
-    As in verl, ``calculate_score`` is not called from outside.
-    """
+    """An episode with an interaction of verl. As there, its score is the sum of the turns' scores, and
+    ``calculate_score`` is not called from outside."""
 
     def __init__(self, known: Mapping[str, Any], task: Task) -> None:
         given = task.extra.get("interaction_kwargs") or {}
-        self._kwargs = {key: value for key, value in given.items() if value is not None}  # Arrow fills other rows' keys
+        # Arrow fills in the keys of other rows.
+        self._kwargs = {key: value for key, value in given.items() if value is not None}
         self._interaction = _chosen(known, self._kwargs.get("name"), task)
         self._id, self._scores = f"{task.task_id}.{uuid.uuid4().hex}", list[float]()
         self._messages: list[Message] = [dict(message) for message in task.prompt]
@@ -61,7 +60,8 @@ class EpisodeInteraction:
     async def finalize(self) -> None:
         """End the episode."""
         finalize = self._interaction.finalize_interaction
-        await (finalize(self._id) if inspect.signature(finalize).parameters else finalize())  # the base class has none
+        # The base class takes no id.
+        await (finalize(self._id) if inspect.signature(finalize).parameters else finalize())
 
 
 def _chosen(known: Mapping[str, Any], name: str | None, task: Task) -> Any:
@@ -74,14 +74,16 @@ def _chosen(known: Mapping[str, Any], name: str | None, task: Task) -> Any:
     return known[name]
 
 
-Kwargs = dict[str, dict[str, Any]]  # of a task and a tool, by verl's names above
+# The arguments of a task for a tool, by verl's names above.
+Kwargs = dict[str, dict[str, Any]]
 
 
 def make_tool(kind: Callable[..., Any], config: dict[str, Any], schema: dict[str, Any] | None) -> Any:
     """Make a tool of verl; without a schema it has its own."""
     if schema is None:
         return kind(config=config, tool_schema=None)
-    schemas = importlib.import_module("verl.tools.schemas")  # the class that its tools are written for
+    # verl's tools are written for this class.
+    schemas = importlib.import_module("verl.tools.schemas")
     return kind(config=config, tool_schema=schemas.OpenAIFunctionToolSchema.model_validate(schema))
 
 
@@ -99,10 +101,11 @@ class VerlTool:
         given = self._kwargs.get("create_kwargs", {})
         # Tools read them as arguments, as verl documents, or from `create_kwargs`, as its agent loop calls them.
         made = await self._tool.create(self._id, **{"create_kwargs": given, **given})
-        self._id = made[0] if isinstance(made, tuple) else made  # with a response since verl 0.5
+        # verl returns a response, too, since 0.5.
+        self._id = made[0] if isinstance(made, tuple) else made
 
     async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
-        """Execute it. As in verl, whatever it raises is the call's result."""
+        """Execute the tool. As in verl, an error is the call's result."""
         try:
             async with asyncio.timeout(timeout_s):
                 given = self._kwargs.get("execute_kwargs", {})
@@ -117,7 +120,7 @@ class VerlTool:
         return ToolResult(text)
 
     async def reward(self) -> float:
-        """Return what the tool says of the episode."""
+        """Return the tool's reward for the episode."""
         return float(await self._tool.calc_reward(self._id, **self._kwargs.get("calc_reward_kwargs", {})))
 
     async def release(self) -> None:
@@ -143,7 +146,7 @@ class EpisodeTools:
             self._created.append(tool)
 
     async def reward(self) -> dict[str, float]:
-        """Return the sum of all rewards: those of the calls, and what each tool says in the end, as ``tool_NAME``."""
+        """Return the sum of all rewards: those of the calls, and each tool's final one, as ``tool_NAME``."""
         final = {f"tool_{tool.name}": await tool.reward() for tool in self.tools}
         calls = sum(tool.earned for tool in self.tools)
         return {"score": sum(final.values()) + calls, **final, **({"calls": calls} if final else {})}
@@ -189,7 +192,7 @@ class _File(msgspec.Struct):
 
 
 class Listed(NamedTuple):
-    """What files of verl list, by name: objects that serve all episodes of a process, as in verl."""
+    """The interactions and tools of verl's files by name. As in verl, they serve all episodes of a process."""
 
     interactions: Mapping[str, Any]
     tools: Mapping[str, Any]
@@ -222,7 +225,8 @@ class Verl:
         return parts
 
     async def close(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # each of them, whatever another one raises
+        # The stack calls both, even if one raises.
+        async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._tools.release)
             if self._interaction is not None:
                 stack.push_async_callback(self._interaction.finalize)
@@ -230,7 +234,7 @@ class Verl:
 
 @functools.cache
 def listed_in(files: str) -> Listed:
-    """Make what files of verl, joined by commas, list. Raises ConfigError naming what is wrong with them."""
+    """Make the objects that files of verl, joined by commas, list. Raises ConfigError naming the mistake in them."""
     key = f"agent.environment=verl:{files}"
     interactions, tools = dict[str, Any](), dict[str, Any]()
     for file in files.split(","):
@@ -242,7 +246,8 @@ def listed_in(files: str) -> Listed:
             raise ConfigError(f"{key}: {file} lists neither interactions nor tools")
         for entry in listed.interaction:
             name = entry.class_name.rpartition(".")[2].removesuffix("Interaction").lower()
-            called = entry.name or name  # as verl names those without a name
+            # verl derives a missing name from the class.
+            called = entry.name or name
             interactions[called] = _class(entry.class_name, key)({"name": called, **entry.config})
         for declared in listed.tools:
             if (kind := declared.config.get("type", "native")) != "native":

@@ -200,7 +200,8 @@ class Player:
                 ended = await self._environment.run_episode(task, context, on_trace=begun, on_discard=discarded.append)
         except UserError as error:
             return Result(problem=str(error))
-        except Exception as error:  # an environment's code may raise anything
+        # An environment's code may raise anything.
+        except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Result(problem=f"it did not end within {episode.deadline_s:g} s (agent.episode_timeout_s)")
             log.exception("task %s", episode.task["task_id"])
@@ -208,7 +209,8 @@ class Player:
         finally:
             self._relay.forget(traces)
             self._playing.discard(this)
-        if discarded:  # the gateway has recorded its answers, which belong to no result
+        # The gateway has recorded the answers of a discarded trace, which belong to no result.
+        if discarded:
             return Result(problem=f"verifiers began it again: {_told(discarded[-1].last_error)}")
         return result_of(ended)
 
@@ -307,7 +309,8 @@ def main() -> int:
             return 0
         given = json.loads(sys.stdin.readline())
         environment = load(given["name"], given["options"])
-        if "url" not in given:  # it is tried
+        # Without a URL, the settings are only tried.
+        if "url" not in given:
             if "extra" in given:
                 task_of(environment, given["extra"])
             return 0
