@@ -144,7 +144,7 @@ class Episode:
             routed_from=self._row.routed,
         )
         began, at = time.monotonic(), time.time()
-        with telemetry.of_chat(self._trace, self.config.model.path, request) as sampled:
+        with telemetry.ChatSpan(self._trace, self.config.model.path, request) as sampled:
             result = await self._generator.generate(request, session=self._session)
             sampled(result)
         seconds = time.monotonic() - began
@@ -321,7 +321,7 @@ class Episode:
 
 
 def session_of(episode: str, role: str) -> str:
-    """Return the session of a conversation, by which its requests are routed to the same engine."""
+    """Return the session of a conversation, whose requests are routed to the same engine."""
     return f"{episode}.{role}" if role else episode
 
 

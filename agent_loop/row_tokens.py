@@ -11,7 +11,10 @@ from rl_async.rollout_server.api import GenerateResult
 
 
 class RowTokens:
-    """An append-only sequence of tokens with loss mask, log-probabilities and versions."""
+    """An append-only sequence of tokens with loss mask, log-probabilities and versions.
+
+    ``sampled`` counts the policy's own tokens, and ``routed`` the first tokens with a record of their experts.
+    """
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.token_ids: list[int] = []
@@ -19,23 +22,12 @@ class RowTokens:
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
         self._constrained: list[tuple[int, int]] = []
-        self._sampled = 0
         self._experts: list[np.ndarray] = []
-        self._routed = 0
+        self.sampled = self.routed = 0
         self.add(token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def sampled(self) -> int:
-        """How many of the tokens the policy sampled."""
-        return self._sampled
-
-    @property
-    def routed(self) -> int:
-        """How many of the row's first tokens have a record of the experts that they went through."""
-        return self._routed
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample; they are masked out of the loss."""
@@ -52,18 +44,18 @@ class RowTokens:
         self._mask += [True] * len(result.token_ids)
         self._logprobs += result.logprobs
         for run in result.versions:
-            start, end = self._sampled + run.start, self._sampled + run.end
+            start, end = self.sampled + run.start, self.sampled + run.end
             if self._versions and self._versions[-1].version == run.version:
                 start = self._versions.pop().start
             self._versions.append(VersionRun(run.version, start, end))
         if constrained and result.token_ids:
-            self._constrained.append((self._sampled, self._sampled + len(result.token_ids)))
-        self._sampled += len(result.token_ids)
-        if result.routes is not None and result.routes.start <= self._routed:
+            self._constrained.append((self.sampled, self.sampled + len(result.token_ids)))
+        self.sampled += len(result.token_ids)
+        if result.routes is not None and result.routes.start <= self.routed:
             # The first record of a token stays.
-            new = result.routes.experts[self._routed - result.routes.start :]
+            new = result.routes.experts[self.routed - result.routes.start :]
             self._experts.append(new)
-            self._routed += len(new)
+            self.routed += len(new)
 
     def arrays(self) -> dict[str, Any]:
         """Return these fields of a Trajectory: token_ids, loss_mask, logprobs, versions, constrained and

@@ -7,11 +7,11 @@ for generative AI and no text of a conversation. ``trace`` is the episode's name
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -145,8 +145,8 @@ def _of_agent(trace: str, group: LeasedGroup, agent: str) -> dict[str, Value]:
     }
 
 
-class _Chat:
-    """Times the sampling of one answer, and its span; to be called with the answer."""
+class ChatSpan:
+    """Times and spans the sampling of one answer; to be called with the answer."""
 
     def __init__(self, trace: str, model: str, request: GenerateRequest) -> None:
         self._prompt, span = len(request.token_ids), None
@@ -164,7 +164,7 @@ class _Chat:
             span = tracing.span(trace, f"chat {name}", about, key=request.request_id)
         self._timed, self._spanned = _Timed("chat", span), span is not None
 
-    def __enter__(self) -> "_Chat":
+    def __enter__(self) -> Self:
         self._found = self._timed.__enter__()
         return self
 
@@ -179,13 +179,6 @@ class _Chat:
             self._found["gen_ai.usage.output_tokens"] = len(result.token_ids)
             self._found["gen_ai.response.finish_reasons"] = [result.finish_reason]
             self._found["rl_async.versions"] = [str(run.version) for run in result.versions]
-
-
-def of_chat(
-    trace: str, model: str, request: GenerateRequest
-) -> AbstractContextManager[Callable[[GenerateResult], None]]:
-    """Span the sampling of one answer; the callable that it yields takes the answer."""
-    return _Chat(trace, model, request)
 
 
 def of_tool(trace: str, name: str, call_id: str) -> AbstractContextManager[dict[str, Value]]:

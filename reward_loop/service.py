@@ -309,7 +309,8 @@ class RewardService:
         self._models: dict[str, RewardModel | Judge | CodeScorer] = {**_models(config, model_url, folder)}
         if CODE_SCORER in {term.name for term in config.functions}:
             self._models[CODE_SCORER] = CodeScorer(config.code, make_sandbox(sandbox))
-        self._terms = [(self._spec(term.name), term) for term in config.functions]
+        served = {name: ScorerSpec(name, model.score, "served") for name, model in self._models.items()}
+        self._terms = [(served.get(term.name) or get_scorer(term.name), term) for term in config.functions]
         blocking, awaited = (
             [spec.name for spec, _ in self._terms if spec.place == place] for place in ("process", "awaited")
         )
@@ -361,10 +362,6 @@ class RewardService:
         for row in others:
             row.reward, row.scored, row.error = trajectory.reward, trajectory.scored, trajectory.error
             row.reward_parts, row.reward_reasons = dict(trajectory.reward_parts), dict(trajectory.reward_reasons)
-
-    def _spec(self, name: str) -> ScorerSpec:
-        model = self._models.get(name)
-        return get_scorer(name) if model is None else ScorerSpec(name, model.score, "served")
 
     def _said(self, trajectory: Trajectory) -> tuple[str, str] | None:
         """Read the reasoning and the answer of the last turn from its tokens; None without tokens or a reader."""

@@ -201,7 +201,13 @@ def flat_calls(message: Message) -> list[dict[str, Any]]:
 
     They may be in OpenAI's form, whose name and arguments are in ``function`` and whose arguments may be a mapping.
     """
-    return [_flat(call) for call in message.get("tool_calls") or ()]
+    flat = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        given = function.get("arguments") or "{}"
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        flat.append({"name": function["name"], "arguments": text} | ({"id": call["id"]} if call.get("id") else {}))
+    return flat
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
@@ -221,13 +227,6 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
             message = {"name": call["name"], **message}
         made.append(message)
     return made
-
-
-def _flat(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    given = function.get("arguments") or "{}"
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return {"name": function["name"], "arguments": text} | ({"id": call["id"]} if call.get("id") else {})
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
@@ -292,14 +291,8 @@ def parse_hermes(text: str) -> list[ParsedCall]:
     """Return all calls in ``text``, in order. One that is not closed, or whose body is not a call, is malformed."""
     if CALL_START not in text:
         return []
-    return [_parse_hermes_call(match) for match in _HERMES_BODY.finditer(text)]
-
-
-def _parse_hermes_call(match: re.Match[str]) -> ParsedCall:
-    raw = match[1].strip()
-    if not match[0].endswith(CALL_END):
-        return ParsedCall("", None, raw, "unclosed")
-    return read_object(raw)
+    found = [(match[1].strip(), match[0].endswith(CALL_END)) for match in _HERMES_BODY.finditer(text)]
+    return [read_object(raw) if closed else ParsedCall("", None, raw, "unclosed") for raw, closed in found]
 
 
 def read_object(raw: str) -> ParsedCall:

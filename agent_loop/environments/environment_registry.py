@@ -128,16 +128,13 @@ def _with_options(prepare: Callable[..., Any]) -> Callable[[Services], Any]:
 
 
 def _adapted(name: str, adapter: Adapter, rest: str) -> EnvironmentFactory:
-    if adapter.package and not _installed(adapter.package):
+    # Looking for a module raises an error if its package is missing.
+    parent = adapter.package.partition(".")[0]
+    if parent and not (importlib.util.find_spec(parent) and importlib.util.find_spec(adapter.package)):
         raise ConfigError(f"agent.environment: {name} needs `{adapter.install}`")
     # The name may be that of a module there, which the package imports.
     find_neighbours()
     return adapter.factory(rest)
-
-
-def _installed(package: str) -> bool:
-    parent = package.partition(".")[0]
-    return importlib.util.find_spec(parent) is not None and importlib.util.find_spec(package) is not None
 
 
 class LocalEnvironments:

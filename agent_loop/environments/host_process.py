@@ -102,7 +102,9 @@ class EnvironmentHost:
                 # The messages have the observation.
                 return host_wire.Said(_plain(step)._replace(observation=None), messages)
             case host_wire.UseTool():
-                return await self._use_tool(request)
+                tools = self._instances[request.instance].tools[request.role]
+                tool = next(tool for tool in tools if tool.name == request.name)
+                return _plain(await tool.call(request.arguments, timeout_s=request.timeout_s))
             case host_wire.Judge():
                 return await self._session(request.instance).reward()
             case host_wire.End():
@@ -133,11 +135,6 @@ class EnvironmentHost:
         messages = await session.reset()
         instance.tools = {"": session.tools()}
         return host_wire.Begun(messages, _described(instance.tools))
-
-    async def _use_tool(self, request: host_wire.UseTool) -> Any:
-        tools = self._instances[request.instance].tools[request.role]
-        tool = next(tool for tool in tools if tool.name == request.name)
-        return _plain(await tool.call(request.arguments, timeout_s=request.timeout_s))
 
     async def _end(self, request: host_wire.End) -> host_wire.Ended:
         """Cancel an environment's calls and close it."""

@@ -155,12 +155,10 @@ class PettingZoo:
 
     def _turn(self) -> Step:
         agent = self._game.agent_selection
-        seen = self._game.render() if self._game.render_mode == "ansi" else self._observed(agent)
+        seen = self._game.render() if self._game.render_mode == "ansi" else self._game.observe(agent)
+        if isinstance(seen, Mapping) and "observation" in seen:
+            seen = seen["observation"]
         return Step(f"{without_escapes(str(seen))}\n{self._how(agent)}".strip(), to=str(agent))
-
-    def _observed(self, agent: Any) -> Any:
-        seen = self._game.observe(agent)
-        return seen["observation"] if isinstance(seen, Mapping) and "observation" in seen else seen
 
     def _allowed(self, agent: Any) -> list[int] | None:
         """Return the actions that are allowed now, or None if the game does not say."""

@@ -182,7 +182,9 @@ class UserSession:
             return []
         if isinstance(observation, str):
             return [{"role": "user", "content": without_escapes(observation)}]
-        if not isinstance(observation, list | tuple) or not all(map(_is_message, observation)):
+        if not isinstance(observation, list | tuple) or not all(
+            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in observation
+        ):
             raise self._unusable(method, observation, "a text or messages with role and content as text")
         return [message | {"content": without_escapes(message["content"])} for message in observation]
 
@@ -220,10 +222,6 @@ class Session(UserSession):
         if not self._has("reward"):
             return Score(0.0) if self._has("step") else None
         return self._score(await self._call(self._environment, "reward"))
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
 
 
 def joined(prompt: Sequence[Message], observation: Sequence[Message]) -> list[Message]:

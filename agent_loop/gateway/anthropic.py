@@ -1,7 +1,4 @@
-"""Anthropic's dialect: messages requests in; messages, events and errors out. Pure.
-
-The dialect's stream of events is ``MessageStream``.
-"""
+"""Anthropic's dialect: messages requests in; messages, events and errors out. Pure."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal

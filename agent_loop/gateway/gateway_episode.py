@@ -48,7 +48,7 @@ from rl_async.configs.derived import follows_json_schemas, unbounded
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineLost, RequestRefused, SchemaRejected
-from rl_async.messages import Activity, LeasedGroup, Task, Trajectory
+from rl_async.messages import Activity, LeasedGroup, Trajectory
 from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
@@ -147,6 +147,7 @@ class Asked(NamedTuple):
 
 class GatewayEpisode:
     """A leased sample that an agent program plays. ``id`` is a secret: a client that knows it can act in the episode.
+    ``name`` is not: it is the sample and its attempt as GROUP.SAMPLE.ATTEMPT.
 
     Raises UserError for a task whose tools do not exist or are code that the config does not list.
     """
@@ -173,11 +174,14 @@ class GatewayEpisode:
         self.lost = ""
         self.ending = asyncio.Lock()
         self.began, self.traced_from = time.monotonic(), tracing.now()
-        self._name = f"{group.group_id}.{sample}.{group.attempt}"
+        self.name = f"{group.group_id}.{sample}.{group.attempt}"
         self.trace = group.trace(sample)
         self._model = config.model.path
         self._chat, self._generator, self._max_answers = chat, generator, max_answers
-        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning, _task_text(group.task))
+        # A program sends on the user's last message of the prompt.
+        said = [message["content"] for message in group.task.prompt if message["role"] == "user"]
+        task = str(said[-1]).strip() if said else ""
+        self._recorder = EpisodeRecorder(chat, config.agent.past_reasoning, task)
         self._left_out = (config.agent.gateway or GatewayConfig()).untrained
         unprinted = config.agent.unprinted_tools == "refuse" and not chat.prints_tools
         self._refuses_tools = unprinted or chat.name == "plain"
@@ -193,11 +197,6 @@ class GatewayEpisode:
         self._generate_s = 0.0
         self._activities: list[Activity] = []
 
-    @property
-    def name(self) -> str:
-        """The sample and its attempt as GROUP.SAMPLE.ATTEMPT: no secret, unlike ``id``."""
-        return self._name
-
     def heard(self) -> None:
         """Note a sign of life of the program."""
         self._heard = time.monotonic()
@@ -209,7 +208,7 @@ class GatewayEpisode:
     def summary(self, now: float) -> dict[str, Any]:
         """Return the episode's entry in a listing."""
         return {
-            "episode": self._name,
+            "episode": self.name,
             "task_id": self.group.task.task_id,
             "partition": self.group.partition,
             "age_s": now - self.began,
@@ -259,9 +258,9 @@ class GatewayEpisode:
         self._in_flight += 1
         began, at = time.monotonic(), time.time()
         try:
-            with telemetry.of_chat(self.trace, self._model, generate) as told:
+            with telemetry.ChatSpan(self.trace, self._model, generate) as told:
                 heard = {} if release is None else {"heard": release.hear}
-                result = await self._generator.generate(generate, session=self._name, **heard)
+                result = await self._generator.generate(generate, session=self.name, **heard)
                 told(result)
                 self.lost = ""
         except EngineLost as error:
@@ -346,7 +345,7 @@ class GatewayEpisode:
                 return request
             if self._refuses_fields or json_schemas.beyond_bounds(asked.schema):
                 raise asked.refused(problem)
-            log.info("%s: %s is ignored: %s", self._name, asked.place, problem)
+            log.info("%s: %s is ignored: %s", self.name, asked.place, problem)
         return request._replace(format=None, unobeyed={**request.unobeyed, asked.field: asked.given})
 
     def _check_open(self) -> None:
@@ -409,7 +408,7 @@ class GatewayEpisode:
         given = prompt.given
         room = min(self._max_tokens, self._limit - len(given))
         return GenerateRequest(
-            request_id=(name := f"{self._name}.{number}"),
+            request_id=(name := f"{self.name}.{number}"),
             traceparent=tracing.traceparent(self.trace, name),
             token_ids=given,
             sampling=self._sampling,
@@ -441,18 +440,12 @@ class GatewayEpisode:
             [recorded[number] for number in kept],
             self.group,
             self.sample,
-            episode_id=self._name,
+            episode_id=self.name,
             sampling=self._sampling,
             timings=timings,
         )
         rows[scored].activities = self._activities
         return rows, scored
-
-
-def _task_text(task: Task) -> str:
-    """Return the last message of a task's prompt that is the user's, as a program would send it on."""
-    said = [message["content"] for message in task.prompt if message["role"] == "user"]
-    return str(said[-1]).strip() if said else ""
 
 
 def give_reward(

@@ -150,7 +150,9 @@ class OpenEpisodes:
         """Renew the leases until cancelled; fail samples that were leased to another worker. Waits for the clock."""
         while True:
             await asyncio.sleep(self._config.queue.lease_s / RENEWALS_PER_LEASE)
-            if gone := set((await self._queue.renew(self._held())).gone):
+            playing = [(episode.group, episode.sample) for episode in self._open.values()]
+            held = [sample_key(*sample) for sample in [*self._samples, *playing]]
+            if gone := set((await self._queue.renew(held)).gone):
                 self._samples = deque(waiting for waiting in self._samples if sample_key(*waiting) not in gone)
                 for episode in list(self._open.values()):
                     ends = episode.closed or episode.ending.locked()
@@ -161,10 +163,6 @@ class OpenEpisodes:
     def held(self) -> int:
         """Samples that are leased and have not ended."""
         return len(self._samples) + len(self._open)
-
-    def _held(self) -> list[SampleKey]:
-        playing = [(episode.group, episode.sample) for episode in self._open.values()]
-        return [sample_key(*held) for held in [*self._samples, *playing]]
 
     async def _reap(self) -> None:
         """Fail episodes that do not end or whose programs are silent, and samples that no program requests.

@@ -1,7 +1,4 @@
-"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure.
-
-The chunks of a streamed answer are ``ChatStream``.
-"""
+"""OpenAI's dialect: chat completion requests in; completions, chunks and errors out. Pure."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -355,7 +355,10 @@ class EpisodeRecorder:
         if call_id := (answers.id if answers is not None else "") or message.answers:
             plain["tool_call_id"] = call_id
         if message.calls:
-            plain["tool_calls"] = [_call(call) for call in message.calls]
+            plain["tool_calls"] = [
+                {"name": call.name, "arguments": call.arguments} | ({"id": call.id} if call.id else {})
+                for call in message.calls
+            ]
         return plain
 
 
@@ -364,10 +367,6 @@ def _recast(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     late = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
     rest = (msgspec.structs.replace(m, role="user") if m.role == "system" else m for m in messages[late:])
     return [*messages[:late], *rest]
-
-
-def _call(call: FunctionCall) -> dict[str, str]:
-    return {"name": call.name, "arguments": call.arguments} | ({"id": call.id} if call.id else {})
 
 
 def _turn(message: Message, start: int, end: int) -> Turn:
@@ -392,21 +391,17 @@ def cut_at_stop(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) 
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+    routes, dropped = result.routes, len(result.token_ids) - low
+    if routes is not None and dropped:
+        routes = Routes(routes.start, routes.experts[: max(0, len(routes.experts) - dropped)])
     return msgspec.structs.replace(
         result,
         token_ids=result.token_ids[:low],
         logprobs=result.logprobs[:low],
         versions=[VersionRun(run.version, run.start, min(run.end, low)) for run in result.versions if run.start < low],
-        routes=_without_last(result.routes, len(result.token_ids) - low),
+        routes=routes,
         finish_reason="stop",
     )
-
-
-def _without_last(routes: Routes | None, tokens: int) -> Routes | None:
-    """Drop the experts of the last ``tokens`` tokens."""
-    if routes is None or not tokens:
-        return routes
-    return Routes(routes.start, routes.experts[: max(0, len(routes.experts) - tokens)])
 
 
 def stopped_by(result: GenerateResult, stops: Sequence[str], chat: ChatFormat) -> str:

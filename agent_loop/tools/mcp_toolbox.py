@@ -52,18 +52,17 @@ class McpServer:
             **{name: self._variable(name, "env_from") for name in config.env_from},
         }
         self.headers = {name: self._variable(at, "headers_from") for name, at in config.headers_from.items()}
-        self.argv = [] if config.url else [self._program(argv[0]), *argv[1:]]
+        if not config.url:
+            path = self.environment.get("PATH", os.defpath)
+            if (program := shutil.which(argv[0], path=path)) is None:
+                raise ConfigError(f"{self.key}.command: there is no program {argv[0]!r} on PATH")
+            argv = [program, *argv[1:]]
+        self.argv = [] if config.url else argv
 
     def _variable(self, name: str, key: str) -> str:
         if not (value := os.environ.get(name)):
             raise ConfigError(f"{self.key}.{key}: the environment has no {name}; export it first")
         return value
-
-    def _program(self, name: str) -> str:
-        path = self.environment.get("PATH", os.defpath)
-        if (found := shutil.which(name, path=path)) is None:
-            raise ConfigError(f"{self.key}.command: there is no program {name!r} on PATH")
-        return found
 
     @contextlib.contextmanager
     def log(self) -> Iterator[TextIO]:

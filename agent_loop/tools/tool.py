@@ -69,7 +69,11 @@ class Tool:
             return failed("bad arguments")
         named = {field: getattr(accepted, field) for field in self.arguments.__struct_fields__}
         try:
-            return _result(await self._run(named, timeout_s))
+            value = await self._run(named, timeout_s)
+            if not isinstance(value, Step):
+                return ToolResult(_text(value))
+            text = "" if value.observation is None else _text(value.observation)
+            return ToolResult(text, reward=value.reward, reason=value.reason, done=value.done)
         except TimeoutError:
             return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
@@ -113,14 +117,6 @@ def failed(reason: str, whole: int = 0) -> ToolResult:
 def marked_as_cut(beginning: str, whole: int) -> str:
     """Return the beginning of a result of ``whole`` characters, with a last line that tells the model so."""
     return f"{beginning}\n[cut: these are the first {len(beginning)} of {whole} characters]"
-
-
-def _result(value: Any) -> ToolResult:
-    """Read what a tool returned: a Step, or a value that is text or becomes JSON."""
-    if not isinstance(value, Step):
-        return ToolResult(_text(value))
-    text = "" if value.observation is None else _text(value.observation)
-    return ToolResult(text, reward=value.reward, reason=value.reason, done=value.done)
 
 
 def _text(value: Any) -> str:

@@ -201,10 +201,6 @@ class Application:
     def _read(self, received: bytes) -> tuple[ClassifyBody, list[list[int]]]:
         """Decode and tokenise, in any thread. Raises DecodeError or ValueError for input that cannot be scored."""
         body = msgspec.json.decode(received, type=ClassifyBody)
-        return body, self._rows(body)
-
-    def _rows(self, body: ClassifyBody) -> list[list[int]]:
-        """Return the token ids of each sequence. Raises ValueError for sequences that cannot be scored."""
         given: Sequence[Any] = [body.input] if isinstance(body.input, str) else body.input
         if given and all(isinstance(part, int) for part in given):
             given = [given]
@@ -220,7 +216,7 @@ class Application:
                 raise ValueError(f"input: a sequence has {len(row)} tokens; the model takes at most {self._longest}")
             if not 0 <= min(row) <= max(row) < self._vocabulary:
                 raise ValueError(f"input: token ids must be from 0 to {self._vocabulary - 1}")
-        return rows
+        return body, rows
 
     def _encode(self, part: str | int | list[int], special: bool) -> list[int]:
         if isinstance(part, str):
