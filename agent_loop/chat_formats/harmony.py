@@ -212,12 +212,6 @@ class HarmonyFormat(TokenizerFormat):
     def _read(self, said: str) -> Answer:
         return self.parse(self.encode(said))
 
-    def _render_prompt(
-        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
-    ) -> tuple[int, ...]:
-        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
-        return self._encode_printed(printed, limit)
-
     def _render_messages(self, messages: list[Message], _: str, limit: int) -> tuple[int, ...]:
         """Encode each message as the template prints it after a message that it may follow, and a turn's opening."""
         printed = ""

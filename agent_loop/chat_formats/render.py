@@ -97,11 +97,12 @@ class TokenizerFormat(ABC):
         self.prints_tools = self._render(probe, [TOOL], generate=True) != self._render(probe, (), generate=True)
         self.plain_turns = False
 
-    @abstractmethod
     def _render_prompt(
         self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
     ) -> tuple[int, ...]:
         """Encode a conversation and the opening of the assistant's turn; may raise TooLong beyond ``limit`` tokens."""
+        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
+        return self._encode_printed(printed, limit)
 
     @abstractmethod
     def parse(
@@ -440,12 +441,6 @@ class ChatRenderer(TokenizerFormat):
             mask += [False] * len(opening) + [True] * len(spoken)
             context = []
         return token_ids, mask
-
-    def _render_prompt(
-        self, messages: list[Message], tools: list[Any], sampled: list[int], limit: int
-    ) -> tuple[int, ...]:
-        printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
-        return self._encode_printed(printed, limit)
 
     def _render_delta(self, messages: list[Message], sampled: list[int], limit: int) -> tuple[int, ...]:
         text = self._after_mark(self._escaped(messages, sampled), generate=True)
