@@ -47,6 +47,8 @@ from rl_async.messages import TIMEOUT, LeasedGroup, Task, Trajectory
 from rl_async.reward_loop.api import ENVIRONMENT, Score
 from rl_async.rollout_server.api import Generator
 
+log = logging.getLogger("rl_async.agent_loop")
+
 T = TypeVar("T")
 
 
@@ -168,9 +170,6 @@ async def _oppose(table: Table, role: str, speaker: Speaker, prompt: Sequence[Me
 def beginning(prompt: Sequence[Message], told: list[Message]) -> list[Message]:
     """Return how a role's conversation begins: with the task's prompt, unless the role is told a system message."""
     return told if told and told[0]["role"] == "system" else joined(prompt, told)
-
-
-log = logging.getLogger("rl_async.agent_loop")
 
 
 class EpisodeRunner:

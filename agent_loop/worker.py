@@ -22,6 +22,8 @@ from rl_async.errors import ConfigError, RlAsyncError
 from rl_async.messages import Done, Leased, LeasedGroup, Refused, Renewed, SampleKey, Task, Trajectory, by_role
 from rl_async.userload import raised_at
 
+log = logging.getLogger("rl_async.agent_loop")
+
 
 class SampleQueue(Protocol):
     """The agents' verbs of the transfer queue. ``idle_s`` says how long a gateway has had no agent program."""
@@ -45,8 +47,6 @@ class RewardScorer(Protocol):
 
     async def score(self, task: Task, trajectory: Trajectory, *others: Trajectory) -> None: ...
 
-
-log = logging.getLogger("rl_async.agent_loop")
 
 LEASE_WAIT_S = 5.0
 RENEWALS_PER_LEASE = 4

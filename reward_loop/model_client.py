@@ -25,6 +25,8 @@ from rl_async.errors import ConfigError
 from rl_async.files import UNDECODABLE
 from rl_async.reward_loop.api import ScorerFailed, ScorerUnreachable
 
+log = logging.getLogger("rl_async.reward_loop")
+
 
 def read_api_key(variable: str, key: str) -> str:
     """Read an API key from the environment; empty if no variable is named. Raises ConfigError, naming ``key``."""
@@ -121,8 +123,6 @@ SHOWN = 300
 # The server could not be reached; the second tuple adds connections that were lost or cut off.
 REFUSED = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-
-log = logging.getLogger("rl_async.reward_loop")
 
 
 class _Retryable(Exception):

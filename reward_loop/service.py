@@ -37,6 +37,8 @@ from rl_async.reward_loop.scorers.scorer_registry import ScorerSpec, describe, g
 from rl_async.sandbox.kinds import make_sandbox
 from rl_async.userload import is_user_reference
 
+log = logging.getLogger("rl_async.rewards")
+
 # Starting Python and importing a scorer's modules may take so long.
 START_S = 60.0
 # The last bytes of an ended process are read for so long, since its children may keep its socket open.
@@ -284,8 +286,6 @@ WARN_S = 60.0
 # How long to wait out an outage of a judge or a reward model: less than trainer.batch_timeout_s by default.
 OUTAGE_S = 240.0
 AGAIN_S = 2.0
-
-log = logging.getLogger("rl_async.rewards")
 
 
 class RewardService:

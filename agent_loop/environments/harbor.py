@@ -27,6 +27,10 @@ from rl_async.files import UNDECODABLE
 from rl_async.messages import Task
 from rl_async.sandbox.api import Language, Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
+log = logging.getLogger("rl_async.agent_loop")
+
+# --- a task's Dockerfile --------------------------------------------------------------------------------------------
+
 ROOT = "/app"
 _INSTRUCTION = re.compile(r"([A-Za-z]+)\s+(.+)", re.DOTALL)
 
@@ -158,6 +162,8 @@ def _variables(rest: str) -> dict[str, str]:
     return dict(pairs)
 
 
+# --- a task's folder ------------------------------------------------------------------------------------------------
+
 # Benchmarks put a canary above the text of a task, which is not part of it.
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
 _None = Annotated[list[Any], msgspec.Meta(max_length=0)]
@@ -281,7 +287,7 @@ def _placed(path: str, source: Path) -> Placed:
     return Placed(path, source.read_bytes(), bool(source.stat().st_mode & 0o100))
 
 
-log = logging.getLogger("rl_async.agent_loop")
+# --- an episode -----------------------------------------------------------------------------------------------------
 
 # The folders at the root that tasks use.
 TOP = ("app", "tests", "logs")

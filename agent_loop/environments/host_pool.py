@@ -38,6 +38,8 @@ from rl_async.process.kernel import kill_marked
 from rl_async.process.role import own_module
 from rl_async.reward_loop.api import Score
 
+log = logging.getLogger("rl_async.agent_loop")
+
 T = TypeVar("T")
 
 
@@ -269,9 +271,6 @@ class HostLink:
         """Clean up in place of the guard, which was killed."""
         kill_marked(MARK, str(self._folder))
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-log = logging.getLogger("rl_async.agent_loop")
 
 
 class _Place(NamedTuple):

@@ -24,6 +24,8 @@ from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_scor
 from rl_async.transfer_queue.chat_messages import ROLES
 from rl_async.userload import raised_at
 
+log = logging.getLogger("rl_async.agent_loop")
+
 # CSI (colours, movements of the cursor), OSC (titles, links), strings for devices, and other escapes.
 _ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
@@ -62,9 +64,6 @@ async def call_user(what: str, function: Callable[..., Any], *arguments: Any, ti
         if deadline.expired():
             raise EnvironmentFailed(f"{what} did not finish within {timeout_s:g} s ({KEY})") from None
         raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error} ({raised_at(error)})") from error
-
-
-log = logging.getLogger("rl_async.agent_loop")
 
 
 class Answering(Protocol):

@@ -53,6 +53,8 @@ from rl_async.reward_loop.api import MOST_REASON, REWARD, too_many
 from rl_async.rollout_server import json_schemas
 from rl_async.rollout_server.api import GenerateRequest, StreamingGenerator
 
+log = logging.getLogger("rl_async.gateway")
+
 # Reading an answer decodes all of it, so it is read again only when it has grown by one in so many tokens.
 READS = 64
 
@@ -132,8 +134,6 @@ class Release:
 ID_BYTES = 16
 # If the model's name ends with this in a request, the answer is not trained on.
 UNTRAINED = "untrained"
-
-log = logging.getLogger("rl_async.gateway")
 
 
 class Asked(NamedTuple):

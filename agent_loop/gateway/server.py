@@ -28,13 +28,10 @@ from starlette.types import Receive, Scope, Send
 from rl_async import tracing
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.format_registry import load_format
-from rl_async.agent_loop.gateway import anthropic, completions, openai
+from rl_async.agent_loop.gateway import anthropic, completions, openai, responses
 from rl_async.agent_loop.gateway.chat import ChatRequest, Completion, Event, UnobeyedFields, unreadable
-from rl_async.agent_loop.gateway.completions import CompletionStream
 from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
-from rl_async.agent_loop.gateway.responses import ResponseHead, ResponseStream
-from rl_async.agent_loop.gateway.responses import read_request as read_response_request
 from rl_async.agent_loop.run_worker import cancel_on_signals
 from rl_async.agent_loop.telemetry import SamplesCollector
 from rl_async.concurrency import off_loop
@@ -300,7 +297,9 @@ class GatewayServer:
         asked = await self._prepare(request, chat, prompt)
         name, model = _short(request), self._model(chat)
         if chat.stream:
-            return self._stream(request, asked, CompletionStream(asked.number, name, model, usage=chat.usage))
+            return self._stream(
+                request, asked, completions.CompletionStream(asked.number, name, model, usage=chat.usage)
+            )
         return _json(completions.completion(await self._answer(request, asked), name, model))
 
     async def messages(self, request: Request) -> Response:
@@ -321,16 +320,16 @@ class GatewayServer:
     async def responses(self, request: Request) -> Response:
         """Answer a request in OpenAI's Responses dialect, streamed or not."""
         kept = self._episode(request).responses
-        wanted = await self._read(request, lambda body: read_response_request(body, kept))
+        wanted = await self._read(request, lambda body: responses.read_request(body, kept))
         asked = await self._prepare(request, wanted.chat)
-        head = ResponseHead(wanted, _short(request), asked.number, self._model(wanted.chat))
+        head = responses.ResponseHead(wanted, _short(request), asked.number, self._model(wanted.chat))
 
         def keep(done: Completion) -> None:
             if wanted.body.store is not False:
                 kept.keep(head.id, wanted.previous, [*wanted.said, done.message], head.output(done))
 
         if wanted.chat.stream:
-            return self._stream(request, asked, ResponseStream(head), keep)
+            return self._stream(request, asked, responses.ResponseStream(head), keep)
         done = await self._answer(request, asked)
         keep(done)
         return _json(head.answer(done))

@@ -28,6 +28,10 @@ from rl_async.configs.derived import PASSED, argv_of, secret_variables
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.errors import ConfigError, McpServerLost
 
+log = logging.getLogger("rl_async.agent_loop")
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
 # A server's last line is searched for in so many bytes at the end of its log, and quoted up to so many characters.
 SAID_BYTES = 4096
 SAID = 300
@@ -97,6 +101,8 @@ def forget_variables(configs: Sequence[McpServerConfig]) -> None:
     for name in secret_variables(configs):
         os.environ.pop(name, None)
 
+
+# --- names and schemas of tools -------------------------------------------------------------------------------------
 
 # Limits on a server's tools, since all their schemas stand in every prompt. A schema's size includes its description.
 MOST_TOOLS = 64
@@ -197,6 +203,8 @@ def _schema(tool: Listed, name: str, key: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+# --- results --------------------------------------------------------------------------------------------------------
+
 # A result is cut to so many characters before agent.tool_response_tokens is applied.
 MOST_CHARACTERS = 1 << 18
 
@@ -238,7 +246,7 @@ def _bytes(data: object) -> str:
     return f"{len(data) * 3 // 4} bytes" if isinstance(data, str) else "no data"
 
 
-log = logging.getLogger("rl_async.agent_loop")
+# --- sessions and the toolbox ---------------------------------------------------------------------------------------
 
 # A sample fails when so many sessions in a row were lost without a successful call.
 MOST_LOST = 3

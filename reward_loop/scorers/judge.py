@@ -25,6 +25,8 @@ from rl_async.messages import Turn
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.model_client import Poster, read_api_key, read_completion
 
+log = logging.getLogger("rl_async.reward_loop")
+
 T = TypeVar("T")
 # Another worker's write takes milliseconds.
 LOCK_S = 10.0
@@ -78,8 +80,6 @@ class Verdicts:
     def _put(self, request: str, verdict: Verdict) -> None:
         self._db.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)", (request, verdict.score, verdict.reason))
 
-
-log = logging.getLogger("rl_async.reward_loop")
 
 _HEADING = re.compile(r"^(?=[^\S\n]*\[\w+\]\s*$)", re.MULTILINE)
 

@@ -34,6 +34,8 @@ from rl_async.process.role import bind
 from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, longest, score
 
+log = logging.getLogger("rl_async.reward_model")
+
 Scoring = Callable[[Sequence[Sequence[int]]], list[float]]
 Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
 
@@ -79,8 +81,6 @@ class Batcher:
                 if not future.done():
                     future.set_result(number)
 
-
-log = logging.getLogger("rl_async.reward_model")
 
 # A request may have so many sequences.
 MOST_SEQUENCES = 4096
