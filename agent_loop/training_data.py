@@ -411,8 +411,8 @@ def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
 
     tools = []
     for tool in chat.tools:
-        name = {"name": mark("tool", "", "tools; leave them out, or take a model whose template does")}
-        tools.append(tool | ({"function": tool["function"] | name} if "function" in tool else name))
+        named = {"name": mark("tool", "", "tools; leave them out, or take a model whose template does")}
+        tools.append(tool | ({"function": tool["function"] | named} if "function" in tool else named))
     messages = []
     for number, message in enumerate(chat.messages):
         place, role = f", message {number}", message["role"]
