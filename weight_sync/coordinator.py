@@ -38,23 +38,35 @@ log = logging.getLogger("rl_async.weight_sync")
 
 T = TypeVar("T")
 
-Weights = Sequence[Bucket] | RankShards  # gathered here, or where they are
-NoteStage = Callable[[str, str, str], None]  # engine, version, stage
+# Buckets are weights that this rank has gathered; shards stay on the ranks that hold them, which send by themselves.
+Weights = Sequence[Bucket] | RankShards
+# Takes an engine's id, the version and the stage that its update enters.
+NoteStage = Callable[[str, str, str], None]
+Mode = Literal["colocated", "disaggregated"]
 
-POLL_S = 5.0  # longest delay before a change of the registry is noticed if its notification is missed
+# A change of the registry whose notification is missed is noticed after this time.
+POLL_S = 5.0
 RETRY_S = 1.0
+START_S = 60.0
+CLOSE_S = 2.0
+# At the end of a run a late engine has this long to finish its update.
+FINISH_S = 20.0
+# The other ranks wait in a collective, so they are told this often that a call still goes on.
+MEET_S = 1.0
+
+
+# --- the fleet
 
 
 class Fleet:
     """Keeps every registered engine at the last published version.
 
-    ``sync`` names its transport (not auto) and, for disk, the folder, in which each group of engines gets a folder of
-    its own. ``sync.timeout_s`` is the deadline of each request to an engine; transfers get half of it, so an engine
+    ``sync`` names its transport (not auto). The disk transport creates a subfolder of ``sync.folder`` for each group of
+    engines. ``sync.timeout_s`` is the deadline of each request to an engine; transfers get half of it, so an engine
     that only waits for a dead peer still answers in time. ``engine_wait_s`` is how long a publication waits for a first
-    engine, ``host`` the address of this process as engines reach it, ``stores`` the folder in whose files they meet it
-    instead if they are on its machine. ``note`` is told each stage that an update of an
-    engine enters, with its id and the version; empty: the update is over. ``shares`` says which engines are on the
-    trainer's devices.
+    engine. ``host`` is the address of this process as engines reach it; engines on its machine meet it in files of the
+    folder ``stores`` instead. ``note`` is called at each stage of an engine's update, and with an empty stage at its
+    end. ``shares`` tells whether an engine is on the trainer's devices.
     """
 
     def __init__(
@@ -78,38 +90,57 @@ class Fleet:
         self._note, self._shares = note, shares
         self._lock = asyncio.Lock()
         self._catching_up: asyncio.Task[None] | None = None
-        self._before_late = 0  # publications and the like that wait for the lock or have it
+        # Calls of the trainer that hold the lock or wait for it. They go before late engines.
+        self._before_late = 0
         self._members: dict[str, FleetMember] = {}
         self._revision = -1
-        self._version: Version | None = None  # the last one published, kept with its buckets for late engines
+        # The latest version and its weights are kept for late engines, either as buckets or as shards.
+        self._version: Version | None = None
         self._buckets: Sequence[Bucket] = ()
-        self._base: Version | None = None  # while publishing: engines that hold this version need only ``_deltas``
-        self._deltas: Sequence[Bucket] = ()  # deltas against ``_base``, or adapters without their base
-        self._shards: RankShards | None = None  # what is sent instead of ``_buckets``, if the ranks send by themselves
-        self._sent = 0  # bytes of the latest successful transfer
+        self._shards: RankShards | None = None
+        # While publishing, engines that hold ``_base`` need only deltas against it, or adapters without their base.
+        self._base: Version | None = None
+        self._deltas: Sequence[Bucket] = ()
+        self._bytes_sent = 0
         self._suspended = self._deferred = False
-        self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}  # by engine ids, reused while these stay
+        # By engine ids. A group is reused as long as its engines stay.
+        self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}
         self._generations = itertools.count()
 
-    async def publish(self, version: Version, weights: Weights) -> SyncReport:
-        """Bring all registered engines to ``version``; suspended ones wake up. Those that fail are cut off.
+    async def publish(self, version: Version, weights: Weights, *, wake: bool = True) -> SyncReport:
+        """Bring all registered engines to ``version``, suspended ones only with ``wake``. Those that fail are cut off.
 
         Raises WeightSyncError when no engine took the weights within ``engine_wait_s``. Raises TrainerReplaced when an
         engine or the directory serves a newer trainer, and RanksLost when a rank that sends is gone; no engine is cut
         off then.
         """
-        async with self._first():
-            self._suspended = False
-            return await self._publish(version, weights)
-
-    async def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
-        """Bring the engines that are not suspended to ``version``; otherwise as ``publish``."""
-        async with self._first():
-            return await self._publish(version, weights)
+        async with self._before_late_engines():
+            if wake:
+                self._suspended = False
+            began = time.monotonic()
+            self._deferred = False
+            await self._take(version, weights)
+            done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
+            self._base, self._deltas = None, ()
+            if self._shards is not None:
+                await _in_thread(self._shards.seal)
+            engines = [member.engine_id for member in done]
+            await self._directory.publish(version, engines)
+            # Engines on the trainer's devices paused for a whole step, so they count only if there are no others.
+            overlapped = [member for member in done if not self._shares(member.record)]
+            return SyncReport(
+                version=version,
+                seconds=time.monotonic() - began,
+                waiting_seconds=waited,
+                pause_seconds=max(member.pause_seconds for member in overlapped or done),
+                nbytes=self._bytes_sent,
+                engines=engines,
+                failures=[str(failure) for failure in failures],
+            )
 
     @asynccontextmanager
-    async def _first(self) -> AsyncIterator[None]:
-        """Hold the lock, before late engines; those that are being updated stay paused until the next publication."""
+    async def _before_late_engines(self) -> AsyncIterator[None]:
+        """Hold the lock, interrupting catch-up. Engines that it was updating stay paused until the next publication."""
         self._before_late += 1
         try:
             if self._catching_up is not None:
@@ -119,41 +150,20 @@ class Fleet:
         finally:
             self._before_late -= 1
 
-    async def _publish(self, version: Version, weights: Weights) -> SyncReport:
-        began = time.monotonic()
-        self._deferred = False
-        await self._take(version, weights)
-        done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
-        self._base, self._deltas = None, ()
-        if self._shards is not None:
-            await _in_thread(self._shards.seal)
-        engines = [member.engine_id for member in done]
-        await self._directory.publish(version, engines)
-        alone = [member for member in done if not self._shares(member.record)]  # the others paused for a whole step
-        return SyncReport(
-            version=version,
-            seconds=time.monotonic() - began,
-            waiting_seconds=waited,
-            pause_seconds=max(member.pause_seconds for member in alone or done),
-            nbytes=self._sent,
-            engines=engines,
-            failures=[str(failure) for failure in failures],
-        )
-
     async def suspend(self) -> None:
         """Pause the engines on the trainer's devices, and release their memory until the next ``publish``.
 
-        Their requests move to the other engines; without any they are kept.
+        Their requests move to the other engines, or stay if there are no others.
         """
-        async with self._first():
+        async with self._before_late_engines():
             self._suspended = True
             await self._refresh()
             await self._put_to_sleep()
 
     async def defer_late(self) -> None:
-        """Bring no late engine up to date before the next publication; those under way are brought to their end.
+        """Wait for the late engines that are being updated, and update no others before the next publication.
 
-        What they would be served from may change then.
+        The weights that would be sent to them may change until then.
         """
         async with self._lock:
             self._deferred = True
@@ -184,7 +194,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Close the connections to the engines; the engines keep serving."""
-        self._close_groups()
+        while self._groups:
+            self._groups.popitem()[1].close()
         for member in self._members.values():
             await member.control.close()
         self._members.clear()
@@ -192,7 +203,8 @@ class Fleet:
     async def _put_to_sleep(self) -> None:
         """Suspend the engines on the trainer's devices that are awake.
 
-        If there are others, requests are given up, with their tokens; those that still come move with the registry.
+        If other engines serve, these return their requests with the tokens so far, and leave the registry so that new
+        requests go elsewhere.
         """
         here = [member for member in self._members.values() if self._shares(member.record)]
         if len(here) < len(self._members):
@@ -206,7 +218,7 @@ class Fleet:
         return [member for member in self._members.values() if not (self._suspended and self._shares(member.record))]
 
     async def _take(self, version: Version, weights: Weights) -> None:
-        """Make these the weights to send, and prepare the smaller form for engines that hold the previous version."""
+        """Keep the weights to send, with deltas or adapters for engines that hold the previous version."""
         self._base, self._deltas = None, ()
         if isinstance(weights, RankShards):
             self._version, self._buckets, self._shards = version, (), weights
@@ -223,9 +235,9 @@ class Fleet:
         self._version, self._buckets, self._shards = version, addressed, None
 
     async def _bring_up_all(self, deadline: float) -> tuple[list[FleetMember], list[EngineFailed], float]:
-        """Update the registered engines, wave after wave; if none is left, those that register before ``deadline``.
+        """Update the registered engines; if none is left, wait until ``deadline`` for others to register.
 
-        Returns the engines that took the weights, the failures, and the seconds in which no engine was registered.
+        Returns the engines that took the weights, the failures, and the seconds without any engine.
         """
         failures: list[EngineFailed] = []
         waited = 0.0
@@ -245,10 +257,10 @@ class Fleet:
             waited += time.monotonic() - idle_since
 
     def _without_slow(self, members: list[FleetMember]) -> list[FleetMember]:
-        """Return the members that a publication waits for: those that are slow catch up after it, while others serve.
+        """Return the members that a publication waits for. Slow ones catch up after it, while the others serve.
 
-        One that has not caught up for weight_sync.sync_timeout_s is waited for again, and then serves or is cut off.
-        Engines on the trainer's devices hold memory that it needs back, and are always waited for.
+        A member that is behind for weight_sync.sync_timeout_s is waited for again, and then serves or is cut off.
+        Engines on the trainer's devices hold memory that it needs back, so they are always waited for.
         """
         now, late = time.monotonic(), []
         for member in wave.slow_ones(members):
@@ -266,48 +278,47 @@ class Fleet:
     async def _bring_up_in_time(self, members: list[FleetMember], failures: list[EngineFailed]) -> list[FleetMember]:
         """Update the members in waves, each of them within weight_sync.sync_timeout_s.
 
-        One that is slow keeps the others of its group waiting. So at the deadline those that owe an answer are cut off
-        if others have given theirs, and the rest has the same time once more, each alone. So have all if all owe one,
-        or none does, as when this side was slow.
+        A slow member delays the others of its group. At the deadline, members with an unanswered request are cut off if
+        others have answered, and the rest are retried one by one with the same deadline. If all or none have answered,
+        the delay may be this side's, and all are retried.
         """
         done: list[FleetMember] = []
-        waves = _split(members, self._sync.waves)
-        self._close_groups(but=waves)
+        # Deal the members to groups of nearly equal size.
+        waves = [group for i in range(self._sync.waves) if (group := list(members[i :: self._sync.waves]))]
+        kept = {tuple(member.engine_id for member in group) for group in waves}
+        for ids in self._groups.keys() - kept:
+            self._groups.pop(ids).close()
 
-        async def one_after_another() -> None:
+        async def update_waves() -> None:
             for group in waves:
                 await self._bring_up(group, done, failures, keep_group=True)
 
-        if await self._in_time(one_after_another()):
+        if await self._in_time(update_waves()):
             return done
-        rest = self._settle(members, done, failures)
-        owing = [member for member in rest if member.unanswered]
-        if len(owing) < len(rest) or len(rest) == 1:
-            await self._fail_late(owing, failures)
-            rest = self._settle(members, done, failures)
+        rest = self._unfinished(members, done, failures)
+        unanswered = [member for member in rest if member.unanswered]
+        if len(unanswered) < len(rest) or len(rest) == 1:
+            await self._fail_late(unanswered, failures)
+            rest = self._unfinished(members, done, failures)
         if not rest:
             return done
         log.warning("version %s to each alone: %s", self._version, ", ".join(member.engine_id for member in rest))
-
-        async def each_alone() -> None:
-            await to_the_end(*(self._bring_up([m], done, failures, keep_group=False) for m in rest))
-
-        if not await self._in_time(each_alone()):
-            await self._fail_late(self._settle(members, done, failures), failures)
+        if not await self._in_time(to_the_end(*(self._bring_up([m], done, failures, keep_group=False) for m in rest))):
+            await self._fail_late(self._unfinished(members, done, failures), failures)
         return done
 
-    async def _in_time(self, work: Awaitable[None]) -> bool:
-        """Do the work; whether it was done within weight_sync.sync_timeout_s."""
+    async def _in_time(self, work: Awaitable[object]) -> bool:
+        """Return whether the work ended within weight_sync.sync_timeout_s; cancel it otherwise."""
         try:
             await within(self._sync.sync_timeout_s, work)
         except Overdue:
             return False
         return True
 
-    def _settle(
+    def _unfinished(
         self, members: Sequence[FleetMember], done: list[FleetMember], failures: Sequence[EngineFailed]
     ) -> list[FleetMember]:
-        """Add the members that serve the version to ``done``, and return those that neither do nor have failed."""
+        """Add the members that serve the version to ``done``; return those that neither serve it nor have failed."""
         failed = {failure.engine_id for failure in failures}
         done += [m for m in members if m not in done and m.serves(self._version) and m.engine_id not in failed]
         settled = failed | {member.engine_id for member in done}
@@ -322,10 +333,12 @@ class Fleet:
     async def _catch_up(self) -> None:
         async with self._lock:
             if self._version is None:
-                return  # the next publication includes every engine
+                # The next publication includes every engine.
+                return
             await self._refresh()
             if self._suspended:
-                await self._put_to_sleep()  # one that came meanwhile would take the trainer's memory
+                # An engine that registered meanwhile would take the trainer's memory.
+                await self._put_to_sleep()
             if self._deferred:
                 return
             late = [member for member in self._awake() if member.record.version != self._version]
@@ -341,7 +354,7 @@ class Fleet:
                     task.result()
 
     async def _bring_up_late(self, late: list[FleetMember], version: Version) -> None:
-        """Update late engines together, and confirm each to the registry. A publication that begins cancels it."""
+        """Update late engines and confirm each to the registry. Runs as a task, which a publication cancels."""
         for member in await self._bring_up_in_time(late, []):
             await self._directory.confirm(member.engine_id, version)
             log.info("%s caught up with version %s", member.engine_id, version)
@@ -349,11 +362,11 @@ class Fleet:
     async def _bring_up(
         self, members: Sequence[FleetMember], done: list[FleetMember], failures: list[EngineFailed], *, keep_group: bool
     ) -> None:
-        """Send the weights until each member serves them (and is in ``done``) or is cut off (and in ``failures``).
+        """Send the weights until each member serves them (added to ``done``) or is cut off (added to ``failures``).
 
-        The first attempt takes all members together that get the same bytes. If it lost some, the rest try once more
-        together, in a new group. After that, or if the attempt failed without a clear culprit, each is updated alone,
-        so that a failure is its own. Deltas are tried once, and so is what ranks keep on shared devices.
+        The first attempt updates all members that need the same bytes as one group. If it lost some, the rest try once
+        more in a new group. After that, or if nobody is clearly at fault, each member is updated alone, so that a
+        failure is its own. Deltas, and copies on shared devices, are used in the first attempt only.
         """
         pending, silent = await wave.probe(members, self._timeout_s)
         if self._shards is not None:
@@ -361,13 +374,14 @@ class Fleet:
             silent += mute
         await self._cut_off(silent)
         failures += silent
-        together, rounds = True, 0
+        grouped, rounds = True, 0
         while pending:
             if rounds:
                 await self._clear_devices()
-            alike = wave.alike(pending, self._base, sliced=self._shards is not None)
-            waves = alike if together else [[member] for member in pending]
-            outcomes = await to_the_end(*(self._one_wave(w, keep_group and together) for w in waves))
+            waves = [[member] for member in pending]
+            if grouped:
+                waves = wave.group_by_content(pending, self._base, sliced=self._shards is not None)
+            outcomes = await to_the_end(*(self._one_wave(w, keep_group and grouped) for w in waves))
             culprits = [f for w, outcome in zip(waves, outcomes) for f in await self._culprits(w, outcome)]
             await self._cut_off(culprits)
             failures += culprits
@@ -375,7 +389,7 @@ class Fleet:
             done += finished
             settled = {member.engine_id for member in finished} | {failure.engine_id for failure in culprits}
             pending = [member for member in pending if member.engine_id not in settled]
-            together = bool(culprits) and rounds == 0
+            grouped = bool(culprits) and rounds == 0
             rounds += 1
 
     async def _one_wave(self, members: Sequence[FleetMember], keep_group: bool) -> WaveOutcome:
@@ -402,7 +416,7 @@ class Fleet:
         return outcome
 
     async def _new_group(self, members: Sequence[FleetMember]) -> Sender | RankShipment:
-        """Prepare to send to members that are alike: from every rank, or what was gathered here."""
+        """Prepare to send to members that need the same bytes."""
         if self._shards is not None:
             shards, places = self._shards, members[0].places
             return await opened_in_thread(lambda: shards.shipment(len(members), places), "weights")
@@ -425,16 +439,16 @@ class Fleet:
         outcome = await wave.transfer(members, shipment, self._version, self._timeout_s, staged=self._sync.staged)
         outcome.delta = delta
         if outcome.done and isinstance(group, RankShipment):
-            self._sent = group.nbytes
+            self._bytes_sent = group.nbytes
         elif outcome.done:
-            self._sent = max(member.workers for member in members) * sum(bucket.nbytes for bucket in buckets)
+            self._bytes_sent = max(member.workers for member in members) * sum(bucket.nbytes for bucket in buckets)
         return outcome
 
     async def _culprits(self, members: Sequence[FleetMember], outcome: WaveOutcome) -> list[EngineFailed]:
         """Return the failures that are the engine's own fault.
 
-        In a group of one every failure is the engine's own, unless a delta was sent. In a larger group it is only if
-        the engine no longer answers, since an error that a live engine reports may come from a peer that died.
+        In a group of one every failure is the engine's own, unless a delta was sent. In a larger group it is the
+        engine's own only if it no longer answers: an error that a live engine reports may come from a peer that died.
         """
         if len(members) == 1 and not outcome.delta:
             if outcome.failures or outcome.done:
@@ -457,10 +471,11 @@ class Fleet:
             if engine_id in self._members:
                 self._members[engine_id].record = record
             else:
-                self._members[engine_id] = FleetMember(record, self._connect(record), note=self._noting(engine_id))
 
-    def _noting(self, engine_id: str) -> Callable[[str], None]:
-        return lambda stage: self._note(engine_id, str(self._version), stage)
+                def note(stage: str, engine_id: str = engine_id) -> None:
+                    self._note(engine_id, str(self._version), stage)
+
+                self._members[engine_id] = FleetMember(record, self._connect(record), note=note)
 
     async def _cut_off(self, failures: Sequence[EngineFailed]) -> None:
         """Remove failed engines from the registry, so that no request reaches them; the launcher replaces them."""
@@ -468,38 +483,24 @@ class Fleet:
             await self._clear_devices()
         for failure in failures:
             if failure.engine_id not in self._members:
-                continue  # the deadline of the whole update passed while it was being cut off
+                # The deadline of the whole update passed while it was being cut off.
+                continue
             log.error("cut off: %s", failure)
             self._members[failure.engine_id].note(CUT_OFF)
             await self._directory.remove_engine(failure.engine_id, str(failure))
             await self._members.pop(failure.engine_id).control.close()
 
     async def _clear_devices(self) -> None:
-        """Have what ranks keep on engines' devices leave them: an engine that starts takes all its memory at once."""
+        """Move the ranks' copies off the engines' devices: an engine that starts takes all its memory at once."""
         if self._shards is not None:
             await _in_thread(self._shards.leave)
-
-    def _close_groups(self, but: Sequence[Sequence[FleetMember]] = ()) -> None:
-        """Close every kept group that is not among ``but``."""
-        kept = {tuple(member.engine_id for member in group) for group in but}
-        for ids in self._groups.keys() - kept:
-            self._groups.pop(ids).close()
-
-
-def _split(members: Sequence[FleetMember], waves: int) -> list[list[FleetMember]]:
-    """Deal ``members`` to at most ``waves`` non-empty groups of nearly equal size."""
-    return [group for i in range(waves) if (group := list(members[i::waves]))]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(in_daemon_thread(work, "weights"))
 
 
-START_S = 60.0
-CLOSE_S = 2.0
-FINISH_S = 20.0  # for the update of a late engine that is under way when the run is over
-# How often the other ranks, which wait in a collective, are told that a call still goes on.
-MEET_S = 1.0
+# --- the trainer's interface
 
 
 class WeightCoordinator:
@@ -509,8 +510,8 @@ class WeightCoordinator:
     loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note``, ``shares`` and ``stores`` are as
     for ``Fleet``. The constructor blocks until the directory is open and raises what opening it raised.
 
-    A publication may take longer than a collective may. So ``meet`` is called with True every MEET_S while a call that
-    all ranks make alike lasts, and with False at its end: the other ranks (``phases.IdleCoordinator``) meet this one.
+    A publication may take longer than a collective may. So during each call that all ranks make, ``meet`` is called
+    with True every MEET_S, and with False at the end: the other ranks (``IdleCoordinator``) meet this one.
     """
 
     def __init__(
@@ -542,29 +543,21 @@ class WeightCoordinator:
             self._stop_loop()
             raise
 
-    def publish(self, version: Version, weights: Weights) -> SyncReport:
+    def publish(self, version: Version, weights: Weights, *, wake: bool = True) -> SyncReport:
         """Bring all engines to ``version`` and record it in the directory; keep the weights for late engines.
 
-        Engines that fail are cut off and named in the report. Raises WeightSyncError when none is left and none
-        registers in time, QueueLost when the directory is gone, RanksLost when a rank that sends is. Each request to an
-        engine has its own deadline.
+        Suspended engines take part only with ``wake``. Engines that fail are cut off and named in the report. Raises
+        WeightSyncError when none is left and none registers in time, QueueLost when the directory is gone, RanksLost
+        when a rank that sends is. Each request to an engine has its own deadline.
         """
-        self._check_catch_up()
-        return self._with_ranks(self._fleet.publish(version, weights))
-
-    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
-        """Publish as ``publish`` does, but suspended engines sleep on."""
-        self._check_catch_up()
-        return self._with_ranks(self._fleet.publish_beside(version, weights))
+        return self._with_ranks(self._fleet.publish(version, weights, wake=wake))
 
     def suspend(self) -> None:
         """Pause the engines on the trainer's devices and release their memory until the next ``publish``."""
-        self._check_catch_up()
         self._with_ranks(self._fleet.suspend())
 
     def defer_late(self) -> None:
-        """Let late engines wait for the next publication, and one that is being updated end before this returns."""
-        self._check_catch_up()
+        """Wait for the late engines that are being updated, and update no others before the next publication."""
         self._with_ranks(self._fleet.defer_late())
 
     def finish(self) -> None:
@@ -600,17 +593,17 @@ class WeightCoordinator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_catch_up(self) -> None:
-        """Raise TrainerReplaced if the catch-up loop has met it, WeightSyncError if a bug has ended the loop."""
-        if not self._catching_up.done():
-            return
-        error = self._catching_up.exception()
-        if isinstance(error, TrainerReplaced):
-            raise error
-        raise WeightSyncError("the task that updates late engines has ended unexpectedly") from error
-
     def _with_ranks(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for the work, and meet the other ranks meanwhile. After an error they are not met: this rank ends."""
+        """Wait for the work, and meet the other ranks meanwhile. After an error they are not met: this rank ends.
+
+        Raises TrainerReplaced if the catch-up loop has met it, WeightSyncError if a bug has ended the loop.
+        """
+        if self._catching_up.done():
+            work.close()
+            error = self._catching_up.exception()
+            if isinstance(error, TrainerReplaced):
+                raise error
+            raise WeightSyncError("the task that updates late engines has ended unexpectedly") from error
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while wait([future], MEET_S).not_done:
@@ -627,27 +620,25 @@ class WeightCoordinator:
         try:
             return future.result(timeout_s)
         finally:
-            future.cancel()  # no effect unless this wait was interrupted
+            # Without effect unless this wait was interrupted.
+            future.cancel()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
-        with suppress(RuntimeError):  # still running: it is a daemon thread and ends with the process
+        # A loop that still runs is in a daemon thread, and ends with the process.
+        with suppress(RuntimeError):
             self._loop.close()
 
 
-Mode = Literal["colocated", "disaggregated"]
+# --- how training and generation share devices
 
 
 class EngineUpdater(Protocol):
-    """What a phase needs of the coordinator. All ranks call each method alike, and return when rank 0 has done it."""
+    """The coordinator as a phase uses it. All ranks make the same calls, which return when rank 0 has done the work."""
 
-    def publish(self, version: Version, weights: Weights) -> SyncReport:
-        """Bring all engines to ``version``; suspended ones wake up and continue their requests."""
-        ...
-
-    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
-        """Bring the engines to ``version`` that are not suspended."""
+    def publish(self, version: Version, weights: Weights, *, wake: bool = True) -> SyncReport:
+        """Bring all engines to ``version``. With ``wake``, suspended ones too, which continue their requests."""
         ...
 
     def suspend(self) -> None:
@@ -660,41 +651,37 @@ class EngineUpdater(Protocol):
 
 
 class IdleCoordinator:
-    """Stands in for the coordinator on every rank but 0, which has no engines to talk to: waits for rank 0.
+    """Stands in for the coordinator on every rank but 0: waits for rank 0, which talks to the engines.
 
-    ``meet`` is a collective that returns on every rank whether rank 0 is still at it, so that rank 0 may take longer
-    than a single collective may.
+    ``meet`` is a collective that returns on every rank whether rank 0 still works. It is repeated, so that rank 0 may
+    take longer than a single collective may.
     """
 
     def __init__(self, meet: Callable[[bool], bool]) -> None:
         self._meet = meet
 
-    def publish(self, version: Version, weights: Weights) -> SyncReport:
+    def publish(self, version: Version, weights: Weights, *, wake: bool = True) -> SyncReport:
         """Wait until rank 0 has published; return an empty report."""
-        self._until_rank_0_is_done()
+        self._wait_for_rank_0()
         return SyncReport(
             version=version, seconds=0.0, waiting_seconds=0.0, pause_seconds=0.0, nbytes=0, engines=[], failures=[]
         )
 
-    def publish_beside(self, version: Version, weights: Weights) -> SyncReport:
-        """Wait until rank 0 has published; return an empty report."""
-        return self.publish(version, weights)
-
     def suspend(self) -> None:
         """Wait until rank 0 has suspended the engines."""
-        self._until_rank_0_is_done()
+        self._wait_for_rank_0()
 
     def defer_late(self) -> None:
-        """Wait until rank 0 serves no late engine."""
-        self._until_rank_0_is_done()
+        """Wait until rank 0 updates no late engine."""
+        self._wait_for_rank_0()
 
-    def _until_rank_0_is_done(self) -> None:
+    def _wait_for_rank_0(self) -> None:
         while self._meet(False):
             pass
 
 
 class Phase(Protocol):
-    """One trainer step from the devices' point of view. All ranks call both methods alike."""
+    """One trainer step from the devices' point of view. All ranks make the same calls."""
 
     def before_train(self) -> None:
         """Return when this rank may use its device for training. Idempotent."""
@@ -727,8 +714,8 @@ class TakeTurns:
 
         pause, sleep ──> onload ──> train ──> offload ──> wake(weights) ──> transfer ──> wake(kv_cache) ──> resume
 
-    Requests in flight stay in their engines during training and continue with the new weights. ``offload`` is told
-    whether the engines sleep: then the weights that travel may wait on the device until their caches wake.
+    Requests in flight stay in their engines during training and continue with the new weights. ``offload`` is called
+    with whether the engines sleep: the copy of the weights to send may then stay on the device until their caches wake.
     """
 
     def __init__(
@@ -739,24 +726,21 @@ class TakeTurns:
         offload: Callable[[bool], None],
     ) -> None:
         self._updater, self._barrier, self._onload, self._offload = updater, barrier, onload, offload
-        self._asleep = False  # whether the engines are, which they are not at the start
+        self._engines_asleep = False
 
     def before_train(self) -> None:
-        """Put the engines to sleep, then move the models onto the device.
-
-        Every rank waits for rank 0, which alone knows when the engines sleep.
-        """
+        """Put the engines to sleep, then move the models onto the device."""
         self._updater.suspend()
         self._onload()
-        self._asleep = True
+        self._engines_asleep = True
 
     def after_train(self, version: Version, weights: Weights) -> SyncReport:
         """Move the trainer's models off all devices; then the engines wake and take the weights.
 
-        Buckets, which one rank has gathered, leave its device too: all the weights would be too much for it.
+        Buckets leave the device too: next to the engines it has no memory for all weights, which one rank has gathered.
         """
-        self._offload(self._asleep)
-        self._asleep = False
+        self._offload(self._engines_asleep)
+        self._engines_asleep = False
         moved = weights if isinstance(weights, RankShards) else [bucket.offloaded() for bucket in weights]
         self._barrier()
         return self._updater.publish(version, moved)
@@ -769,8 +753,8 @@ class Lending:
             yes: serve no late engine ──> offload ──> publish to all; lent engines wake and join the pool
             no:  publish to the others; the trainer's models stay, and the lent engines sleep on
 
-    It is worth it if the trainer's devices last idled for longer than the switch takes there and back. The way back is
-    taken to be as long as the way there, which is measured. Rank 0 decides (``agree``).
+    Lending is worth it if the trainer's devices last idled for longer than the switch takes there and back. Only one
+    direction is measured; the other is assumed to take as long. Rank 0 decides (``agree``).
     """
 
     def __init__(
@@ -786,7 +770,7 @@ class Lending:
         self._published_at = clock()
 
     def before_train(self) -> None:
-        """Take the devices back, if they are lent."""
+        """Take lent devices back."""
         began = self._clock()
         self._idle_s = began - self._published_at
         if self._lent:
@@ -796,20 +780,21 @@ class Lending:
     def after_train(self, version: Version, weights: Weights) -> SyncReport:
         """Publish, and lend the devices if that is worth it.
 
-        An engine of the trainer's own that came late may still be sent the weights before these, from copies on all
-        ranks that offloading overwrites. No rank goes on before rank 0 has deferred it.
+        A late engine may still be receiving the previous weights, from copies on all ranks that offloading overwrites.
+        So no rank goes on before rank 0 has deferred late engines.
         """
         self._lent = self._agree(self._idle_s >= 2 * self._switch_s)
         if self._lent:
             self._updater.defer_late()
-        publish = self._turns.after_train if self._lent else self._updater.publish_beside
-        report = publish(version, weights)
+            report = self._turns.after_train(version, weights)
+        else:
+            report = self._updater.publish(version, weights, wake=False)
         self._published_at = self._clock()
         return report
 
 
 def shares_devices(mode: Mode) -> Callable[[EngineRecord], bool]:
-    """Return which engines are on the trainer's devices: colocated all of them, else those that run on lent ones."""
+    """Return a test for engines on the trainer's devices: all of them if colocated, otherwise those on lent devices."""
     return (lambda record: True) if mode == "colocated" else (lambda record: record.is_lent)
 
 
@@ -823,9 +808,11 @@ def build_phase(
     onload: Callable[[], None],
     offload: Callable[[bool], None],
 ) -> Phase:
-    """Return the phase of a mode, in which the trainer ``lends`` its devices or not. ``onload`` and ``offload`` move
-    this rank's models; both must be idempotent. For what ``offload`` is told see ``TakeTurns``. ``agree`` returns what
-    rank 0 gives it, on all ranks."""
+    """Return the phase of a mode. A disaggregated trainer may lend its devices.
+
+    ``onload`` and ``offload`` move this rank's models; both must be idempotent. ``TakeTurns`` explains the argument of
+    ``offload``. ``agree`` returns rank 0's argument on all ranks.
+    """
     turns = TakeTurns(updater, barrier, onload, offload)
     if mode == "colocated":
         return turns

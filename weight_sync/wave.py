@@ -3,7 +3,7 @@
     probe -> init (a new group only) -> pause -> [wake weights] -> start -> bucket 0, 1, ... -> [leave] -> finish
           -> verify -> [wake kv_cache] -> resume
 
-What is in brackets is for engines that slept: before their caches wake, what the senders kept on their devices leaves.
+The steps in brackets are for engines that slept: the senders' copies leave their devices before the caches wake.
 With staged updates the engines keep decoding while they receive, and ``finish`` loads:
 
     ... -> start -> bucket 0, 1, ... -> [leave] -> pause -> [wake weights] -> finish -> verify -> ...
@@ -32,16 +32,18 @@ from rl_async.weight_sync.transports.interface import Sender
 T = TypeVar("T")
 
 TAGS = ("weights", "kv_cache")
-CUT_OFF = "cut off"  # the last stage of an engine that failed, as it is noted
+# The last stage that is noted of an engine that failed.
+CUT_OFF = "cut off"
 # An engine is slow if its requests take more than SLOW times as long as others', and that costs LATE_S in an update.
 SLOW, LATE_S = 2.0, 0.5
 # Weight of the latest request in the usual length of one.
 NEWEST = 0.25
-BUCKET_NOTE_S = 1.0  # at least, between two buckets of an engine that are told
+# The shortest time between two notes about buckets of one engine.
+BUCKET_NOTE_S = 1.0
 
 
 class Group(Protocol):
-    """Everyone who sends, and the engines that receive. Methods block and raise WeightSyncError."""
+    """The senders and the engines that receive. Methods block and raise WeightSyncError."""
 
     def init_info(self, member: int) -> InitInfo:
         """Describe how the engine with this number (from 0) joins."""
@@ -52,7 +54,7 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group, without waiting for anyone; may be called twice."""
+        """Leave the group without waiting for its members; may be called twice."""
         ...
 
 
@@ -70,11 +72,11 @@ class Shipment(Protocol):
         ...
 
     def unstage(self) -> None:
-        """Release the oldest staged bucket: every engine has received it, or never will."""
+        """Release the oldest staged bucket: no engine will read it any more."""
         ...
 
     def leave(self) -> None:
-        """Take what was kept for engines off the devices that they share; every engine has loaded the last bucket."""
+        """Move copies off the devices shared with engines, which have all loaded the last bucket."""
         ...
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ class Shipment(Protocol):
 
 
 class BucketShipment:
-    """Buckets that one sender sends, all of them to everyone."""
+    """Buckets that one sender sends to every engine of a group."""
 
     def __init__(self, sender: Sender, buckets: Sequence[Bucket]) -> None:
         self._sender, self._buckets, self.count = sender, buckets, len(buckets)
@@ -111,14 +113,14 @@ class EngineFailed(WeightSyncError):
 
 
 class RequestTimes:
-    """How long requests to an engine take, the latest above all, and how many of them its latest update took."""
+    """Moving average of how long requests to an engine take, and the number of requests in its latest update."""
 
     def __init__(self) -> None:
         self.request_s = 0.0
         self.requests = 0
 
     def took(self, seconds: float, *, answered: bool) -> None:
-        """Take in a request. One that was given up after ``seconds`` would have taken longer."""
+        """Record a request. If unanswered, ``seconds`` is only a lower bound, so it never lowers the average."""
         self.requests += 1
         if answered or seconds > self.request_s:
             self.request_s += NEWEST * (seconds - self.request_s)
@@ -142,18 +144,24 @@ class FleetMember:
 
     record: EngineRecord
     control: EngineControl
-    paused_at: float | None = None  # monotonic seconds
-    asleep: set[str] | None = None  # tags to wake: weights, kv_cache; None: unknown, as an earlier trainer left it
-    pause_seconds: float = 0.0  # length of its latest pause
-    held: Version | None = None  # version that it acknowledged completely, from which a delta can start
-    workers: int = 1  # as it answered to the first probe since it holds nothing
-    needs: tuple[Needs, ...] = ()  # of each of several workers, likewise; empty: they take whole tensors
-    phase: str = "probe"  # of the latest request to it
-    unanswered: bool = False  # that request was sent, and neither an answer nor an error came
+    # Times are in monotonic seconds.
+    paused_at: float | None = None
+    # Tags that are still to be woken. If None, an earlier trainer may have put the engine to sleep.
+    asleep: set[str] | None = None
+    # Length of the latest pause.
+    pause_seconds: float = 0.0
+    # The version that the engine acknowledged completely. A delta can start from it.
+    held: Version | None = None
+    # Asked for when the engine holds nothing. If ``needs`` is empty, the workers take whole tensors.
+    workers: int = 1
+    needs: tuple[Needs, ...] = ()
+    # The latest request, and whether neither an answer nor an error has come.
+    phase: str = "probe"
+    unanswered: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
-    # Since when it has been left behind, in monotonic seconds.
     behind_since: float | None = None
-    note: Callable[[str], None] = lambda stage: None  # what is told each stage that it enters; empty: it is done
+    # Called with each stage of an update, and with an empty stage at its end.
+    note: Callable[[str], None] = lambda stage: None
     _noted: float = 0.0
 
     @property
@@ -163,15 +171,15 @@ class FleetMember:
 
     @property
     def places(self) -> tuple[Needs | None, ...]:
-        """What each of its workers needs; None: everything."""
+        """The needs of each worker. A worker without entry (None) needs everything."""
         return self.needs or (None,) * self.workers
 
     def serves(self, version: Version | None) -> bool:
-        """Whether it has acknowledged this version completely, and answers requests with it."""
+        """Whether it has acknowledged this version completely and is not paused."""
         return version is not None and self.held == version and self.paused_at is None
 
     def enter(self, phase: str) -> None:
-        """Begin a request, and tell it unless another bucket was told less than BUCKET_NOTE_S ago."""
+        """Begin a request, and note it. Buckets are noted at most every BUCKET_NOTE_S."""
         now, both = time.monotonic(), "bucket" in self.phase and "bucket" in phase
         self.phase = phase
         if not both or now - self._noted > BUCKET_NOTE_S:
@@ -186,7 +194,8 @@ class WaveOutcome:
     done: list[FleetMember] = field(default_factory=list)
     failures: list[EngineFailed] = field(default_factory=list)
     sender_error: WeightSyncError | None = None
-    delta: bool = False  # deltas, or adapters without their base, were sent
+    # Whether deltas, or adapters without their base, were sent.
+    delta: bool = False
 
     @property
     def clean(self) -> bool:
@@ -203,13 +212,14 @@ async def call(member: FleetMember, phase: str, request: Awaitable[T], timeout_s
         answered = True
     except Overdue:
         raise EngineFailed(member.engine_id, phase, f"no answer within {timeout_s:g} s", lost=True) from None
-    except TrainerReplaced:  # the engine is sound
+    except TrainerReplaced:
+        # The engine is sound.
         raise
     except RlAsyncError as error:
         member.unanswered = False
         raise EngineFailed(member.engine_id, phase, f"{type(error).__name__}: {error}", lost=False) from error
     finally:
-        # An engine joins a group when all others do.
+        # Joining a group waits for all other engines, so it says nothing about this one.
         if phase != "init":
             member.times.took(time.monotonic() - began, answered=answered)
     member.unanswered = False
@@ -265,10 +275,8 @@ async def ask_needs(
     return await each(members, ask)
 
 
-def alike(members: Sequence[FleetMember], base: Version | None, *, sliced: bool) -> list[list[FleetMember]]:
-    """Group members that get the same bytes. Members that hold ``base``, from which deltas start, are apart from the
-    others (None: there are no deltas) and, if weights are ``sliced``, so are those whose workers need other parts.
-    """
+def group_by_content(members: Sequence[FleetMember], base: Version | None, *, sliced: bool) -> list[list[FleetMember]]:
+    """Partition members by the bytes they need: deltas on ``base`` or full weights and, if sliced, by worker needs."""
     groups: list[list[FleetMember]] = []
     for member in members:
         for group in groups:
@@ -309,17 +317,35 @@ async def transfer(
     Raises WeightSyncError only for a fault of the trainer: a bucket cannot be staged, or a rank that sends is lost.
     """
     for member in members:
-        member.held = None  # until it has acknowledged this version completely
-    # The first bucket is staged before anyone waits for it: the pause is shorter by that.
-    first = await _stage(shipment, 0)
-    if isinstance(first, WeightSyncError):
-        raise first
-    _, failures = await each(members, lambda member: _prepare(member, timeout_s, staged))
+        member.held = None
+    # Staging the first bucket before the pause shortens the pause.
+    info = await _stage(shipment, 0)
+    if isinstance(info, WeightSyncError):
+        raise info
+
+    async def prepare(member: FleetMember) -> None:
+        # Asked before the pause, which the request would lengthen.
+        await _asleep(member, timeout_s)
+        if not staged:
+            await _stop(member, timeout_s)
+        await call(member, "start", member.control.start_update(staged), timeout_s)
+
+    _, failures = await each(members, prepare)
     if failures:
         return WaveOutcome(failures=failures)
-    outcome = await _all_buckets(members, shipment, first, timeout_s)
-    if not outcome.clean:
-        return outcome
+    # While engines receive and load a bucket, the next is staged and may already arrive.
+    for number in range(shipment.count):
+        if isinstance(info, WeightSyncError):
+            raise info
+        assert info is not None
+        staging = asyncio.create_task(_stage(shipment, number + 1))
+        try:
+            outcome = await _one_bucket(members, shipment, number, info, timeout_s)
+            info = await staging
+        finally:
+            staging.cancel()
+        if not outcome.clean:
+            return outcome
     if any(member.asleep for member in members):
         await asyncio.wrap_future(in_daemon_thread(shipment.leave, "weight-transfer"))
     done, failures = await each(members, lambda member: _commit(member, version, timeout_s))
@@ -327,8 +353,9 @@ async def transfer(
 
 
 async def drain(member: FleetMember, timeout_s: float) -> None:
-    """Pause a member, which answers its requests with what it has sampled, for others to go on. Raises EngineFailed."""
-    if not member.asleep:  # a wave that failed may have paused it, with its requests
+    """Pause a member. It returns its requests with the tokens so far, for others to continue. Raises EngineFailed."""
+    # A wave that failed may have paused it together with its requests, so a paused member is paused again.
+    if not member.asleep:
         await call(member, "pause", member.control.pause("abort"), timeout_s)
         member.paused_at = member.paused_at or time.monotonic()
 
@@ -343,13 +370,6 @@ async def suspend(member: FleetMember, timeout_s: float) -> None:
         await call(member, "sleep", member.control.sleep(2), timeout_s)
         member.asleep = set(TAGS)
     member.note("asleep")
-
-
-async def _prepare(member: FleetMember, timeout_s: float, staged: bool) -> None:
-    await _asleep(member, timeout_s)  # asked before the pause, which the request would lengthen
-    if not staged:
-        await _stop(member, timeout_s)
-    await call(member, "start", member.control.start_update(staged), timeout_s)
 
 
 async def _stop(member: FleetMember, timeout_s: float) -> None:
@@ -379,32 +399,8 @@ async def _wake(member: FleetMember, tag: str, timeout_s: float) -> None:
         asleep.discard(tag)
 
 
-async def _all_buckets(
-    members: Sequence[FleetMember],
-    shipment: Shipment,
-    staged: UpdateInfo | WeightSyncError | None,
-    timeout_s: float,
-) -> WaveOutcome:
-    """Send the buckets in order, of which the first is ``staged``. While engines receive and load one, the next is
-    staged and may already arrive.
-    """
-    for number in range(shipment.count):
-        if isinstance(staged, WeightSyncError):
-            raise staged
-        assert staged is not None  # a bucket was staged
-        staging = asyncio.create_task(_stage(shipment, number + 1))
-        try:
-            outcome = await _one_bucket(members, shipment, number, staged, timeout_s)
-            staged = await staging
-        finally:
-            staging.cancel()
-        if not outcome.clean:
-            return outcome
-    return WaveOutcome()
-
-
 async def _stage(shipment: Shipment, number: int) -> UpdateInfo | WeightSyncError | None:
-    """An error is returned, not raised: if the bucket before failed too, that one counts."""
+    """Return the manifest of a bucket, or the error: if the previous bucket failed too, that failure counts."""
     if number == shipment.count:
         return None
     try:
@@ -444,13 +440,14 @@ async def _commit(member: FleetMember, version: Version, timeout_s: float) -> No
 async def _sending(sender: Group | Shipment, block: Callable[[], None]) -> WeightSyncError | None:
     """Run the senders' side in a thread. Return its error: only the engines' answers tell whose fault it is.
 
-    Raises RanksLost, which is no engine's fault.
+    Raises RanksLost, since no engine is to blame for it.
     """
     try:
         await asyncio.wrap_future(in_daemon_thread(block, "weight-transfer"))
     except RanksLost:
         raise
     except WeightSyncError as error:
-        sender.close()  # so that peers stop waiting for it
+        # Closing makes the peers stop waiting for it.
+        sender.close()
         return error
     return None

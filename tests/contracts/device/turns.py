@@ -81,10 +81,8 @@ class Updater:
     def suspend(self) -> None:
         self._runner.run(self._fleet.suspend())
 
-    def publish(self, version: Version, weights: Weights) -> SyncReport:
-        return self._runner.run(self._fleet.publish(version, weights))
-
-    publish_beside = publish
+    def publish(self, version: Version, weights: Weights, *, wake: bool = True) -> SyncReport:
+        return self._runner.run(self._fleet.publish(version, weights, wake=wake))
 
     def defer_late(self) -> None:
         raise AssertionError("no device is lent")

@@ -456,7 +456,7 @@ async def test_lent_engines_leave_the_pool_to_the_others_while_the_trainer_works
     directory.add("lent.1", again)
     await eventually(lambda: again.asleep)
 
-    assert (await fleet.publish_beside(V1, buckets(2.0))).engines == ["own"]
+    assert (await fleet.publish(V1, buckets(2.0), wake=False)).engines == ["own"]
     await asyncio.sleep(0.05)
     assert lent.asleep and again.asleep, "nor are they caught up"
     assert directory.records["lent"].version is None and directory.records["own"].version == V1
@@ -802,16 +802,11 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def publish(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        self.calls.append(f"publish {version}")
+    def publish(self, version: Version, buckets: Sequence[Bucket], *, wake: bool = True) -> SyncReport:
+        self.calls.append(f"publish {version}" if wake else f"publish {version} beside")
         return SyncReport(
             version=version, seconds=1.0, waiting_seconds=0.0, pause_seconds=0.5, nbytes=3, engines=["a"], failures=[]
         )
-
-    def publish_beside(self, version: Version, buckets: Sequence[Bucket]) -> SyncReport:
-        report = self.publish(version, buckets)
-        self.calls[-1] += " beside"
-        return report
 
     def suspend(self) -> None:
         self.calls.append("suspend")
