@@ -9,8 +9,9 @@ commands and manifests travel between ranks: a message is its length, 8 bytes, a
 the token of the run's ranks.
 
 An outlet keeps a copy of what it sent, in the type that travels: all the memory that a publication needs beside two
-buckets. Engines that come late are served from it, while training changes the weights. Ranks find each other by ``led``
-and ``followed`` and leave together: rank 0 ends its sending first, and leaves last, since it may have the store."""
+buckets. Engines that come late are served from it, while training changes the weights. Ranks find each other through
+``led`` and ``followed`` and leave together: rank 0 stops sending first, and leaves last, since it may hold the store.
+"""
 
 import hmac
 import itertools
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -58,7 +59,24 @@ from rl_async.weight_sync.protocol import Hold, Info, InitInfo, UpdateInfo
 from rl_async.weight_sync.reshard import LocalShards, ShardedWeights, moves
 from rl_async.weight_sync.transports.interface import TRANSPORTS, Sender, SenderSetup
 
-Needs = Mapping[str, tuple[Box, ...]]  # of one worker, by the name of a tensor; empty: nothing of it
+log = logging.getLogger("rl_async.weight_sync")
+
+# The boxes that one worker needs of each tensor, by its name. They may be empty.
+Needs = Mapping[str, tuple[Box, ...]]
+
+LENGTH = struct.Struct("!Q")
+# A longer message is refused.
+MOST_BYTES = 1 << 30
+# A connection must send the token within this time.
+STRANGER_S = 10.0
+# Rank 0 waits for an offer this much longer than the rank itself, so that it hears which rank is behind.
+LATER_S = 30.0
+THREAD = "weight-transfer"
+# Set in the store once rank 0 sends no more.
+OVER = "outlets/over"
+
+
+# --- which rank sends which part of a tensor, and in which round
 
 
 class Part(NamedTuple):
@@ -70,13 +88,17 @@ class Part(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a worker gets of a part: the fields of a ``Piece`` but for its data."""
+    """The share of a part that a worker needs: the fields of a ``Piece`` except its data.
+
+    ``boxes`` are of the tensor, within the part. A ``run`` is a single box, whose elements are consecutive in the
+    flattened tensor from ``start`` on.
+    """
 
     part: Part
-    boxes: tuple[Box, ...]  # of the tensor, within the part
+    boxes: tuple[Box, ...]
     start: int
     total: int
-    run: bool  # the boxes are one, which is elements ``start`` on of the flattened tensor
+    run: bool
 
 
 @dataclass(frozen=True)
@@ -92,11 +114,11 @@ class Rounds:
         return sorted({part.held.rank for parts in self.parts for part in parts})
 
     def of_rank(self, rank: int) -> list[list[Part]]:
-        """Return what ``rank`` sends in each round to a worker that needs everything."""
+        """Return the parts that ``rank`` sends in each round to a worker that needs everything."""
         return [[part for part in parts if part.held.rank == rank] for parts in self.parts]
 
     def cut(self, rank: int, needs: Needs | None) -> list[list[Cut]]:
-        """Return what ``rank`` sends in each round to a worker with these needs (None: everything)."""
+        """Return the cuts that ``rank`` sends in each round to a worker. Without ``needs`` it gets everything."""
         wanted = {n: (whole(spec.shape),) if needs is None else needs[n] for n, spec in self.tensors.items()}
         by_name: dict[str, list[tuple[int, Part, tuple[Box, ...]]]] = defaultdict(list)
         for number, parts in enumerate(self.parts):
@@ -120,10 +142,11 @@ class Rounds:
 def plan_rounds(layout: Layout, bucket_bytes: int) -> Rounds:
     """Divide the tensors of ``layout`` among rounds of at most ``bucket_bytes`` and among the ranks that hold them.
 
-    Of several holders of an element, that which has least to send so far sends it. Raises WeightSyncError if nobody
-    holds an element, and ValueError if a bucket cannot hold one.
+    Of several holders of an element, the one with the least to send so far sends it. Raises WeightSyncError if an
+    element has no holder, and ValueError if a bucket cannot hold one.
     """
-    engine = max(layout.ranks) + 1  # a rank that holds nothing yet
+    # The engine counts as a rank that holds nothing yet.
+    engine = max(layout.ranks) + 1
     sent: dict[int, int] = defaultdict(int)
     rounds: list[tuple[Part, ...]] = []
     for pieces in divide(layout.tensors, bucket_bytes):
@@ -137,7 +160,7 @@ def plan_rounds(layout: Layout, bucket_bytes: int) -> Rounds:
 
 
 def _is_run(shape: Sequence[int], boxes: tuple[Box, ...]) -> bool:
-    """Whether the boxes are one, whose elements are consecutive in the flattened tensor."""
+    """Whether there is a single box, whose elements are consecutive in the flattened tensor."""
     if len(boxes) != 1:
         return False
     cut = [length > 1 for length in lengths(boxes[0])]
@@ -145,16 +168,22 @@ def _is_run(shape: Sequence[int], boxes: tuple[Box, ...]) -> bool:
     return all(length == size for length, size in list(zip(lengths(boxes[0]), shape, strict=True))[begin + 1 :])
 
 
+# --- one rank's end
+
+
 @dataclass
 class _Kept:
-    """This rank's parts of one round, in a bucket."""
+    """This rank's parts of one round, in a bucket: ``places`` are views of ``data`` by part, [elements].
+
+    ``checksum`` is empty until it is needed.
+    """
 
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    places: list[Tensor] = field(default_factory=list)  # views of ``data`` by part, [elements]
-    checksum: str = ""  # of ``data``; empty until it is needed
+    places: list[Tensor] = field(default_factory=list)
+    checksum: str = ""
 
     def move_to_host(self) -> None:
-        """Move the bytes. The checksum stays of the device's kind, which engines there compute quickest."""
+        """Move the bytes. The checksum is taken first: engines compute the device's kind of checksum fastest."""
         self.checksum = self.checksum or checksum(self.data)
         dtypes, numels = [place.dtype for place in self.places], [place.numel() for place in self.places]
         self.data = to_host(self.data)
@@ -163,13 +192,16 @@ class _Kept:
 
 @dataclass
 class _Group:
-    """What goes to the workers in each place of a group of engines: a sender, and its share of every round."""
+    """A group of engines: for each worker a sender, the cuts of every round, and whether it needs everything.
+
+    ``staged`` are the rounds in flight, ``unsent`` the buckets of those that are not sent yet.
+    """
 
     senders: list[Sender]
-    cuts: list[list[list[Cut]]]  # by worker and round
-    everything: list[bool]  # by worker
-    staged: deque[int] = field(default_factory=deque)  # rounds that are under way
-    unsent: dict[int, list[Bucket]] = field(default_factory=dict)  # those of them that are only staged
+    cuts: list[list[list[Cut]]]
+    everything: list[bool]
+    staged: deque[int] = field(default_factory=deque)
+    unsent: dict[int, list[Bucket]] = field(default_factory=dict)
 
     def release(self, before: int) -> None:
         """Release the staged rounds before this one."""
@@ -180,14 +212,16 @@ class _Group:
 
 
 class Outlet:
-    """``sync`` names its transport (not auto); ``host`` is this rank's address as engines reach it, ``stores`` the
-    folder in whose files they meet it instead if they are on its machine.
+    """Copies the weights that this rank offers, and sends them to groups of engines.
+
+    ``sync`` names its transport (not auto). ``host`` is this rank's address as engines reach it; engines on its machine
+    meet it in files of the folder ``stores`` instead.
 
     The trainer's main thread calls ``offer`` and ``keep``; everything else is called for the coordinator on rank 0,
     from any thread. ``timeout_s`` is how long rank 0 may be ahead of this rank. The copy is made on ``device``, round
     after round by a thread of its own, which waits for no engine. Methods raise WeightSyncError.
 
-    Where engines sleep on ``device``, the copy waits there until they have loaded it: ``keep``, then ``leave``.
+    Where engines sleep on ``device``, the copy stays there from ``keep`` until they have loaded it: ``leave``.
     """
 
     def __init__(
@@ -204,18 +238,24 @@ class Outlet:
         self._device, self._stores = torch.device(device), stores
         self._layout: Layout | None = None
         self._rounds: Rounds | None = None
-        self._held: LocalShards | None = None  # of the offered version, until all of it is kept
+        # The shards of the offered version, until all of it is copied.
+        self._held: LocalShards | None = None
         self._version = ""
-        self._offers = self._sent = 0  # offers so far, and the one that is sent; a version may be offered again
+        # Offers are counted, since a version may be offered again.
+        self._offers = self._sent = 0
         self._hold: Hold = "no"
-        self._stays = False  # whether the copy takes memory that engines will need, until ``leave``
+        # Whether the copy takes memory that engines will need, until ``leave``.
+        self._stays = False
+        # This rank's parts and their copies, by round.
+        self._parts: list[list[Part]] = []
         self._kept: list[_Kept] = []
-        self._copies: list[Future[_Kept]] = []  # by round, of the offer that is sent
-        self._parts: list[list[Part]] = []  # of this rank, by round
+        self._copies: list[Future[_Kept]] = []
         self._groups: dict[str, _Group] = {}
-        self._changed = threading.Condition()  # guards all of the above but the contents of ``_kept``
-        self._leaving = threading.Lock()  # held while the copy moves to the host, before ``_changed``
-        self._copier = ThreadPoolExecutor(1, "outlet-copy")  # who fills those
+        # Guards all of the above except the contents of ``_kept``, which the copier fills.
+        self._changed = threading.Condition()
+        # Held while the copy moves to the host; acquired before ``_changed``.
+        self._leaving = threading.Lock()
+        self._copier = ThreadPoolExecutor(1, "outlet-copy")
 
     @property
     def offers(self) -> int:
@@ -224,33 +264,35 @@ class Outlet:
 
     @property
     def rounds(self) -> Rounds:
-        """What all ranks send; known from the first ``offer`` on."""
+        """The rounds of all ranks. They are known from the first ``offer`` on."""
         assert self._rounds is not None
         return self._rounds
 
     def offer(self, weights: ShardedWeights) -> None:
-        """Give this rank's shards of a version, which must not change before the publication is over."""
+        """Offer this rank's shards of a version. They must not change before the publication is over."""
         with self._changed:
             if weights.layout is not self._layout:
                 self._layout, self._rounds = weights.layout, plan_rounds(weights.layout, self._sync.bucket_bytes)
                 self._parts = self._rounds.of_rank(self._rank)
                 self._kept = [_Kept() for _ in self._parts]
+                # The cuts of open groups were of the previous layout.
                 for key in list(self._groups):
-                    self.close(key)  # whose workers' shares were of the layout before
+                    self.close(key)
             self._held, self._offers = weights.held, self._offers + 1
             self._changed.notify_all()
 
     def keep(self, *, stays: bool) -> None:
-        """Copy all of the offered weights now, since the memory that they are in will be given to engines.
+        """Copy all offered weights now, since engines will get their memory.
 
-        With ``stays`` the copy is on the device until ``leave``. Otherwise each round goes to the host as soon as it is
-        copied: then one round at a time is all that the device holds.
+        With ``stays`` the copy is on the device until ``leave``. Otherwise each round moves to the host as soon as it
+        is copied, so that the device holds one round at a time.
         """
-        give_back(self._device)  # a copy within larger pieces of memory would keep torch from giving these back
+        # A copy inside a larger block of cached memory would keep torch from releasing the block.
+        give_back(self._device)
         with self._leaving, self._changed:
             self._copy(self._offers, leaves=not stays)
             self._stays = stays and self._device.type != "cpu"
-        self._settle()
+        self._wait_for_copies()
 
     def leave(self) -> None:
         """Move the copy to the host if ``keep`` left it on the device; may be called twice.
@@ -262,14 +304,15 @@ class Outlet:
                 if not self._stays:
                     return
                 copies = self._copies
-            for copy in copies:  # it takes long: others need not wait for it
+            # This takes long, so ``_changed`` is not held.
+            for copy in copies:
                 copy.result().move_to_host()
             give_back(self._device)
             with self._changed:
                 self._stays = False
 
     def begin(self, version: str, offer: int, hold: Hold) -> None:
-        """From now on send ``version``, once the main thread has made this offer. Raises RanksLost if it does not."""
+        """Send ``version`` from now on, once the main thread has made this offer. Raises RanksLost if it does not."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._offers >= offer, self._timeout_s):
                 raise RanksLost(
@@ -281,11 +324,11 @@ class Outlet:
 
     def seal(self) -> None:
         """End a publication once all of the offered weights are copied, so that training may change them."""
-        self._settle()
+        self._wait_for_copies()
         self.leave()
 
-    def _settle(self) -> None:
-        """Wait until all of the offered weights are copied, and let go of them."""
+    def _wait_for_copies(self) -> None:
+        """Wait until all offered weights are copied, then drop the reference to them."""
         for copy in self._copies:
             copy.result()
         with self._changed:
@@ -294,7 +337,7 @@ class Outlet:
                 group.release(len(self._kept))
 
     def open(self, key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]:
-        """Prepare to send to ``members`` engines whose workers have these needs (None: everything).
+        """Prepare to send to ``members`` engines with these needs, one entry per worker; None stands for everything.
 
         Returns how each worker of each engine joins.
         """
@@ -347,7 +390,8 @@ class Outlet:
         group.unsent.clear()
         for sender in group.senders:
             sender.close()
-        give_back(self._device)  # the copy may have left already, but for what this group was being sent
+        # The copy may have left already, except the rounds that this group was being sent.
+        give_back(self._device)
 
     def disconnect(self) -> None:
         """Leave all groups, when the run is over."""
@@ -362,7 +406,7 @@ class Outlet:
             return self._groups[key]
 
     def _copy(self, offer: int, leaves: bool) -> None:
-        """Have this offer copied, unless it was; ``leaves``: to the host, as soon as a round is copied."""
+        """Start copying this offer unless that was done. With ``leaves``, each copied round moves to the host."""
         if offer == self._sent:
             return
         assert self._held is not None, "an offer comes with its shards"
@@ -392,7 +436,8 @@ class Outlet:
             data, total = kept.data, kept.checksum
         else:
             data, pieces = self._sliced(kept, number, cuts[number])
-            total = checksum(data) if self._device.type == "cpu" else checksum_like(SUMS, data)  # as engines compute it
+            # Engines on the device compute this kind of checksum fastest.
+            total = checksum(data) if self._device.type == "cpu" else checksum_like(SUMS, data)
         later = self._nbytes(cuts[number + 1]) if number + 1 < len(cuts) else 0
         info = msgspec.structs.replace(manifest(pieces), checksum=total, next_bytes=later)
         if self._hold != "no":
@@ -400,7 +445,7 @@ class Outlet:
         return Bucket(data, info, self._device)
 
     def _sliced(self, kept: _Kept, number: int, cuts: Sequence[Cut]) -> tuple[Tensor, list[Piece]]:
-        """Copy what a worker needs of a round into a bucket."""
+        """Copy a worker's share of a round into a bucket."""
         source = dict(zip(self._parts[number], kept.places, strict=True))
         data, places = room(*self._sizes(cuts), kept.data.device)
         for cut, place in zip(cuts, places, strict=True):
@@ -419,35 +464,13 @@ class Outlet:
         return layout_of(*self._sizes(cuts))[1]
 
     def _sizes(self, cuts: Sequence[Cut]) -> tuple[list[torch.dtype], list[int]]:
-        return (
-            [self._dtype(cut.part.name) for cut in cuts],
-            [sum(map(volume, cut.boxes)) for cut in cuts],
-        )
+        return [self._dtype(cut.part.name) for cut in cuts], [sum(map(volume, cut.boxes)) for cut in cuts]
 
     def _dtype(self, name: str) -> torch.dtype:
         return dtype_of(self.rounds.tensors[name].dtype)
 
 
-LENGTH = struct.Struct("!Q")
-MOST_BYTES = 1 << 30  # of a message
-STRANGER_S = 10.0  # within which a connection says the token
-LATER_S = 30.0  # that rank 0 waits longer for an offer than the rank itself does, to hear which rank is behind
-
-log = logging.getLogger("rl_async.weight_sync")
-
-
-class RankEnd(Protocol):
-    """What the coordinator needs of a rank's outlet, here or elsewhere. For the methods see ``Outlet``."""
-
-    def begin(self, version: str, offer: int, hold: Hold) -> None: ...
-    def seal(self) -> None: ...
-    def leave(self) -> None: ...
-    def open(self, key: str, members: int, needs: Sequence[Needs | None]) -> list[list[InitInfo]]: ...
-    def connect(self, key: str) -> None: ...
-    def stage(self, key: str, number: int) -> list[UpdateInfo]: ...
-    def send(self, key: str, number: int) -> None: ...
-    def close(self, key: str) -> None: ...
-    def disconnect(self) -> None: ...
+# --- an outlet of another rank, over TCP
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -464,7 +487,7 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the method returned; or in words the error that it raised: a failed transfer, or a fault of the rank."""
+    """The result of the method, or the text of the error it raised: a failed transfer, or a fault of the rank."""
 
     error: str = ""
     fault: str = ""
@@ -484,7 +507,8 @@ class OutletServer:
     def close(self) -> None:
         """Take no further connections, and leave all groups of engines."""
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
+            # This wakes the thread that waits for connections.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._outlet.disconnect()
 
@@ -536,7 +560,8 @@ class OutletServer:
             return Answer(fault=str(error))
         except WeightSyncError as error:
             return Answer(error=str(error))
-        except Exception as error:  # of this process: no engine is to blame for it, and rank 0 waits for an answer
+        except Exception as error:
+            # A fault of this process: engines are not to blame, and rank 0 waits for an answer.
             log.exception("%s of a publication failed", command.method)
             return Answer(fault=f"{type(error).__name__}: {error}")
         return Answer()
@@ -546,8 +571,8 @@ class RemoteOutlet:
     """The outlet of rank ``rank`` at ``address``, as the coordinator uses it.
 
     Methods raise WeightSyncError if a transfer failed, and RanksLost if the rank did, is gone, or does not answer
-    within ``timeout_s``. That is less than engines have for an update: none is to be taken for hung because a rank is.
-    ``offer_s`` is for what waits for the rank's main thread, or for a copy of all that it holds.
+    within ``timeout_s``. Engines have longer for an update, so that none is taken for hung because a rank is.
+    ``offer_s`` is the deadline of calls that wait for the rank's main thread or for a copy of all its weights.
     """
 
     def __init__(self, rank: int, address: str, token: str, timeout_s: float, offer_s: float) -> None:
@@ -555,7 +580,8 @@ class RemoteOutlet:
         self._offer_s = offer_s + LATER_S
         host, _, port = address.rpartition(":")
         self._address = host, int(port)
-        self._idle: list[socket.socket] | None = []  # connections; None: no longer wanted
+        # Connections that wait for a call. If None, connections are closed after their call.
+        self._idle: list[socket.socket] | None = []
         self._lock = threading.Lock()
 
     def begin(self, version: str, offer: int, hold: Hold) -> None:
@@ -580,7 +606,7 @@ class RemoteOutlet:
         self._call(Command("send", key, number))
 
     def close(self, key: str) -> None:
-        """As of ``Outlet``, but without waiting. A rank that is lost has left the group."""
+        """Start leaving the group, without waiting for the end. A lost rank has left it."""
 
         def call() -> None:
             with suppress(RanksLost):
@@ -589,19 +615,22 @@ class RemoteOutlet:
         in_daemon_thread(call, "outlet")
 
     def disconnect(self) -> None:
-        """End the connections, those in use after their call."""
+        """Close the connections; those in use are closed after their call."""
         with self._lock:
             idle, self._idle = self._idle or [], None
         for peer in idle:
             peer.close()
 
     def _call(self, command: Command, timeout_s: float | None = None) -> Answer:
-        """Every call that runs at the same time as another one has a connection of its own."""
+        """Send a command and return the answer. Concurrent calls use separate connections."""
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             with self._lock:
                 peer = self._idle.pop() if self._idle else None
-            peer = peer or self._connected()
+            if peer is None:
+                peer = socket.create_connection(self._address, self._timeout_s)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _write(peer, self._token)
             peer.settimeout(deadline_s)
             try:
                 _write(peer, msgspec.json.encode(command))
@@ -622,12 +651,6 @@ class RemoteOutlet:
         if answer.error:
             raise WeightSyncError(f"rank {self._rank}: {answer.error}")
         return answer
-
-    def _connected(self) -> socket.socket:
-        peer = socket.create_connection(self._address, self._timeout_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _write(peer, self._token)
-        return peer
 
 
 def _write(peer: socket.socket, data: bytes) -> None:
@@ -652,18 +675,18 @@ def _exactly(peer: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-THREAD = "weight-transfer"
+# --- all ranks, as rank 0 drives them
 
 
 class RankShards:
-    """The weights of a version as they lie on the trainer's ranks. ``outlet`` is rank 0's, ``others`` those elsewhere.
+    """The weights of a version on the trainer's ranks. ``outlet`` is rank 0's, ``others`` those of other ranks.
 
     Methods block; they raise WeightSyncError, and RanksLost if a rank is gone.
     """
 
-    def __init__(self, outlet: Outlet, others: Mapping[int, RankEnd]) -> None:
+    def __init__(self, outlet: Outlet, others: Mapping[int, RemoteOutlet]) -> None:
         self._outlet = outlet
-        self._ends: dict[int, RankEnd] = {0: outlet, **others}
+        self._ends: dict[int, Outlet | RemoteOutlet] = {0: outlet, **others}
         self._keys = itertools.count()
 
     @property
@@ -672,25 +695,25 @@ class RankShards:
         return {name: list(spec.shape) for name, spec in self._outlet.rounds.tensors.items()}
 
     def begin(self, version: Version, hold: Hold) -> None:
-        """Make all ranks send ``version``, which their main threads offer, as this rank's has."""
+        """Make all ranks send ``version``. This rank's main thread has offered it, and theirs will."""
         offer = self._outlet.offers
         run_in_threads([partial(end.begin, str(version), offer, hold) for end in self._ends.values()], THREAD)
 
     def seal(self) -> None:
-        """Have all ranks copy what no engine has asked for: training may then change the weights."""
+        """Have all ranks copy the rest of the weights, so that training may change them."""
         run_in_threads([end.seal for end in self._ends.values()], THREAD)
 
     def leave(self) -> None:
-        """Have all ranks take what they keep for engines off the devices that those share; may be called twice."""
+        """Have all ranks move their copies off the devices shared with engines; may be called twice."""
         run_in_threads([end.leave for end in self._ends.values()], THREAD)
 
     def close(self) -> None:
-        """Part from the other ranks, and leave the groups of engines that are still open."""
+        """Disconnect from the other ranks, and leave the groups of engines that are still open."""
         for end in self._ends.values():
             end.disconnect()
 
     def shipment(self, members: int, needs: Sequence[Needs | None]) -> "RankShipment":
-        """Prepare to send to ``members`` engines whose workers have these needs (None: everything)."""
+        """Prepare to send to ``members`` engines with these needs, one entry per worker; None stands for everything."""
         rounds = self._outlet.rounds
         ends = [self._ends[rank] for rank in rounds.senders]
         return RankShipment(f"weights-{next(self._keys)}", ends, members, needs, len(rounds.parts))
@@ -703,11 +726,17 @@ class RankShipment:
     """
 
     def __init__(
-        self, key: str, ends: Sequence[RankEnd], members: int, needs: Sequence[Needs | None], count: int
+        self,
+        key: str,
+        ends: Sequence[Outlet | RemoteOutlet],
+        members: int,
+        needs: Sequence[Needs | None],
+        count: int,
     ) -> None:
         self._key, self._ends = key, ends
         self.needs, self.count = tuple(needs), count
-        self.nbytes = 0  # staged since the first round, for one engine
+        # Bytes staged for one engine since the first round.
+        self.nbytes = 0
         try:
             self._joins = run_in_threads([partial(end.open, key, members, needs) for end in ends], THREAD)
         except BaseException:
@@ -733,18 +762,22 @@ class RankShipment:
             self.nbytes = 0
         infos = run_in_threads([partial(end.stage, self._key, number) for end in self._ends], THREAD)
         self.nbytes += sum(wire_bytes(info) for of_rank in infos for info in of_rank)
-        of_workers = [_one(list(of_worker), _of_sources) for of_worker in zip(*infos, strict=True)]
-        return _one(of_workers, _of_workers)
+        empty = UpdateInfo(names=[], dtype_names=[], shapes=[], checksum="", hold=infos[0][0].hold)
+        of_workers = [
+            _one(list(of_worker), lambda many: msgspec.structs.replace(empty, sources=many))
+            for of_worker in zip(*infos, strict=True)
+        ]
+        return _one(of_workers, lambda many: msgspec.structs.replace(empty, workers=many))
 
     def send(self, number: int) -> None:
         """Transfer a staged round while the engines receive it."""
         run_in_threads([partial(end.send, self._key, number) for end in self._ends], THREAD)
 
     def unstage(self) -> None:
-        """Do nothing: the ranks release a round when the one after the next is staged, and at the end."""
+        """Do nothing: ranks release a round when the one after the next is staged, and at the end."""
 
     def leave(self) -> None:
-        """Have the ranks that send take what they keep off shared devices; may be called twice."""
+        """Have the ranks that send move their copies off shared devices; may be called twice."""
         run_in_threads([end.leave for end in self._ends], THREAD)
 
     def close(self) -> None:
@@ -754,28 +787,20 @@ class RankShipment:
 
 
 def _one(infos: list[Info], combine: Callable[[list[Info]], Info]) -> Info:
-    """Return the only one as it is, and several combined."""
+    """Return a single info as it is, and combine several."""
     return infos[0] if len(infos) == 1 else combine(infos)
 
 
-def _of_sources(infos: list[UpdateInfo]) -> UpdateInfo:
-    return UpdateInfo(names=[], dtype_names=[], shapes=[], checksum="", hold=infos[0].hold, sources=infos)
-
-
-def _of_workers(infos: list[UpdateInfo]) -> UpdateInfo:
-    return UpdateInfo(names=[], dtype_names=[], shapes=[], checksum="", hold=infos[0].hold, workers=infos)
-
-
-OVER = "outlets/over"
+# --- how the ranks find each other
 
 
 @contextmanager
 def led(
     outlet: Outlet, token: str, store: dist.Store, ranks: int, answer_s: float, offer_s: float
 ) -> Iterator[RankShards]:
-    """On rank 0: all ranks' outlets, until it and then the other ranks have left the context.
+    """Yield the outlets of all ranks, on rank 0. At the end of the context, wait for the other ranks to leave theirs.
 
-    ``store`` is that of all ``ranks``; ``answer_s`` and ``offer_s`` are as of ``RemoteOutlet``. Raises torch's
+    ``store`` is shared by all ``ranks``; for ``answer_s`` and ``offer_s`` see ``RemoteOutlet``. Raises torch's
     DistStoreError if a rank has not left within ``offer_s`` of the end of this one's context.
     """
     addresses = {rank: store.get(_key(rank)).decode() for rank in range(1, ranks)}
@@ -788,9 +813,9 @@ def led(
 
 @contextmanager
 def followed(outlet: Outlet, rank: int, host: str, token: str, store: dist.Store, leave_s: float) -> Iterator[None]:
-    """On another rank: serve its outlet to rank 0, until that sends no more.
+    """Serve the outlet of another rank to rank 0, until rank 0 sends no more.
 
-    Raises torch's DistStoreError if it still does ``leave_s`` after the end of the context.
+    Raises torch's DistStoreError if that takes longer than ``leave_s`` after the end of the context.
     """
     with closing(OutletServer(outlet, host, token)) as server:
         store.set(_key(rank), server.address)
