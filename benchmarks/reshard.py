@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks.processes.command_line import parser, save
 from benchmarks.processes.ranks import free_ports, run_ranks
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, joined, megatron, slices, volume, whole
-from rl_async.weight_sync.reshard import PointToPoint, ReshardPlan, SharedMemoryWire, Wire, plan, reshard
+from rl_async.weight_sync.reshard import PointToPoint, ReshardPlan, Wire, plan, reshard
+from tests.support.resharding import SharedMemoryWire, figures
 
 MB = 1 << 20
 BUCKET = 64 * MB
@@ -181,10 +182,10 @@ def measure(repeats: int) -> list[dict[str, dict[str, float]]]:
     return [json.loads(out) for out in outputs]
 
 
-def figures(repeats: int) -> dict[str, float]:
+def measured_figures(repeats: int) -> dict[str, float]:
     """Prints the measured table; returns the goals' keys."""
     told, made = measure(repeats), small_plan()
-    minimal = made.figures.minimal
+    minimal = figures(made).minimal
     print(f"{'measured, FSDP2 on 2 to TP 2':<64}{'MB':>10}{'/ minimal':>11}{'ms':>8}{'buffers MB':>12}")
     for arm, seconds in told[0]["seconds"].items():
         moved = sum(rank["bytes"][arm] for rank in told)
@@ -198,11 +199,11 @@ def main() -> None:
     if arguments.rank:
         rank_process(arguments.repeats)
         return
-    result = figures(arguments.repeats)
+    result = measured_figures(arguments.repeats)
     print(f"\n{'planned':<64}{'GB':>10}{'/ minimal':>11}{'gather':>8}{'buffers MB':>12}{'plan s':>8}")
     for name, (source, target) in larger().items():
         began = time.perf_counter()
-        cost = plan(source, target, 256 * MB).figures
+        cost = figures(plan(source, target, 256 * MB))
         took = time.perf_counter() - began
         moved, gather = f"{cost.moved / 1e9:>10.1f}{cost.moved / cost.minimal:>11.3f}", cost.full_gather / cost.moved
         print(f"{name:<64}{moved}{gather:>7.1f}x{cost.peak_extra / 1e6:>12.1f}{took:>8.1f}")

@@ -19,7 +19,7 @@ against faults, not against forgery: any single changed word is found, and of ot
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -38,23 +38,38 @@ DTYPES = frozenset(
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     }
 )
-MOST_ELEMENTS = 1 << 48  # of the tensors of a manifest, which comes over the network
+# Manifests come over the network, so their tensors must not have more elements than this.
+MOST_ELEMENTS = 1 << 48
+
+DELTA_BLOCK = 1 << 16
+UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
+# Number of elements of a sum that fit in a processor's cache.
+CACHED = 1 << 18
+
+# Begins a checksum of the second kind.
+SUMS = "sums:"
+# Number of words of eight bytes that share a factor.
+SUM_BLOCK = 1 << 15
+# Number of blocks whose products exist at the same time, in 32 MiB.
+AT_ONCE = 1 << 7
 
 
 @dataclass(frozen=True)
 class Piece:
     """Elements ``start`` to ``start + data.numel()`` of the flattened parameter ``name``; ``data`` is [numel].
 
-    With ``boxes``, ``data`` is these parts of the parameter, one flattened box after another; ``total`` elements of it
-    travel, ``start`` of them before these.
+    ``shape`` is that of the whole parameter. With ``boxes``, ``data`` holds these parts of it, one flattened box after
+    another; ``of_boxes`` elements of the parameter travel in total, ``start`` of them before these.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter
+    shape: tuple[int, ...]
     start: int
     data: Tensor
     boxes: tuple[Box, ...] = ()
-    of_boxes: int = 0  # with boxes: ``total``
+    of_boxes: int = 0
 
     @property
     def total(self) -> int:
@@ -79,15 +94,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes to send, uint8[nbytes] on any device, and the manifest of what they hold."""
+    """Bytes to send, uint8[nbytes], and their manifest. ``home`` is the former device of bytes that have moved."""
 
     data: Tensor
     info: UpdateInfo
-    home: torch.device | None = None  # where it was filled, if ``data`` has moved since
+    home: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """The device where the bucket was filled, and from which engines on this machine can take it."""
+        """The device where the bucket was filled. Engines on this machine can take it from there."""
         return self.home or self.data.device
 
     def offloaded(self) -> "Bucket":
@@ -102,11 +117,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class EmptyBucket:
-    """A bucket to be filled: ``boxes`` are views of ``data``, each in its box's shape, in order."""
+    """A bucket to be filled: ``boxes`` are views of ``data``, each in its box's shape. ``info`` has no checksum yet."""
 
     data: Tensor
     boxes: list[tuple[str, Box, Tensor]]
-    info: UpdateInfo  # without a checksum
+    info: UpdateInfo
 
     def seal(self) -> Bucket:
         """Return the bucket with its checksum; call it once all boxes have their values."""
@@ -145,11 +160,26 @@ def allocate_buckets(
     specs: Mapping[str, TensorSpec], max_bytes: int, device: str | torch.device = "cpu"
 ) -> list[EmptyBucket]:
     """Allocate the buckets into which ``divide`` puts the tensors; the caller fills and seals them."""
-    return [_allocate(pieces, torch.device(device)) for pieces in divide(specs, max_bytes)]
+    buckets = []
+    for pieces in divide(specs, max_bytes):
+        numels = [volume(piece.box) for piece in pieces]
+        data, places = room([dtype_of(piece.spec.dtype) for piece in pieces], numels, torch.device(device))
+        boxes = [(p.name, p.box, place.view(lengths(p.box))) for p, place in zip(pieces, places, strict=True)]
+        cut = any(piece.box != whole(piece.spec.shape) for piece in pieces)
+        info = UpdateInfo(
+            names=[piece.name for piece in pieces],
+            dtype_names=[piece.spec.dtype for piece in pieces],
+            shapes=[list(piece.spec.shape) for piece in pieces],
+            starts=[first_element(piece.spec.shape, piece.box) for piece in pieces] if cut else [],
+            numels=numels if cut else [],
+            checksum="",
+        )
+        buckets.append(EmptyBucket(data, boxes, info))
+    return buckets
 
 
 def pack(pieces: Sequence[Piece]) -> Bucket:
-    """Copy pieces into a bucket on the device of the first (none: the host)."""
+    """Copy pieces into a bucket on the device of the first one, or on the host if there are no pieces."""
     device = pieces[0].data.device if pieces else torch.device("cpu")
     dtypes, numels = [piece.data.dtype for piece in pieces], [piece.data.numel() for piece in pieces]
     data, places = room(dtypes, numels, device)
@@ -249,22 +279,6 @@ def _cut(name: str, spec: TensorSpec, max_bytes: int) -> Iterator[Box]:
         todo = [(*box[:dimension], part, *box[dimension + 1 :]) for part in ends] + todo
 
 
-def _allocate(pieces: Sequence[PlannedPiece], device: torch.device) -> EmptyBucket:
-    numels = [volume(piece.box) for piece in pieces]
-    data, places = room([dtype_of(piece.spec.dtype) for piece in pieces], numels, device)
-    boxes = [(p.name, p.box, place.view(lengths(p.box))) for p, place in zip(pieces, places, strict=True)]
-    cut = any(piece.box != whole(piece.spec.shape) for piece in pieces)
-    info = UpdateInfo(
-        names=[piece.name for piece in pieces],
-        dtype_names=[piece.spec.dtype for piece in pieces],
-        shapes=[list(piece.spec.shape) for piece in pieces],
-        starts=[first_element(piece.spec.shape, piece.box) for piece in pieces] if cut else [],
-        numels=numels if cut else [],
-        checksum="",
-    )
-    return EmptyBucket(data, boxes, info)
-
-
 def first_element(shape: Sequence[int], box: Box) -> int:
     """Return the index of the box's first element in the flattened tensor."""
     at = 0
@@ -361,8 +375,7 @@ def _labelled(buckets: Sequence[Bucket], version: str, hold: Hold, base: str = "
     ]
 
 
-DELTA_BLOCK = 1 << 16
-UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# --- deltas
 
 
 def deltas(buckets: Sequence[Bucket], base: Sequence[Bucket], base_version: str) -> Iterator[Bucket]:
@@ -372,7 +385,7 @@ def deltas(buckets: Sequence[Bucket], base: Sequence[Bucket], base_version: str)
     """
     for index, bucket in enumerate(buckets):
         old = base[index] if index < len(base) else None
-        payload = _encode(bucket, old) if old is not None and _alike(bucket.info, old.info) else None
+        payload = _encode(bucket, old) if old is not None and _contents(bucket) == _contents(old) else None
         if payload is None:
             yield bucket
             continue
@@ -398,7 +411,8 @@ def apply_delta(payload: Tensor, data: Tensor, info: UpdateInfo) -> None:
     places += torch.repeat_interleave(starts, counts, output_size=changed)
     if changed and int(places.max()) >= len(units):
         raise WeightSyncError(f"a delta changes positions beyond the end of the bucket from {info.names[0]!r} on")
-    units[places] = payload[split:].clone().view(units.dtype)  # a copy, since a view would have to be aligned
+    # A view would have to be aligned, so the payload is copied.
+    units[places] = payload[split:].clone().view(units.dtype)
 
 
 def _encode(bucket: Bucket, base: Bucket) -> Tensor | None:
@@ -414,7 +428,8 @@ def _encode(bucket: Bucket, base: Bucket) -> Tensor | None:
     payload = bucket.data.new_empty(nbytes)
     counts = torch.bincount(places // DELTA_BLOCK, minlength=head // 4)
     payload[:head] = counts.to(torch.int32).view(torch.uint8)
-    payload[head:split] = places.to(torch.int16).view(torch.uint8)  # keeps the lower 16 bits
+    # The conversion keeps the lower 16 bits.
+    payload[head:split] = places.to(torch.int16).view(torch.uint8)
     payload[split:] = new[places].view(torch.uint8)
     return payload
 
@@ -423,18 +438,13 @@ def _blocks(units: Tensor) -> int:
     return -(-len(units) // DELTA_BLOCK)
 
 
-def _alike(one: UpdateInfo, other: UpdateInfo) -> bool:
-    return (one.names, one.dtype_names, one.shapes, one.starts, one.numels) == (
-        other.names,
-        other.dtype_names,
-        other.shapes,
-        other.starts,
-        other.numels,
-    )
+def _contents(bucket: Bucket) -> tuple[list[Any], ...]:
+    """Return the part of a manifest that must agree for one bucket to be a delta of another."""
+    info = bucket.info
+    return info.names, info.dtype_names, info.shapes, info.starts, info.numels
 
 
-LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
-CACHED = 1 << 18  # elements of a sum that fit in a processor's cache
+# --- adapters
 
 
 def add(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
@@ -489,9 +499,7 @@ class AdapterSum:
         self._unused = set(self._pairs)
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces, with adapters added where there are any. Raises WeightSyncError for shapes that do not
-        fit.
-        """
+        """Return the pieces with their adapters added. Raises WeightSyncError for shapes that do not fit."""
         return [self._sum(piece) if piece.name in self._pairs else piece for piece in pieces]
 
     def require_all_used(self) -> None:
@@ -514,9 +522,7 @@ class AdapterSum:
         return Piece(piece.name, piece.shape, piece.start, add(weight, low, high, self._scale).view(-1))
 
 
-SUMS = "sums:"  # begins a checksum of the second kind
-SUM_BLOCK = 1 << 15  # words of eight bytes that share a factor
-AT_ONCE = 1 << 7  # blocks whose products exist at the same time: 32 MiB
+# --- checksums
 
 
 def checksum(data: Tensor) -> str:

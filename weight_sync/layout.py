@@ -1,25 +1,26 @@
 """Layouts of a model's weights: for every tensor, which rank holds which box of it. Pure; no torch.
 
-A box is a hyper-rectangle of a whole tensor under its Hugging Face name, whatever the holder calls that part or fuses
-it with. A rank may hold several boxes of a tensor, and several ranks the same one (a replica). Source and target of a
-transfer number their ranks in one process group, so that a rank that is in both is recognised.
+A box is a hyper-rectangle of a whole tensor under its Hugging Face name, even if the holder names that part otherwise
+or fuses it with others. A rank may hold several boxes of a tensor, and several ranks the same one (a replica). Source
+and target of a transfer number their ranks in one process group, so that a rank that is in both is recognised.
 
 ``fsdp2`` cuts rows. ``megatron`` and ``engine`` cut Llama, Qwen2, Qwen3 and Qwen3-MoE by tensor names, as Megatron-Core
 and as vLLM do (``QKVParallelLinear``, ``MergedColumnParallelLinear``, ``RowParallelLinear``,
 ``VocabParallelEmbedding``, ``determine_expert_map``). Rows that pad a vocabulary are not weights, so no box holds them.
-To add a model family, add its tensors' names to ``KINDS``."""
+To add a model family, add its tensors' names to ``KINDS``.
+"""
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from rl_async.errors import WeightSyncError
 
-Box = tuple[tuple[int, int], ...]  # first element and end, per dimension
-
+# First element and end of each dimension.
+Box = tuple[tuple[int, int], ...]
 
 ITEM_BYTES = {
     "float64": 8,
@@ -36,7 +37,7 @@ ITEM_BYTES = {
 
 
 class TensorSpec(NamedTuple):
-    """A whole tensor. ``dtype`` is torch's name of the type in which it is sent; the holder's may be wider."""
+    """A whole tensor. ``dtype`` is torch's name of the type that travels; the holder's may be wider."""
 
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
@@ -60,7 +61,7 @@ class Shard(NamedTuple):
 class Layout:
     """Which ranks hold which boxes of which tensors; empty boxes are left out.
 
-    ``shards`` of a tensor are in the order in which they lie in a rank's memory, where that matters. Raises
+    ``shards`` of a tensor are in the order of a rank's memory, where that matters. Raises
     WeightSyncError if a shard is not within its tensor, or a rank holds an element twice.
     """
 
@@ -180,7 +181,8 @@ def _check(name: str, tensor: TensorSpec, shards: Sequence[Shard]) -> None:
         by_rank.setdefault(rank, []).append(box)
     for rank, boxes in by_rank.items():
         boxes.sort()
-        for i, box in enumerate(boxes):  # sorted by their first rows, so only the next few can overlap
+        # Boxes are sorted by their first rows, so only the next few can overlap.
+        for i, box in enumerate(boxes):
             for later in boxes[i + 1 :]:
                 if box and later[0][0] >= box[0][1]:
                     break
@@ -188,7 +190,10 @@ def _check(name: str, tensor: TensorSpec, shards: Sequence[Shard]) -> None:
                     raise WeightSyncError(f"rank {rank} would hold elements of {name} twice: {box} and {later}")
 
 
-VLLM_VOCAB_MULTIPLE = 64  # DEFAULT_VOCAB_PADDING_SIZE
+# --- the layouts of engines and of Megatron-Core, by tensor names
+
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE.
+VLLM_VOCAB_MULTIPLE = 64
 
 Kind = Literal["copy", "vocab", "query", "key", "rows", "columns"]
 
@@ -210,10 +215,12 @@ KINDS: dict[str, Kind] = {
     "gate_proj.weight": "rows",
     "up_proj.weight": "rows",
     "down_proj.weight": "columns",
-    "gate.weight": "copy",  # the router
+    # The router of a mixture of experts.
+    "gate.weight": "copy",
 }
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")  # Transformers 5: all experts of a layer in one tensor
+# Transformers 5 keeps all experts of a layer in one tensor.
+STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -345,8 +352,8 @@ class _Model(NamedTuple):
         raise WeightSyncError("no tensor is named k_proj.weight, so the layout of this model is not known")
 
 
-class _Attention(Protocol):
-    def __call__(self, name: str, heads: int, at: Slot) -> list[Box]: ...
+# Returns the boxes of an attention tensor with so many heads at a position.
+_Attention = Callable[[str, int, Slot], list[Box]]
 
 
 def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention, virtual_stages: int = 1) -> Layout:
@@ -356,7 +363,8 @@ def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention
 
     def is_here(name: str, stage: int) -> bool:
         layer = LAYER.search(name)
-        if layer:  # virtual stages are dealt to the pipeline's ranks in turn
+        if layer:
+            # Virtual stages are dealt to the pipeline's ranks in turn.
             return int(layer[1]) * stages * virtual_stages // layers % stages == stage
         is_input = name.endswith("embed_tokens.weight")
         return (is_input and stage == 0) or ((not is_input or tied) and stage == stages - 1)
@@ -372,10 +380,13 @@ def _layout(model: _Model, places: Sequence[RankPosition], attention: _Attention
             return attention(name, shape[0] // head_dim, slot)
         return [_dense(kind, name, shape, slot, model.vocab_multiple)]
 
-    def everywhere(name: str) -> tuple[Shard, ...]:
-        return shards_of((rank, box) for rank, at in enumerate(places) for box in boxes(name, at))
-
-    return Layout(model.tensors, {name: everywhere(name) for name in model.tensors})
+    return Layout(
+        model.tensors,
+        {
+            name: shards_of((rank, box) for rank, at in enumerate(places) for box in boxes(name, at))
+            for name in model.tensors
+        },
+    )
 
 
 def _dense(kind: Kind, name: str, shape: Sequence[int], at: Slot, vocab_multiple: int) -> Box:

@@ -7,7 +7,7 @@ In: two layouts (``layout.py``) and this rank's shards of the first. Out: this r
 Every byte that a target rank needs comes from exactly one source: its own rank if that holds it, and otherwise the
 holder that has least to send so far. In an exchange a rank sends and receives at most ``bucket_bytes`` together, which
 bounds the memory it needs beside the two layouts. The plan is a function of its arguments alone, so every rank computes
-the same one. A wire is point to point over gloo or NCCL, or shared memory; a rank that misses a peer records it in the
+the same one. Messages go point to point over gloo or NCCL; a rank that misses a peer records it in the
 group's store before it gives up, so that all can name the rank at the end of a chain. ``Gathering`` fills buckets of
 whole tensors on rank 0; no other rank ever holds a whole tensor.
 """
@@ -18,8 +18,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from multiprocessing.shared_memory import SharedMemory
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,10 +38,21 @@ from rl_async.weight_sync.layout import (
     volume,
     without,
 )
-from rl_async.weight_sync.transports.ipc import mapped, new_segment
 
-ALIGNMENT = 16  # bytes: messages begin at multiples of it in their rank's buffer
-MOVES_PER_BUCKET = 4  # at least so many moves fit, so less than a quarter of a full exchange is unused
+# Messages begin at multiples of so many bytes in their rank's buffer.
+ALIGNMENT = 16
+# At least so many moves fit into a bucket, so less than a quarter of a full exchange is unused.
+MOVES_PER_BUCKET = 4
+# Other ranks notice a failure at their own deadline, which may be a little later than ours.
+GRACE_S = 1.0
+# The rank that talks to the engines.
+GATHERER = 0
+
+# A rank's part of a layout. Each tensor has the shape of its box.
+LocalShards = Mapping[tuple[str, Box], Tensor]
+
+
+# --- the plan
 
 
 class Move(NamedTuple):
@@ -56,7 +65,8 @@ class Move(NamedTuple):
     nbytes: int
 
 
-Message = tuple[Move, ...]  # all moves from one rank to another in an exchange, packed in this order without gaps
+# All moves from one rank to another in an exchange, packed in this order without gaps.
+Message = tuple[Move, ...]
 
 
 class Exchange(NamedTuple):
@@ -77,22 +87,6 @@ class ReshardPlan:
     target: Layout
     exchanges: tuple[Exchange, ...]
     local: tuple[Move, ...]
-
-    @cached_property
-    def figures(self) -> "Figures":
-        """Cost of the plan, beside the lowest and the highest possible."""
-        return _figures(self)
-
-
-class Figures(NamedTuple):
-    """Cost of a plan in bytes, summed over all ranks unless noted."""
-
-    moved: int
-    local: int  # copied without leaving their rank
-    minimal: int  # needed by a rank that does not hold them: any transfer has to move these
-    full_gather: int  # if every target rank received every tensor whole, minus what it holds
-    sent_by_busiest: int  # by the rank that sends most
-    peak_extra: int  # buffers on the rank and in the exchange where they are largest
 
 
 class MessageSpan(NamedTuple):
@@ -168,7 +162,7 @@ def plan(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
 def moves(name: str, source: Layout, wanted: Shard, sent: Mapping[int, int]) -> Iterator[Move]:
     """Yield the moves that fill ``wanted``, a box of the tensor ``name``; its own rank's shards are used first.
 
-    ``sent``: bytes that each rank sends so far, which the caller keeps up to date while it takes the moves. Raises
+    The caller keeps ``sent``, the bytes that each rank sends so far, up to date while it takes the moves. Raises
     WeightSyncError if no rank holds an element.
     """
     holders: dict[Box, list[int]] = defaultdict(list)
@@ -213,8 +207,10 @@ class _Schedule:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._used: dict[tuple[int, int], int] = defaultdict(int)  # bytes by (exchange, rank)
-        self._first: dict[int, int] = defaultdict(int)  # by rank: exchanges before this one are full
+        # Bytes by exchange and rank.
+        self._used: dict[tuple[int, int], int] = defaultdict(int)
+        # The first exchange of each rank that is not full.
+        self._first: dict[int, int] = defaultdict(int)
         self._moves: dict[int, dict[tuple[int, int], list[Move]]] = {}
 
     def add(self, move: Move) -> None:
@@ -230,66 +226,22 @@ class _Schedule:
                 self._first[rank] += 1
 
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Return the exchanges; each message has its widest elements first, so that none needs padding before it."""
+        """Return the exchanges. Each message has its widest elements first, so that none needs padding before it."""
+
+        def narrowness(move: Move) -> int:
+            return -(move.nbytes // volume(move.box))
+
         return tuple(
-            Exchange({ends: tuple(sorted(moves, key=_width)) for ends, moves in sorted(messages.items())})
+            Exchange({ends: tuple(sorted(moves, key=narrowness)) for ends, moves in sorted(messages.items())})
             for _, messages in sorted(self._moves.items())
         )
-
-
-def _width(move: Move) -> int:
-    return -(move.nbytes // volume(move.box))
-
-
-def _figures(made: ReshardPlan) -> Figures:
-    target = made.target
-    wanted = sum(target.nbytes(name, shard.box) for name, shards in target.shards.items() for shard in shards)
-    sent: dict[int, int] = defaultdict(int)
-    peak = 0
-    for exchange in made.exchanges:
-        for ends in exchange.messages:
-            sent[ends[0]] += exchange.nbytes(*ends)
-        traffic = [messages_of(exchange, rank) for rank in {rank for ends in exchange.messages for rank in ends}]
-        peak = max(peak, *(messages.outgoing_bytes + messages.incoming_bytes for messages in traffic))
-    return Figures(
-        moved=sum(sent.values()),
-        local=sum(move.nbytes for move in made.local),
-        minimal=wanted - _on_own_rank(made.source, target),
-        full_gather=_full_gather(made.source, target),
-        sent_by_busiest=max(sent.values(), default=0),
-        peak_extra=peak,
-    )
-
-
-def _on_own_rank(source: Layout, target: Layout) -> int:
-    """Count the bytes needed on a rank that holds them. No rank holds an element twice, so each counts once."""
-    total = 0
-    for name, shards in target.shards.items():
-        held: dict[int, list[Box]] = defaultdict(list)
-        for rank, box in source.shards[name]:
-            held[rank].append(box)
-        for rank, wanted in shards:
-            both = (common(wanted, box) for box in held[rank])
-            total += sum(target.nbytes(name, box) for box in both if box is not None)
-    return total
-
-
-def _full_gather(source: Layout, target: Layout) -> int:
-    held = sum(
-        source.nbytes(name, shard.box)
-        for name, shards in source.shards.items()
-        for shard in shards
-        if shard.rank in target.ranks
-    )
-    total = sum(volume(tuple((0, n) for n in spec.shape)) * spec.itemsize for spec in target.tensors.values())
-    return total * len(target.ranks) - held
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-GRACE_S = 1.0  # other ranks notice a failure at their own deadline, which may be a little later than ours
+# --- how messages travel
 
 
 class Wire(Protocol):
@@ -336,7 +288,7 @@ class PointToPoint:
 
     def __init__(self, store: dist.Store, group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
         self._group, self._device = group, device
-        self._lost = _LostRankFinder(store, dist.get_rank(group))
+        self._lost = LostRankFinder(store, dist.get_rank(group))
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -372,7 +324,7 @@ class PointToPoint:
         """Do nothing: the buffer is this rank's own, and the messages have been sent."""
 
     def close(self) -> None:
-        """Do nothing: whoever made the process group ends it."""
+        """Do nothing: the maker of the process group ends it."""
 
     def _carry_out(self, batches: list[list[dist.P2POp]], what: str, deadline: float) -> None:
         """Start all operations and wait for them."""
@@ -384,93 +336,12 @@ class PointToPoint:
                 started += [(peer, work) for work in dist.batch_isend_irecv(batch)]
             for of_work, work in started:
                 peer = of_work
-                work.wait(_left(deadline))
+                work.wait(seconds_left(deadline))
         except RuntimeError as error:
             raise self._lost.error(peer, what, str(error)) from error
 
 
-class SharedMemoryWire:
-    """Exchanges messages on one host: each rank packs into its own segment, from which the others copy.
-
-    Kept for resharding on shared devices, of which this is the CPU form (on a GPU, handles of its memory take its
-    place).
-    ``store`` is as for ``PointToPoint`` and carries a few bytes per message. A dead peer is noticed at the deadline
-    only.
-    """
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._lost = _LostRankFinder(store, rank)
-        self._segment: SharedMemory | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._peers: dict[int, Tensor] = {}
-        self._round = 0
-        self._what = ""  # name of the exchange in progress
-
-    @property
-    def held_bytes(self) -> int:
-        return self._buffer.numel()
-
-    def open(self, outgoing: int, both: int) -> None:
-        self.close()
-        self._round += 1
-        if outgoing == 0:
-            return
-        self._segment = new_segment(outgoing)
-        self._buffer = mapped(self._segment.name, shared=True)
-        self._store.set(self._key("segment", self._rank), self._segment.name)
-
-    def send_buffers(self, messages: RankMessages) -> list[Tensor]:
-        return [self._buffer[span.start : span.start + span.nbytes] for span in messages.outgoing]
-
-    def exchange(self, messages: RankMessages, what: str, deadline: float) -> list[Tensor]:
-        self._what = what
-        for span in messages.outgoing:
-            self._store.set(self._key(what, self._rank, span.peer), "packed")
-        arrived = []
-        for span in messages.incoming:
-            self._take(self._key(what, span.peer, self._rank), span.peer, deadline)
-            arrived.append(self._peer(span.peer, deadline)[span.start : span.start + span.nbytes])
-        return arrived
-
-    def release(self, messages: RankMessages, deadline: float) -> None:
-        for span in messages.incoming:
-            self._store.set(self._key(self._what, "copied", span.peer, self._rank), "")
-        for span in messages.outgoing:
-            self._take(self._key(self._what, "copied", self._rank, span.peer), span.peer, deadline)
-
-    def close(self) -> None:
-        """Unlink this rank's segment and drop the mappings of others; may be called twice."""
-        self._peers.clear()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        if self._segment is not None:
-            self._segment.close()
-            self._segment.unlink()
-            self._segment = None
-
-    def _peer(self, peer: int, deadline: float) -> Tensor:
-        if peer not in self._peers:
-            name = self._get(self._key("segment", peer), peer, deadline).decode()
-            self._peers[peer] = mapped(name, shared=True)
-        return self._peers[peer]
-
-    def _take(self, key: str, peer: int, deadline: float) -> None:
-        """Wait for a key that only this rank reads, and delete it."""
-        self._get(key, peer, deadline)
-        self._store.delete_key(key)
-
-    def _get(self, key: str, peer: int, deadline: float) -> bytes:
-        try:
-            self._store.wait([key], _left(deadline))
-            return bytes(self._store.get(key))
-        except RuntimeError as error:
-            raise self._lost.error(peer, self._what, "no answer within the deadline") from error
-
-    def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._round, *parts)))
-
-
-class _LostRankFinder:
+class LostRankFinder:
     """Finds the rank that failed: one that others miss and that misses no other rank."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -479,7 +350,8 @@ class _LostRankFinder:
     def error(self, peer: int, what: str, reason: str) -> RanksLost:
         """Return the error for this rank having missed ``peer``."""
         missed, chain = peer, [self._rank]
-        with suppress(RuntimeError):  # no record of this one, or the store was on the lost rank
+        # The last rank has no record, or the store was on the lost rank.
+        with suppress(RuntimeError):
             self._store.set(f"missed/{self._rank}", str(peer))
             while missed not in chain:
                 chain.append(missed)
@@ -489,26 +361,27 @@ class _LostRankFinder:
         return RanksLost(f"reshard, {what}: rank {self._rank} lost rank {missed}{through}: {reason}")
 
 
-def _left(deadline: float) -> timedelta:
+def seconds_left(deadline: float) -> timedelta:
+    """Return the time until ``deadline``, at least 1 ms."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
-LocalShards = Mapping[tuple[str, Box], Tensor]  # a rank's part of a layout; each tensor has its box's shape
+# --- carrying out a plan
 
 
 class Traffic(NamedTuple):
-    """Bytes that one rank moved in a reshard."""
+    """Bytes of one rank in a reshard: over the wire, between its own shards, and of buffers."""
 
     sent: int
     received: int
-    copied: int  # from its own shards into its own shards
-    buffers: int  # allocated beside source and target
+    copied: int
+    buffers: int
 
 
 def reshard(
     made: ReshardPlan, rank: int, source: LocalShards, target: LocalShards, wire: Wire, timeout_s: float
 ) -> Traffic:
-    """Fill ``target`` in place from ``source`` as ``made`` says; every rank of the plan calls it alike.
+    """Fill ``target`` in place from ``source`` as ``made`` says. Every rank of the plan makes the same call.
 
     Elements are converted to their spec's type before they are sent and to the target's on arrival. After ``timeout_s``
     it raises WeightSyncError naming the rank that failed; the wire is unusable then and ``target`` holds mixed weights.
@@ -529,10 +402,12 @@ def reshard(
         if not messages.outgoing and not messages.incoming:
             continue
         for span, buffer in zip(messages.outgoing, wire.send_buffers(messages), strict=True):
-            _pack(exchange.messages[rank, span.peer], source, buffer, made.source)
+            for move, place in _places(exchange.messages[rank, span.peer], buffer, made.source):
+                place.copy_(_slice(move, source, move.source.box))
         arrived = wire.exchange(messages, f"exchange {number + 1} of {len(made.exchanges)}", deadline)
         for span, buffer in zip(messages.incoming, arrived, strict=True):
-            _unpack(exchange.messages[span.peer, rank], target, buffer, made.target)
+            for move, place in _places(exchange.messages[span.peer, rank], buffer, made.target):
+                _slice(move, target, move.target.box).copy_(place)
         wire.release(messages, deadline)
     sent = sum(span.nbytes for messages in traffic for span in messages.outgoing)
     received = sum(span.nbytes for messages in traffic for span in messages.incoming)
@@ -572,16 +447,6 @@ def _slice(move: Move, holding: LocalShards, shard: Box) -> Tensor:
     return holding[move.tensor, shard][slices(move.box, shard)]
 
 
-def _pack(message: Message, source: LocalShards, buffer: Tensor, layout: Layout) -> None:
-    for move, place in _places(message, buffer, layout):
-        place.copy_(_slice(move, source, move.source.box))
-
-
-def _unpack(message: Message, target: LocalShards, buffer: Tensor, layout: Layout) -> None:
-    for move, place in _places(message, buffer, layout):
-        _slice(move, target, move.target.box).copy_(place)
-
-
 def _places(message: Message, buffer: Tensor, layout: Layout) -> Iterator[tuple[Move, Tensor]]:
     """Yield each move with its part of a message, uint8[nbytes], as a tensor of the box's shape."""
     at = 0
@@ -591,7 +456,7 @@ def _places(message: Message, buffer: Tensor, layout: Layout) -> Iterator[tuple[
         at += move.nbytes
 
 
-GATHERER = 0  # the rank that talks to the engines
+# --- gathering for an engine that takes whole tensors
 
 
 class ShardedWeights(NamedTuple):
@@ -602,8 +467,9 @@ class ShardedWeights(NamedTuple):
 
 
 class Gathering:
-    """Gathers weights into buckets on ``device`` and keeps the plan while the layout stays the same. All ranks call it
-    alike.
+    """Gathers weights into buckets on ``device``, and keeps the plan while the layout stays the same.
+
+    All ranks make the same calls.
     """
 
     def __init__(self, wire: Wire, rank: int, bucket_bytes: int, timeout_s: float, device: str = "cpu") -> None:
@@ -617,17 +483,14 @@ class Gathering:
         Raises RanksLost if a rank is gone or does not take part within ``timeout_s``.
         """
         if self._plan is None or self._plan.source is not weights.layout:
-            self._plan = plan(weights.layout, _target(weights.layout, self._bucket_bytes), self._bucket_bytes)
+            boxes: dict[str, list[Box]] = {name: [] for name in weights.layout.tensors}
+            for bucket in divide(weights.layout.tensors, self._bucket_bytes):
+                for part in bucket:
+                    boxes[part.name].append(part.box)
+            shards = {name: shards_of((GATHERER, box) for box in found) for name, found in boxes.items()}
+            self._plan = plan(weights.layout, Layout(weights.layout.tensors, shards), self._bucket_bytes)
         mine = weights.layout.tensors if self._rank == GATHERER else {}
         empty = allocate_buckets(mine, self._bucket_bytes, self._device)
         places = {(name, box): place for bucket in empty for name, box, place in bucket.boxes}
         reshard(self._plan, self._rank, weights.held, places, self._wire, self._timeout_s)
         return [bucket.seal() for bucket in empty]
-
-
-def _target(source: Layout, bucket_bytes: int) -> Layout:
-    boxes: dict[str, list[Box]] = {name: [] for name in source.tensors}
-    for bucket in divide(source.tensors, bucket_bytes):
-        for part in bucket:
-            boxes[part.name].append(part.box)
-    return Layout(source.tensors, {name: shards_of((GATHERER, box) for box in found) for name, found in boxes.items()})

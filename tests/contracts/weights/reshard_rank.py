@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from rl_async.errors import WeightSyncError
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, engine, fsdp2, megatron
-from rl_async.weight_sync.reshard import PointToPoint, SharedMemoryWire, Wire, one_box_each, plan, reshard, split_fused
+from rl_async.weight_sync.reshard import PointToPoint, Wire, one_box_each, plan, reshard, split_fused
+from tests.support.resharding import SharedMemoryWire, figures
 from tests.unit.weight_sync.models import specs
 
 WORLD = 4
@@ -163,13 +164,14 @@ def run(scenario: Scenario, wire: Wire, meshes: dict[int, DeviceMesh], timeout_s
                 expected.append(right[at])
     made = plan(source, target, BUCKET)
     done = reshard(made, rank, source_parts, target_parts, wire, timeout_s)
+    cost = figures(made)
     return done._asdict() | {
         "parameters": len(fused),
         "wrong": sum(not torch.equal(a, b) for a, b in zip(fused, expected, strict=True)),
-        "moved": made.figures.moved,
-        "minimal": made.figures.minimal,
-        "local": made.figures.local,
-        "full_gather": made.figures.full_gather,
+        "moved": cost.moved,
+        "minimal": cost.minimal,
+        "local": cost.local,
+        "full_gather": cost.full_gather,
         "buckets": len(made.exchanges),
     }
 

@@ -30,7 +30,6 @@ from rl_async.weight_sync.reshard import (
     Gathering,
     ReshardPlan,
     ShardedWeights,
-    SharedMemoryWire,
     messages_of,
     one_box_each,
     plan,
@@ -38,6 +37,7 @@ from rl_async.weight_sync.reshard import (
 )
 from tests.support.buckets import make_buckets
 from tests.support.effort import examples
+from tests.support.resharding import SharedMemoryWire, figures
 from tests.unit.weight_sync.models import specs
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8"])
@@ -148,7 +148,7 @@ def check(source: Layout, target: Layout, bucket_bytes: int) -> ReshardPlan:
     for exchange in made.exchanges:
         for rank in {rank for ends in exchange.messages for rank in ends}:
             messages = messages_of(exchange, rank)
-            assert messages.outgoing_bytes + messages.incoming_bytes <= made.figures.peak_extra <= bucket_bytes
+            assert messages.outgoing_bytes + messages.incoming_bytes <= figures(made).peak_extra <= bucket_bytes
             ends = [0, *(span.start + span.nbytes for span in messages.outgoing)]
             assert all(end <= span.start for end, span in zip(ends, messages.outgoing, strict=False))
     return made
@@ -166,16 +166,16 @@ def check_figures(made: ReshardPlan, held: dict, got: dict) -> None:
             minimal += int((wants & ~has).sum()) * spec.itemsize
             local += int((wants & has).sum()) * spec.itemsize
             gather += int((~has).sum()) * spec.itemsize
-    figures = made.figures
-    assert (figures.moved, figures.minimal, figures.local) == (minimal, minimal, local)
-    assert figures.full_gather == gather >= figures.moved
+    cost = figures(made)
+    assert (cost.moved, cost.minimal, cost.local) == (minimal, minimal, local)
+    assert cost.full_gather == gather >= cost.moved
     sent = Counter(dict.fromkeys(made.source.ranks, 0))
     for exchange in made.exchanges:
         for source, target in exchange.messages:
             assert source != target
             sent[source] += exchange.nbytes(source, target)
-    assert sum(sent.values()) == figures.moved
-    assert max(sent.values()) == figures.sent_by_busiest
+    assert sum(sent.values()) == cost.moved
+    assert max(sent.values()) == cost.sent_by_busiest
 
 
 @settings(max_examples=examples(200))
@@ -202,7 +202,7 @@ def test_replicas_share_the_sending_and_buckets_are_full() -> None:
     named = {f"t{i}": TensorSpec((64, 4), "float32") for i in range(8)}  # 8 KiB
     source, target = fsdp2(named, 1, 4), fsdp2(named, 1, 2).placed([8, 9])
     made = check(source, target, 2048)
-    assert made.figures.sent_by_busiest == 2 * 8192 // 4
+    assert figures(made).sent_by_busiest == 2 * 8192 // 4
     assert len(made.exchanges) == 8192 // 2048, "both targets receive as much as they may in each bucket"
 
 
@@ -211,7 +211,7 @@ def test_what_stays_on_its_rank_is_not_sent() -> None:
     layout = engine(named, tp=2, kv_heads=2)
     made = check(layout, layout, 64)
     assert not made.exchanges
-    assert made.figures.minimal == 0 < made.figures.local
+    assert figures(made).minimal == 0 < figures(made).local
 
 
 def test_what_no_source_holds_is_refused() -> None:

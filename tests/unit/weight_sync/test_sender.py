@@ -28,6 +28,7 @@ from rl_async.weight_sync.receiver import Assembler, WeightReceiver
 from rl_async.weight_sync.reshard import plan
 from rl_async.weight_sync.sender import Needs, Outlet, OutletServer, RemoteOutlet, followed, led, plan_rounds
 from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
+from tests.support.resharding import figures
 from tests.support.trainer_ranks import HOST, TOKEN, TrainerRanks, shards_of, specs_of
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
 from tests.unit.weight_sync.models import specs
@@ -155,7 +156,7 @@ def test_tensor_parallel_slices_are_as_few_bytes_as_the_minimal_plan(tp: int, ra
         for rank in range(tp)
     ]
     trainer = Layout(named, {name: (Shard(tp, whole(spec.shape)),) for name, spec in named.items()})
-    minimal = plan(trainer, wanted, 1 << 20).figures.minimal
+    minimal = figures(plan(trainer, wanted, 1 << 20)).minimal
     weights = {name: torch.randn(spec.shape).to(torch.bfloat16) for name, spec in named.items()}
     with TrainerRanks(weights, ranks, WeightSyncConfig(transport="ipc", bucket_bytes=1 << 16)) as trainers:
         _, _, sent = received(trainers, V1, weights, needs, "no")
