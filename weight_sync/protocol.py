@@ -1,4 +1,4 @@
-"""Bodies of the weight routes, and what the coordinator needs of engines and of their registry.
+"""Bodies of the weight routes, and the interfaces of engines and of their registry for the coordinator.
 
 The routes are vLLM's; the embedded engine serves the same ones. Nothing here imports torch, so an engine client can use
 this module anywhere.
@@ -17,87 +17,105 @@ TransportName = Literal["nearest", "gloo", "ipc", "disk", "nccl"]
 Hold = Literal["no", "keep", "stage"]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
-Box = list[tuple[Count, Count]]  # first element and end, per dimension
+# First element and end of each dimension.
+Box = list[tuple[Count, Count]]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an engine joins a transfer. Coordinator -> engine.
 
-    ``ipc`` needs only the backend, ``disk`` only the folder. For the others the sender is rank 0 of a group of
-    ``world_size``, whose store is the file ``store``, or else at ``master_address:master_port``.
+    ``ipc`` needs only the backend, ``disk`` only the ``folder`` of the files. For the others the sender is rank 0 of a
+    group of ``world_size``. They meet at the file ``store``, which only the user of both sides can open, or else at
+    ``master_address:master_port``. The engine's first worker has the rank ``rank_offset``, the others the following
+    ones. ``timeout_s`` is for the rendezvous and for each transfer. ``shm_name`` is the shared memory that ``nearest``
+    tries, or empty if it could not be allocated.
+
+    If several trainer ranks send, ``sources`` has an entry for each; if several workers of the engine receive,
+    ``workers`` has. Then no other field counts.
     """
 
     backend: TransportName
     master_address: str = ""
     master_port: Port = 0
-    # The path of a file that only the user of both sides can open, on one machine.
     store: str = ""
-    rank_offset: Count = 0  # rank of this engine's first worker; the others have the following ones
+    rank_offset: Count = 0
     world_size: Count = 0
-    timeout_s: Seconds = 0.0  # of the rendezvous and of each transfer
+    timeout_s: Seconds = 0.0
     group_name: str = ""
-    folder: str = ""  # disk: where the files are
-    shm_name: str = ""  # nearest: shared memory to try; empty: there was no room for it
-    sources: list["InitInfo"] = []  # of each trainer rank that sends, if there are several; then nothing else counts
-    workers: list["InitInfo"] = []  # of each worker of the engine, if there are several; then nothing else counts
+    folder: str = ""
+    shm_name: str = ""
+    sources: list["InitInfo"] = []
+    workers: list["InitInfo"] = []
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where bytes are in the memory of an accelerator, for processes on the same machine (``device_memory.py``)."""
+    """A place in the memory of an accelerator, for processes on the same machine (``transports/ipc.py``).
 
-    device: str  # UUID
-    handle: bytes  # of the allocation
+    ``device`` is its UUID, ``offset`` is within the allocation of ``handle``. ``counter`` names the shared memory that
+    counts the users of the allocation. If ``wait``, a reader waits for ``event`` first.
+    """
+
+    device: str
+    handle: bytes
     nbytes: Count
-    offset: Count  # in the allocation
-    counter: bytes  # name of the shared memory in which users of the allocation are counted
+    offset: Count
+    counter: bytes
     counter_offset: Count
-    event: bytes  # until which a reader waits
-    wait: bool  # whether it must
+    event: bytes
+    wait: bool
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Manifest of one bucket: what its flat bytes hold, in this order. Coordinator -> engine.
+    """Manifest of one bucket: the pieces in its flat bytes, in order. Coordinator -> engine.
 
     A ``delta`` travels as ``payload_bytes`` bytes and turns the bucket of version ``base``, which the engine holds,
-    into this one; an engine that holds another version refuses it. An ``adapter`` bucket holds what ``finish`` adds to
+    into this one; an engine that holds another version refuses it. ``finish`` adds an ``adapter`` times ``scale`` to
     the weights ``base``; an engine without a copy of those refuses it.
 
-    A piece is a run of a parameter's elements, or a list of boxes of it, one after another. With ``sources`` several
-    trainer ranks send pieces of the same parameters at the same time.
+    A piece is a run of a parameter's elements, or a list of boxes of it, one after another. If several trainer
+    ranks send pieces of the same parameters at the same time, ``sources`` has an entry for each; if the workers of the
+    engine get slices, ``workers`` has. Then no other field counts except ``hold``.
     """
 
+    # ``shapes`` are those of whole parameters, and types have torch's names.
     names: list[str]
-    dtype_names: list[str]  # as in torch: float32, bfloat16, ...
-    shapes: list[list[Count]]  # of whole parameters
-    # First element of each piece of a parameter, or of its boxes: how many elements come before them, from anyone.
-    starts: list[Count] = []  # empty if all parameters are whole
-    numels: list[Count] = []  # number of elements of each piece; empty as ``starts``
-    boxes: list[list[Box]] = []  # of each piece; empty: a run of elements. Empty as a whole: all are runs
-    totals: list[Count] = []  # with ``boxes``: number of elements that travel of each parameter, from anyone
-    checksum: str  # of the bucket's bytes (buckets/checksum.py)
-    shm_name: str = ""  # ipc: the shared memory that holds the bytes
-    device_memory: DeviceMemory | None = None  # ipc: the same, if it is on an accelerator
-    file: str = ""  # disk: the file that holds the bytes
-    hold: Hold = "no"  # keep: load, and keep a copy for later deltas; stage: keep only, ``finish`` loads
-    # Unless ``hold`` is no: the version, the bucket's position and the number of buckets.
+    dtype_names: list[str]
+    shapes: list[list[Count]]
+    # First element and number of elements of each piece. Both are empty if all parameters are whole. With boxes, the
+    # start counts the elements of the parameter that come before, from any sender.
+    starts: list[Count] = []
+    numels: list[Count] = []
+    # The boxes of each piece, or an empty list for a run; ``totals`` counts the elements of each parameter that travel,
+    # from any sender. Both are empty if all pieces are runs.
+    boxes: list[list[Box]] = []
+    totals: list[Count] = []
+    checksum: str
+    # Place of the bytes for the ipc transport, on the host or on an accelerator, and for the disk transport.
+    shm_name: str = ""
+    device_memory: DeviceMemory | None = None
+    file: str = ""
+    # ``keep`` loads the bucket and keeps a copy for later deltas; ``stage`` only keeps it, for ``finish`` to load.
+    # Both need the version, the bucket's position and the number of buckets.
+    hold: Hold = "no"
     version: str = ""
     index: Count = 0
     count: Count = 0
     kind: Literal["full", "delta", "adapter"] = "full"
-    base: str = ""  # delta: the version it changes; adapter: the weights it is added to
-    scale: float = 0.0  # adapter: factor on the product of its matrices
-    payload_bytes: Count = 0  # delta: bytes that travel
-    next_bytes: Count = 0  # bytes that travel for the next bucket, which may arrive early; 0: none, or not known
-    sources: list["UpdateInfo"] = []  # of each trainer rank that sends, if there are several; then nothing else counts
-    workers: list["UpdateInfo"] = []  # of each worker of the engine, if they get slices; then nothing else counts
+    base: str = ""
+    scale: float = 0.0
+    payload_bytes: Count = 0
+    # Bytes that travel for the next bucket, which may arrive early. 0 if they are unknown, or this bucket is the last.
+    next_bytes: Count = 0
+    sources: list["UpdateInfo"] = []
+    workers: list["UpdateInfo"] = []
 
 
 Info = TypeVar("Info", InitInfo, UpdateInfo)
 
 
 def of_worker(info: Info, rank: int) -> Info:
-    """Return what concerns this worker of an engine. Raises WeightSyncError if there is nothing for it."""
+    """Return the entry for this worker of an engine. Raises WeightSyncError if it has none."""
     if not info.workers:
         return info
     if rank >= len(info.workers):
@@ -142,7 +160,7 @@ class EngineControl(Protocol):
         ...
 
     async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
-        """Return, by worker, the boxes that it needs of each tensor, whose shapes are given; None: it takes all whole.
+        """Return the boxes that each worker needs of tensors with these shapes, or None if workers take whole tensors.
 
         The engine must not be in the middle of an update.
         """
@@ -165,7 +183,7 @@ class EngineControl(Protocol):
         ...
 
     async def version(self) -> Version | None:
-        """Return the version that the engine serves; None before its first update."""
+        """Return the version that the engine serves, or None before its first update."""
         ...
 
     async def sleep(self, level: int) -> None:
@@ -210,12 +228,18 @@ class EngineDirectory(Protocol):
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Duration, size and result of one publication."""
+    """Duration, size and result of one publication.
+
+    During ``waiting_seconds`` of ``seconds`` no engine was registered. ``pause_seconds`` is the longest pause of an
+    engine, between its answers to pause and to resume. ``nbytes`` are those that the workers of one engine received, of
+    deltas if any group could use them. ``engines`` confirmed the version; ``failures`` names the engines that were cut
+    off, with phase, bucket and reason.
+    """
 
     version: Version
-    seconds: float  # the whole publication
-    waiting_seconds: float  # part of ``seconds`` during which no engine was registered
-    pause_seconds: float  # longest pause of an engine, from its answer to pause to its answer to resume
-    nbytes: int  # bytes that the workers of one engine received: of deltas, if any group could use them
-    engines: list[str]  # that confirmed the version
-    failures: list[str]  # engines cut off: which, in which phase and bucket, why
+    seconds: float
+    waiting_seconds: float
+    pause_seconds: float
+    nbytes: int
+    engines: list[str]
+    failures: list[str]

@@ -1,4 +1,4 @@
-"""The engine's side of a weight update, whatever the transport.
+"""The engine's side of a weight update, the same for all transports.
 
 ``WeightReceiver`` receives buckets, verifies them and hands over their pieces. ``Assembler`` makes whole parameters of
 pieces, for loaders that take nothing else. ``RetainedBuckets`` is an engine's own copy of the buckets that it received
@@ -34,12 +34,14 @@ class WeightReceiver:
 
     def __init__(self, load: Callable[[list[Piece]], None], device: str | torch.device = "cpu") -> None:
         self._load, self._device = load, torch.device(device)
-        self._transports: list[Receiver] = []  # one for each rank that sends
+        # One for each rank that sends.
+        self._transports: list[Receiver] = []
         self._retained, self._adapters = [RetainedBuckets()], RetainedBuckets()
-        self._staged: UpdateInfo | None = None  # the last bucket of what ``finish`` loads
+        # The last of the buckets that ``finish`` loads.
+        self._staged: UpdateInfo | None = None
 
     def start(self) -> None:
-        """Begin a new update; what an unfinished one staged will not be loaded."""
+        """Begin a new update. Buckets staged by an unfinished one will not be loaded."""
         self._staged = None
 
     def init(self, info: InitInfo) -> None:
@@ -67,11 +69,12 @@ class WeightReceiver:
             self._staged = infos[0]
             return
         self._load(merged(unpack(data, one) for data, one in zip(held, infos, strict=True)))
+        # Once this is answered, the senders may overwrite the buckets.
         for data in held:
-            settle(data)  # once this is answered, the senders may overwrite it
+            settle(data)
 
     def finish(self) -> None:
-        """End the update: load what was staged."""
+        """End the update: load the staged buckets."""
         staged, self._staged = self._staged, None
         if staged is None:
             return
@@ -102,7 +105,7 @@ class WeightReceiver:
 def merged(buckets: Iterable[Sequence[Piece]]) -> list[Piece]:
     """Return the pieces of several buckets, those of one parameter after one another and in order.
 
-    The parameter that began in earlier buckets comes first, and that which goes on in later ones last; the others are
+    The parameter that began in earlier buckets comes first, and the one that goes on in later ones last; the others are
     in the order of their names, so that all workers of an engine complete its layers in the same order.
     """
     by_name: dict[str, list[Piece]] = {}
@@ -123,7 +126,7 @@ def merged(buckets: Iterable[Sequence[Piece]]) -> list[Piece]:
 class Assembler:
     """Hands whole tensors to ``load`` and holds at most one incomplete parameter.
 
-    A tensor of which only boxes travel is NaN elsewhere (0 if it is not of floating point): a loader that used more of
+    If only boxes of a tensor travel, it is NaN elsewhere (0 if it is not of floating point): a loader that used more of
     it than its engine had asked for would be noticed at once.
 
     ``load`` gets views that are valid only during the call. The first piece of a parameter discards an incomplete one.
@@ -183,8 +186,9 @@ class RetainedBuckets:
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
-        self._coming = self._base = ""  # the version being received, and the complete one before it
-        self._next = 0  # position of the next bucket of ``_coming``
+        # The version being received, the position of its next bucket, and the complete version before it.
+        self._coming = self._base = ""
+        self._next = 0
         self.version = ""
 
     def put(self, wire: Tensor, info: UpdateInfo) -> Tensor:

@@ -39,7 +39,7 @@ class DiskSender:
         return InitInfo(backend="disk", folder=str(self._folder.resolve()))
 
     def connect(self) -> None:
-        """Do nothing: there is no group to form."""
+        """Do nothing: engines read the files without a connection."""
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Write the bucket to a file whose name was never used, so that no engine has it cached."""

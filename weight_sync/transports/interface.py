@@ -1,4 +1,4 @@
-"""What the coordinator and the engines need of a transport, and the table of transports.
+"""The interface of transports for the coordinator and the engines, and the table of transports.
 
 ``nearest``, the default, chooses: shared memory if all of a group can open this process's, else gloo. Every engine
 tries to open a segment that the sender names, and says in the group's store whether it could. Addresses prove nothing:
@@ -43,7 +43,8 @@ class NearestSender:
         self._members = [_key(rank) for rank in range(1, 1 + sum(workers))]
         try:
             self._segment = self._memory.reserve(bucket_bytes)
-        except WeightSyncError:  # /dev/shm is too small, as it is in a container by default
+        except WeightSyncError:
+            # /dev/shm is too small, as it is in a container by default.
             self._segment = ""
 
     def init_info(self, member: int) -> InitInfo:
@@ -106,7 +107,7 @@ class NearestReceiver:
 
 
 def _opens(segment: str) -> bool:
-    """Whether this process can open the sender's memory, of which it keeps nothing mapped."""
+    """Whether this process can open the sender's memory. The mapping is dropped at once."""
     try:
         mapped(segment)
     except WeightSyncError:
@@ -146,7 +147,7 @@ class Sender(Protocol):
         ...
 
     def unstage(self) -> None:
-        """Release the oldest staged bucket: every engine has received it, or never will."""
+        """Release the oldest staged bucket: no engine will read it any more."""
         ...
 
     def close(self) -> None:
@@ -167,15 +168,20 @@ class Receiver(Protocol):
 
 
 class SenderSetup(NamedTuple):
-    """Everything a sender may be built from; each transport takes what it needs."""
+    """Everything a sender may be built from; each transport uses a part of it.
 
-    workers: tuple[int, ...]  # of each engine
-    group_name: str  # unique within the run
-    timeout_s: float  # for forming the group and for each transfer
-    host: str  # address of this process as engines reach it
-    folder: Path  # disk: parent of the sender's own folder
-    bucket_bytes: int  # size of the largest bucket, if that is known
-    # The folder of files in which engines on this machine meet the sender.
+    ``workers`` counts those of each engine. ``group_name`` is unique within the run. ``timeout_s`` is for forming the
+    group and for each transfer. ``host`` is the address of this process as engines reach it; engines on this machine
+    meet it in files of the folder ``stores`` instead. The disk transport makes its folder in ``folder``. No bucket is
+    larger than ``bucket_bytes``.
+    """
+
+    workers: tuple[int, ...]
+    group_name: str
+    timeout_s: float
+    host: str
+    folder: Path
+    bucket_bytes: int
     stores: Path | None = None
 
 
@@ -199,8 +205,8 @@ TRANSPORTS: dict[TransportName, Transport] = {
 
 
 def bucket_device(transport: TransportName, device: str) -> str:
-    """Return where a trainer whose model is on ``device`` fills its buckets: there if the transport takes them there,
-    else on the host.
+    """Return where a trainer with its model on ``device`` fills buckets: there, or on the host if the transport cannot
+    send from there.
     """
     there = transport == "nccl" or (transport == "ipc" and shares_memory(device.partition(":")[0]))
     return device if there else "cpu"

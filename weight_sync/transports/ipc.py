@@ -4,7 +4,7 @@ A bucket that was filled on the host goes through a segment of shared memory, on
 through memory there (CUDA IPC, or HIP's), so that its bytes never leave the device. Two pieces of such memory are used
 in turns.
 
-The sender owns them. If it is killed, Python's resource tracker unlinks the segments, or whoever started the sender
+The sender owns them. If it is killed, Python's resource tracker unlinks the segments, or the parent of the sender
 (``rl_async.process.private_folder``); the driver frees device memory. torch counts who has opened a handle; memory that
 its owner drops is reused once nobody has it open.
 """
@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -57,7 +57,7 @@ def exported(data: Tensor) -> DeviceMemory:
 def opened(memory: DeviceMemory) -> Tensor:
     """Return the memory of another process as uint8[nbytes]; it stays open as long as the tensor and its views.
 
-    Raises WeightSyncError if this process does not see the device, or if the handle is no longer valid.
+    Raises WeightSyncError if this process does not see the device, or if the handle has become invalid.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     names = _device_names(found.type) if found is not None else []
@@ -95,63 +95,44 @@ def _device_names(kind: str) -> list[str]:
     return [str(module.get_device_properties(index).uuid) for index in range(torch.accelerator.device_count())]
 
 
-class Slot(Protocol):
-    """Memory for one bucket at a time, which other processes can map."""
-
-    device: torch.device
-    nbytes: int
-
-    def fill(self, data: Tensor) -> None:
-        """Copy ``data``, uint8[up to nbytes], to its beginning; return when it is there."""
-        ...
-
-    def named_in(self, info: UpdateInfo) -> UpdateInfo:
-        """Return the manifest with the name by which engines find the memory."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back; who has mapped it keeps the mapping."""
-        ...
-
-
 class HostSlot:
-    """A segment of shared memory."""
+    """A segment of shared memory for one bucket at a time. ``fields`` of a manifest name it to engines."""
 
     device = torch.device("cpu")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._segment = nbytes, new_segment(nbytes)
         self.name = self._segment.name
+        self.fields: dict[str, Any] = {"shm_name": self.name}
 
     def fill(self, data: Tensor) -> None:
-        assert self._segment.buf is not None  # only after close
+        """Copy ``data``, uint8[up to nbytes], to the beginning."""
+        assert self._segment.buf is not None, "the slot is closed"
         self._segment.buf[: data.numel()] = data.numpy().data
 
-    def named_in(self, info: UpdateInfo) -> UpdateInfo:
-        return msgspec.structs.replace(info, shm_name=self.name)
-
     def close(self) -> None:
+        """Release the memory; processes that have mapped it keep their mapping."""
         self._segment.close()
         self._segment.unlink()
 
 
 class DeviceSlot:
-    """Memory of an accelerator."""
+    """Memory of an accelerator for one bucket at a time. ``fields`` of a manifest name it to engines."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = nbytes, device
         self._data: Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._memory = exported(self._data)
+        self.fields: dict[str, Any] = {"device_memory": exported(self._data)}
 
     def fill(self, data: Tensor) -> None:
-        assert self._data is not None  # only after close
+        """Copy ``data``, uint8[up to nbytes], to the beginning; return when it is there."""
+        assert self._data is not None, "the slot is closed"
         self._data[: data.numel()].copy_(data)
-        settle(self._data)  # the engine does not wait for this process's stream
-
-    def named_in(self, info: UpdateInfo) -> UpdateInfo:
-        return msgspec.structs.replace(info, device_memory=self._memory)
+        # The engine does not wait for this process's stream.
+        settle(self._data)
 
     def close(self) -> None:
+        """Release the memory; processes that have opened it keep it."""
         self._data = None
 
 
@@ -159,9 +140,10 @@ class SharedMemorySender:
     """One slot per staged bucket, read by any number of engines. Engines need no connection to it."""
 
     def __init__(self) -> None:
-        self._staged: deque[Slot] = deque()
-        self._spare: list[Slot] = []
-        self._lock = threading.Lock()  # a thread may still stage a bucket while the sender is closed
+        self._staged: deque[HostSlot | DeviceSlot] = deque()
+        self._spare: list[HostSlot | DeviceSlot] = []
+        # A thread may still stage a bucket while the sender is closed.
+        self._lock = threading.Lock()
         self._closed = False
 
     def init_info(self, member: int) -> InitInfo:
@@ -169,9 +151,9 @@ class SharedMemorySender:
         return InitInfo(backend="ipc")
 
     def reserve(self, nbytes: int) -> str:
-        """Make both slots for buckets on the host beforehand; return the name of one's segment.
+        """Make both slots for buckets on the host beforehand; return the name of one segment.
 
-        Raises WeightSyncError if there is no room.
+        Raises WeightSyncError if shared memory is full.
         """
         slots: list[HostSlot] = []
         for _ in range(2):
@@ -180,7 +162,7 @@ class SharedMemorySender:
         return slots[0].name
 
     def connect(self) -> None:
-        """Do nothing: there is no group to form."""
+        """Do nothing: engines do not connect to the sender."""
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
         """Copy the bucket into a slot on the device where it was filled, named in the manifest."""
@@ -190,19 +172,19 @@ class SharedMemorySender:
             slot = self._slot(bucket)
             self._staged.append(slot)
             slot.fill(bucket.data)
-        return slot.named_in(bucket.info)
+        return msgspec.structs.replace(bucket.info, **slot.fields)
 
     def send(self, bucket: Bucket) -> None:
         """Do nothing: ``stage`` has copied the bytes."""
 
     def unstage(self) -> None:
-        """Let a later bucket have the oldest slot: every engine has loaded what is in it, or never will."""
+        """Free the oldest slot for a later bucket: no engine will read it any more."""
         with self._lock:
             if self._staged:
                 self._spare.append(self._staged.popleft())
 
     def close(self) -> None:
-        """Give all slots back and refuse further buckets."""
+        """Release all slots and refuse further buckets."""
         with self._lock:
             self._closed = True
             for slot in (*self._staged, *self._spare):
@@ -210,8 +192,8 @@ class SharedMemorySender:
             self._staged.clear()
             self._spare.clear()
 
-    def _slot(self, bucket: Bucket) -> Slot:
-        """Return the slot that is free if it fits, else a new one in its place."""
+    def _slot(self, bucket: Bucket) -> HostSlot | DeviceSlot:
+        """Return a spare slot that fits, or a new one. Spare slots that do not fit are closed."""
         while self._spare:
             slot = self._spare.pop()
             if slot.nbytes >= bucket.nbytes and slot.device == bucket.device:
@@ -224,18 +206,18 @@ class SharedMemoryReceiver:
     """Maps the slots that manifests name, on the engine's side."""
 
     def __init__(self, info: InitInfo) -> None:
-        """There is no group to join."""
+        """Take the info like other transports, although nothing is joined."""
         # At most as many as the sender has. They stay open from bucket to bucket: to map pages again costs time.
         self._open: dict[str | DeviceMemory, Tensor] = {}
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """Return one bucket's bytes, uint8[nbytes], where they are, for reading only: their values change after the
-        answer to it."""
+        """Return one bucket's bytes, uint8[nbytes], where they are. They are read-only and valid until the answer."""
         nbytes, where = wire_bytes(info), info.device_memory or info.shm_name
         if isinstance(where, DeviceMemory) and nbytes > where.nbytes:
             raise WeightSyncError(f"a bucket of {nbytes} bytes in device memory of {where.nbytes} bytes")
         if where not in self._open:
-            while len(self._open) > 1:  # the sender has dropped one
+            # The sender has two slots, so it has dropped one of these.
+            while len(self._open) > 1:
                 del self._open[next(iter(self._open))]
             self._open[where] = opened(where) if isinstance(where, DeviceMemory) else mapped(where)
         memory = self._open[where]
@@ -251,7 +233,7 @@ class SharedMemoryReceiver:
 def new_segment(nbytes: int) -> SharedMemory:
     """Create a segment with all its pages allocated.
 
-    Otherwise a write to a full /dev/shm would end the process with SIGBUS. Raises WeightSyncError if there is no room.
+    Otherwise a write to a full /dev/shm would end the process with SIGBUS. Raises WeightSyncError if it is full.
     """
     segment = None
     try:
@@ -275,7 +257,7 @@ def new_segment(nbytes: int) -> SharedMemory:
 def mapped(name: str, *, shared: bool = False) -> Tensor:
     """Map a whole segment, uint8[its size]; the mapping lives as long as the tensor and its views.
 
-    Writes to it stay private unless ``shared``. Raises WeightSyncError if there is no such segment.
+    Writes to it stay private unless ``shared``. Raises WeightSyncError for an unknown segment.
     """
     if not name or "/" in name:
         raise WeightSyncError(f"{name!r} is not a name of a shared memory segment")

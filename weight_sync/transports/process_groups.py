@@ -33,7 +33,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch import distributed as distributed
 
 from rl_async.accelerators import accelerator_here, collectives_of
 from rl_async.concurrency import in_daemon_thread
@@ -43,27 +42,28 @@ from rl_async.torch_shared import settle
 from rl_async.weight_sync.buckets import Bucket, wire_bytes
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
-GRACE_S = 1.0  # torch's own error, if there is one, says more
+# torch has this much longer to raise its own error, which says more.
+GRACE_S = 1.0
 
 log = logging.getLogger("rl_async.rendezvous")
 
 
-def file_store(path: Path, rank: int, members: int, timeout_s: float) -> distributed.FileStore:
+def file_store(path: Path, rank: int, members: int, timeout_s: float) -> dist.FileStore:
     """Meet the other members at this file, which the first makes and the last removes; it must be new.
 
     Who waits for a key looks every 10 ms. Raises DistStoreError if a member does not arrive in time.
     """
-    store = distributed.FileStore(str(path), members)
+    store = dist.FileStore(str(path), members)
     store.set_timeout(timedelta(seconds=timeout_s))
     store.set(f"arrived/{rank}", "")
     try:
         store.wait([f"arrived/{member}" for member in range(members)])
     except RuntimeError as error:
-        raise distributed.DistStoreError(f"not all of {members} members met at {path}: {error}") from error
+        raise dist.DistStoreError(f"not all of {members} members met at {path}: {error}") from error
     return store
 
 
-def transfer_store(path: Path, timeout_s: float) -> distributed.FileStore:
+def transfer_store(path: Path, timeout_s: float) -> dist.FileStore:
     """Open the store of a weight transfer, a file that is there and that only this user can reach.
 
     Raises WeightSyncError if it is not. Who waits for a key looks every 10 ms.
@@ -78,19 +78,19 @@ def transfer_store(path: Path, timeout_s: float) -> distributed.FileStore:
             f"the trainer's store {path} cannot be used here: {why}; an engine that sees other files than the trainer, "
             "as one in a container does, needs weight_sync.transport=disk"
         ) from error
-    store = distributed.FileStore(str(path))
+    store = dist.FileStore(str(path))
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
-def listening_store(host: str, port: int, timeout_s: float, members: int | None = None) -> distributed.TCPStore:
+def listening_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:
     """Open a store on this one IPv4 address, on a free port if ``port`` is 0. Waits for ``members`` if they are given.
 
     By default a store listens on all interfaces and over IPv6, where it looks up the name of every peer, which takes
     seconds with a slow resolver. Raises OSError if the address cannot be used.
     """
     listener = socket.create_server((host, port))
-    return distributed.TCPStore(
+    return dist.TCPStore(
         host,
         listener.getsockname()[1],
         world_size=members,
@@ -101,7 +101,7 @@ def listening_store(host: str, port: int, timeout_s: float, members: int | None 
     )
 
 
-def joined_store(host: str, port: int, timeout_s: float, members: int | None = None) -> distributed.TCPStore:
+def joined_store(host: str, port: int, timeout_s: float, members: int | None = None) -> dist.TCPStore:
     """Connect to the store at this address. Raises RuntimeError if it does not answer in time.
 
     The constructor looks up the name of the address before it connects, and nothing turns that off: where a resolver
@@ -109,19 +109,19 @@ def joined_store(host: str, port: int, timeout_s: float, members: int | None = N
     peer that takes the connection and is silent, so a thread calls it.
     """
 
-    def join() -> distributed.TCPStore:
-        return distributed.TCPStore(host, port, members, is_master=False, timeout=timedelta(seconds=timeout_s))
+    def join() -> dist.TCPStore:
+        return dist.TCPStore(host, port, members, is_master=False, timeout=timedelta(seconds=timeout_s))
 
     try:
         return in_daemon_thread(join, "store").result(timeout_s + GRACE_S)
     except TimeoutError as error:
-        raise distributed.DistStoreError(f"{host}:{port} took the connection, but did not answer as a store") from error
+        raise dist.DistStoreError(f"{host}:{port} took the connection, but did not answer as a store") from error
 
 
 def own_address(peer: str, port: int) -> str:
-    """Return the IPv4 address from which this host reaches ``peer``; sends nothing.
+    """Return this host's IPv4 address on the route to ``peer``; sends nothing.
 
-    Raises WeightSyncError if there is no route.
+    Raises WeightSyncError without a route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -156,16 +156,14 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def group_store(store: distributed.Store, name: str, device: str) -> distributed.Store:
+def group_store(store: dist.Store, name: str, device: str) -> dist.Store:
     """Return the part of ``store`` that a backend of group ``name`` uses; ``device`` is torch's type.
 
     The prefixes are those that torch's ``_new_process_group_helper`` applies to a store which already carries the
     group's name. Engines that create their side with torch's own functions (SGLang's ``init_custom_process_group``,
     after OpenRLHF and slime) therefore meet us there.
     """
-    return distributed.PrefixStore(
-        f"{device}/", distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
-    )
+    return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
 
 
 class GlooSender:
@@ -345,7 +343,8 @@ class _Broadcast:
 def _start(group: dist.ProcessGroupGloo, data: Tensor, timeout_s: float) -> _Broadcast:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=2 * timeout_s)  # it may have to wait for the broadcast before it
+    # A broadcast may have to wait for the previous one.
+    options.timeout = timedelta(seconds=2 * timeout_s)
     with _as_sync_error(data):
         return _Broadcast(group, data, group.broadcast([data], options), timeout_s)  # type: ignore[attr-defined]
 
@@ -368,7 +367,8 @@ def _release(in_flight: deque[_Broadcast]) -> None:
 
     def wait() -> None:
         while rest:
-            with suppress(RuntimeError):  # the transfer was abandoned
+            # An abandoned transfer fails, which nobody needs to hear of.
+            with suppress(RuntimeError):
                 rest[0].work.wait()
             rest.pop(0)
 
@@ -389,7 +389,8 @@ class NcclSender:
         device_groups()
         self._rendezvous = GlooSender(workers, group_name, timeout_s, host, folder)
         self._world_size, self._name, self._timeout_s = 1 + sum(workers), group_name, timeout_s
-        self._group: Any = None  # of a type that depends on the build of torch
+        # The type depends on the build of torch.
+        self._group: Any = None
 
     def init_info(self, member: int) -> InitInfo:
         """Describe how engine ``member`` joins, as gloo's does."""
@@ -454,7 +455,7 @@ class NcclReceiver:
 def device_groups() -> Any:
     """Return torch's class of process groups over the collectives of this process's accelerator.
 
-    Raises WeightSyncError if there is no accelerator, or no such class in this torch.
+    Raises WeightSyncError without an accelerator, or without such a class in this torch.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     groups = None if device is None else getattr(dist, f"ProcessGroup{collectives_of(device.type).upper()}", None)
@@ -487,7 +488,8 @@ def _broadcast_on_device(group: Any, data: Tensor, timeout_s: float) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     try:
-        group.broadcast([data], options).wait(timedelta(seconds=timeout_s))  # with a deadline it blocks the host thread
+        # With a deadline, ``wait`` blocks the host thread.
+        group.broadcast([data], options).wait(timedelta(seconds=timeout_s))
         settle(data)
     except RuntimeError as error:
         raise WeightSyncError(f"nccl broadcast of {data.numel()} bytes: {error}") from error
