@@ -16,7 +16,7 @@ number of engines, and the pools of many workers, who all know the same loads of
 same engine. A batch is complete when its slowest answer is, so an engine whose pace is SLOW times that of the fastest
 gets a request only to be measured again, one at a time, or if no other has room and waiting for one would take longer.
 
-At the end the client of an engine by its kind (``CLIENTS``, to which a new kind adds a line), and the pool of a run.
+``connect``, at the end, makes the client of each kind of engine, and ``engine_pool`` the pool of a run.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Generic, Protocol, TypedDict, TypeVar
+from typing import Generic, Protocol, TypeVar, get_args
 
 import msgspec
 
@@ -50,8 +50,10 @@ from rl_async.rollout_server.api import (
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.rollout_server.vllm.client import VllmEngine
 
-FULL = 0.9  # cache usage from which preemptions are put down to a full cache; a weight update preempts too, once
-SHRINK, GROW = 0.75, 1.05  # factors of the limit
+# From this cache usage on, preemptions are taken to come from a full cache. A weight update preempts too, but once.
+FULL = 0.9
+# Factors of a member's limit.
+SHRINK, GROW = 0.75, 1.05
 MIN_LIMIT = 4
 SESSIONS_REMEMBERED = 100_000
 CANDIDATES = 32
@@ -68,8 +70,23 @@ TRY_AGAIN_S, TRY_AGAIN = 20.0, 20.0
 FASTEST_EVERY_S = 1.0
 # Weight of the newest request in the usual length of one.
 NEWEST = 0.1
+# An engine that failed a request gets no other for BACKOFF_S, which is doubled for each one that it swallowed.
+BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
+# A deadline that is looked at so late passed while this process itself was held up.
+LATE_S = 1.0
+PROBE_EVERY_S = 2.0
+# Of more engines, those that failed lately are probed, and then those whose last probe is longest ago.
+PROBES_AT_ONCE = 128
+PROBE_S = 5.0
+# After so many missed probes in a row an engine's requests go elsewhere.
+MAX_MISSED_PROBES = 2
+WATCH_S = 10.0
+
+log = logging.getLogger("rl_async.pool")
 
 C = TypeVar("C")
+
+# --- choosing an engine
 
 
 class Pace:
@@ -98,7 +115,7 @@ class Pace:
         self.heard_at = now
 
     def slowness(self, fastest: float | None) -> float:
-        """Return how many times as long as the fastest engine this one takes for a token; 1 if that is unknown."""
+        """Return this engine's time per token relative to the fastest engine, or 1 if that is unknown."""
         if fastest is None or self.seconds is None:
             return 1.0
         return max(1.0, self.seconds / max(fastest, FASTEST_S))
@@ -114,29 +131,29 @@ class PoolMember(Generic[C]):
 
     def __init__(self, record: EngineRecord, client: C, max_batch: int) -> None:
         self.record, self.client = record, client
-        self.requests = self.tokens = 0  # of this pool: in flight, and the most tokens that they may come to
+        # This pool's requests in flight, and the most tokens that they may come to.
+        self.requests = self.tokens = 0
         self.limit = self._max_limit = float(max(MIN_LIMIT, math.ceil(1.25 * max_batch)))
         self.backoff_until = 0.0
         # Requests in a row that the engine let run out of time.
         self.swallowed = 0
-        self.missed_probes = 0  # in a row
-        self.probed_at = 0.0  # when the last probe began
-        self.gone = asyncio.Event()  # it left the registry, or does not answer probes
+        # Missed in a row, and when the latest began.
+        self.missed_probes = 0
+        self.probed_at = 0.0
+        # Set when the engine left the registry or does not answer probes.
+        self.gone = asyncio.Event()
         self.pace = Pace()
         # Seconds that its latest request took.
         self.took_s = 0.0
-        self.reads: set[asyncio.Timeout] = set()  # of its answers; to expire at once when it is gone
+        # Reads of its answers expire at once when it is gone.
+        self.reads: set[asyncio.Timeout] = set()
         self._load: EngineLoad | None = None
-        self._pressed = False  # the last load showed preemptions with a full cache
+        # Whether the last load showed preemptions with a full cache.
+        self._pressed = False
 
     @property
     def engine_id(self) -> str:
         return self.record.engine_id
-
-    @property
-    def is_withdrawn(self) -> bool:
-        """Whether it may not be used, though it is there."""
-        return self.record.version is None
 
     def adopt(self, record: EngineRecord) -> None:
         """Take in what the registry says now. The requests of an engine that was withdrawn move elsewhere."""
@@ -207,7 +224,8 @@ class OpenMembers(Generic[C]):
     """The engines that have room, kept as requests begin and end so that none is looked for among all engines."""
 
     def __init__(self) -> None:
-        self.members: list[PoolMember[C]] = []  # in no order
+        # Unordered, so that a removal is quick.
+        self.members: list[PoolMember[C]] = []
         self._at: dict[PoolMember[C], int] = {}
 
     def refresh(self, member: PoolMember[C]) -> None:
@@ -250,8 +268,8 @@ class Router(Generic[C]):
     ) -> PoolMember[C] | None:
         """Return the cheapest candidate among ``members`` that serves the request's version and has room.
 
-        None if there is no such engine, or only slow ones, and one of ``everyone`` would end the request, which has
-        waited for ``waited_s``, sooner.
+        Return None if all of them are unfit, or if only slow ones are left and a request that has waited for
+        ``waited_s`` would end sooner on one of ``everyone``.
         """
         last = self._last.get(session)
 
@@ -282,7 +300,7 @@ class Router(Generic[C]):
         return best
 
     def ended(self, member: PoolMember[C], seconds: float) -> None:
-        """Take in how long a request took on an engine, for what waiting for others is worth."""
+        """Record how long a request took on an engine, to estimate how long waiting for another one pays."""
         member.took_s = seconds
         if member.pace.slowness(self._fastest[1]) < SLOW:
             self._usual_s += (NEWEST if self._usual_s else 1.0) * (seconds - self._usual_s)
@@ -311,21 +329,11 @@ def _max_tokens(request: GenerateRequest) -> int:
     return len(request.token_ids) + request.max_tokens
 
 
-# An engine that failed a request gets no other for BACKOFF_S, which is doubled for each one that it swallowed.
-BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
-# A deadline that is looked at so late passed while this process itself was held up.
-LATE_S = 1.0
-PROBE_EVERY_S = 2.0
-PROBES_AT_ONCE = 128  # of more engines, those that failed lately and then those whose last probe is longest ago
-PROBE_S = 5.0
-MAX_MISSED_PROBES = 2  # after so many in a row the engine's requests go elsewhere
-WATCH_S = 10.0
-
-log = logging.getLogger("rl_async.pool")
+# --- the pool
 
 
 class StreamingClient(Protocol):
-    """What the pool needs of an engine's client. Methods raise EngineLost and EngineRejected."""
+    """An engine's client, as the pool uses it. Methods raise EngineLost and EngineRejected."""
 
     def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]: ...
     async def load(self) -> EngineLoad: ...
@@ -334,26 +342,27 @@ class StreamingClient(Protocol):
 
 
 class RegistryReader(Protocol):
-    """What the pool needs of the registry of engines, which the transfer queue keeps."""
+    """The registry of engines, which the transfer queue keeps."""
 
     async def engines(self, after: int = -1, wait_s: float = 0.0) -> EngineList: ...
 
 
 class _Progress:
-    """A request, what was sampled for it so far, and its deadline, which every new token extends."""
+    """A request, its answer so far, and its deadline, which every new token extends."""
 
     def __init__(self, request: GenerateRequest, session: str, timeout_s: float, heard: Heard | None) -> None:
         self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
-        self.engine = ""  # that was asked last
+        # The engine that was asked last.
+        self.engine = ""
         # Engines that let the deadline pass.
         self._tried: set[str] = set()
         self.extend_deadline()
 
     @property
     def unfinished(self) -> bool:
-        """Whether more is to be sampled. The tokens are examined too, since an engine may be lost after the last token
-        and before it reported the finish reason."""
+        """Whether tokens are missing. They are examined too, since an engine may be lost after the last token and before
+        it reported the finish reason."""
         return self.done.finish_reason == "abort" and not (self._full or self._stopped)
 
     @property
@@ -402,14 +411,9 @@ class _Progress:
         """Seconds to the deadline, at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
 
-    @property
-    def overdue_s(self) -> float:
-        """How many seconds ago the deadline was; negative before it."""
-        return time.monotonic() - self._deadline
-
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() >= self._deadline
+    def expired(self, by_s: float = 0.0) -> bool:
+        """Whether the deadline passed at least ``by_s`` ago."""
+        return time.monotonic() - self._deadline >= by_s
 
 
 class _Waiter:
@@ -422,7 +426,7 @@ class _Waiter:
 
 
 class EnginePool:
-    """Sends each request to one of the registered engines, whatever happens to the others.
+    """Sends each request to one of the registered engines, and moves it when that engine is lost.
 
     ``connect`` makes the client of a newly registered engine, which decodes ``max_batch`` requests at once.
     ``timeout_s`` is how long a request may go without a new token while its engine is awake.
@@ -433,7 +437,8 @@ class EnginePool:
         self._members: dict[str, PoolMember[StreamingClient]] = {}
         self._open: OpenMembers[StreamingClient] = OpenMembers()
         self._router: Router[StreamingClient] = Router()
-        self._waiters: dict[_Waiter, None] = {}  # an ordered set, first come first served
+        # An ordered set: first come, first served.
+        self._waiters: dict[_Waiter, None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
 
@@ -483,7 +488,7 @@ class EnginePool:
                     await self._read_answer(member, progress)
             except (EngineLost, TimeoutError) as error:
                 log.log(
-                    logging.DEBUG if member.is_withdrawn else logging.WARNING,
+                    logging.DEBUG if member.record.version is None else logging.WARNING,
                     "request %s: %s was lost after %d tokens: %s",
                     request.request_id,
                     member.engine_id,
@@ -492,7 +497,7 @@ class EnginePool:
                 )
                 now = time.monotonic()
                 member.backoff_until = now + BACKOFF_S
-                if progress.expired:
+                if progress.expired():
                     member.swallowed += 1
                     member.backoff_until = now + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(member.swallowed, 16))
                     if not progress.moves_from(member.engine_id, self._members, now):
@@ -618,41 +623,44 @@ class EnginePool:
             raise TimeoutError(f"no token in {self._timeout_s:g} s") from None
 
     async def _route(self, progress: _Progress) -> PoolMember[StreamingClient]:
-        waiter = _Waiter(progress.request.min_version)
+        """Return an engine for the request, waiting for room. Raises EngineLost if none serves until the deadline."""
+        waiter, began = _Waiter(progress.request.min_version), time.monotonic()
         try:
-            return await self._wait_for_room(waiter, progress)
+            while True:
+                members, now = self._members.values(), time.monotonic()
+                waited_s = now - began
+                member = self._router.choose(
+                    self._open.members, progress.rest, progress.session, now, members, waited_s
+                )
+                if member is not None:
+                    return member
+                self._waiters[waiter] = None
+                if any(other.serves(waiter.version, now) for other in members):
+                    # Engines are there, but busy.
+                    progress.extend_deadline()
+                elif progress.expired():
+                    known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
+                    raise EngineLost(
+                        f"no engine serves version {waiter.version} after {self._timeout_s:.0f} s "
+                        f"(rollout.request_timeout_s); known: {known or 'none'}"
+                    )
+                try:
+                    async with asyncio.timeout(min(progress.remaining_s, BACKOFF_S)):
+                        await waiter.called.wait()
+                except TimeoutError:
+                    # The back-off of an engine may be over.
+                    continue
+                waiter.called.clear()
         finally:
             self._waiters.pop(waiter, None)
+            # The request leaves or found room elsewhere, so the next one may have its room.
             if waiter.called.is_set():
-                self._wake_waiters()  # it leaves, or found room elsewhere: the next one may have its room
-
-    async def _wait_for_room(self, waiter: _Waiter, progress: _Progress) -> PoolMember[StreamingClient]:
-        version, began = waiter.version, time.monotonic()
-        while True:
-            members, now = self._members.values(), time.monotonic()
-            member = self._router.choose(self._open.members, progress.rest, progress.session, now, members, now - began)
-            if member is not None:
-                return member
-            self._waiters[waiter] = None
-            if any(other.serves(version, now) for other in members):
-                progress.extend_deadline()  # engines are there and busy
-            elif progress.expired:
-                known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
-                raise EngineLost(
-                    f"no engine serves version {version} after {self._timeout_s:.0f} s (rollout.request_timeout_s); "
-                    f"known: {known or 'none'}"
-                )
-            try:
-                async with asyncio.timeout(min(progress.remaining_s, BACKOFF_S)):
-                    await waiter.called.wait()
-            except TimeoutError:
-                continue  # the back-off of an engine may be over
-            waiter.called.clear()
+                self._wake_waiters()
 
 
 class _Deadline:
     """Expires a ``read`` that has got no token until its deadline, unless the engine sleeps. Not a task for each read:
-    answers are short, and every task in the way of one is a turn of the event loop in which other requests go first."""
+    answers are short, and every further task costs a turn of the event loop, and other requests go first."""
 
     def __init__(self, read: asyncio.Timeout, client: StreamingClient, progress: _Progress) -> None:
         self._read, self._client, self._progress = read, client, progress
@@ -669,17 +677,23 @@ class _Deadline:
         self._timer = asyncio.get_running_loop().call_later(self._progress.remaining_s, self._check)
 
     def _check(self) -> None:
-        if self._progress.overdue_s > LATE_S:
+        if self._progress.expired(by_s=LATE_S):
             # What the engine sent meanwhile is read first.
             self._progress.extend_deadline()
             self._wait()
-        elif self._progress.expired:
+        elif self._progress.expired():
             self._asking = asyncio.ensure_future(self._ask())
         else:
-            self._wait()  # a part arrived meanwhile
+            # A part arrived meanwhile.
+            self._wait()
 
     async def _ask(self) -> None:
-        if await _sleeps(self._client):
+        try:
+            async with asyncio.timeout(PROBE_S):
+                sleeps = await self._client.is_sleeping()
+        except (EngineLost, EngineRejected, TimeoutError):
+            sleeps = False
+        if sleeps:
             self._progress.extend_deadline()
             self._wait()
         else:
@@ -699,37 +713,9 @@ async def _read(member: PoolMember[StreamingClient], progress: _Progress) -> Non
         raise EngineLost("the engine gave the request up before its first token")
 
 
-async def _sleeps(client: StreamingClient) -> bool:
-    try:
-        async with asyncio.timeout(PROBE_S):
-            return await client.is_sleeping()
-    except (EngineLost, EngineRejected, TimeoutError):
-        return False
-
+# --- the clients of a run's engines
 
 EngineClient = VllmEngine | SglangEngine
-
-
-class _Settings(TypedDict):
-    timeout_s: float | None
-    read_version: ReadVersion
-    lineage: int | None
-    token: str
-
-
-def _vllm(url: str, max_coalesced: int, settings: _Settings) -> VllmEngine:
-    return VllmEngine(url, max_coalesced=max_coalesced, **settings)
-
-
-def _sglang(url: str, _: int, settings: _Settings) -> SglangEngine:
-    return SglangEngine(url, **settings)
-
-
-CLIENTS: Mapping[EngineKind, Callable[[str, int, _Settings], EngineClient]] = {
-    "embedded": _vllm,
-    "vllm": _vllm,
-    "sglang": _sglang,
-}
 
 
 def connect(
@@ -744,21 +730,29 @@ def connect(
 ) -> EngineClient:
     """Return a client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for an unknown kind.
 
-    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests. ``lineage``:
-    of the trainer that updates the engine's weights. ``token``: of the run that the engine serves.
+    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests. ``lineage`` is
+    that of the trainer that updates the engine's weights, ``token`` that of the run that the engine serves.
     """
-    settings = _Settings(timeout_s=timeout_s, read_version=read_version, lineage=lineage, token=token)
-    for known, client in CLIENTS.items():
-        if known == kind:
-            return client(url, max_coalesced, settings)
-    raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(CLIENTS)}")
+    match kind:
+        case "embedded" | "vllm":
+            return VllmEngine(
+                url,
+                max_coalesced=max_coalesced,
+                timeout_s=timeout_s,
+                read_version=read_version,
+                lineage=lineage,
+                token=token,
+            )
+        case "sglang":
+            return SglangEngine(url, timeout_s=timeout_s, read_version=read_version, lineage=lineage, token=token)
+    raise ProtocolError(f"the engine at {url} is of kind {kind!r}; known: {', '.join(get_args(EngineKind))}")
 
 
 def engine_pool(config: RolloutConfig, token: str) -> EnginePool:
-    """Return a pool without engines; its ``watch`` finds them. ``token``: the run's, for its engines."""
+    """Return a pool without engines; its ``watch`` finds them. ``token`` is the run's, for its engines."""
 
     def client(record: EngineRecord) -> EngineClient:
-        # No timeout of its own: the pool keeps the deadline, in which the time that engines sleep does not count.
+        # The pool keeps the deadline, since time in which engines sleep does not count. So the client has none.
         return connect(record.kind, record.url, timeout_s=None, max_coalesced=config.max_batch_size, token=token)
 
     return EnginePool(client, config.request_timeout_s, config.max_batch_size)
