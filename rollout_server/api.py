@@ -19,7 +19,8 @@ from rl_async.messages import Sampling, Version, VersionRun
 
 PauseMode = Literal["keep", "wait", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
-Heard = Callable[[Sequence[int]], None]  # called with all tokens sampled so far, whenever there are more
+# Called with all tokens sampled so far, whenever more arrive.
+Heard = Callable[[Sequence[int]], None]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +37,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int]
     seed: int | None = None
     min_version: Version = Version()
-    json_schema: str = ""  # empty: any text
-    routed_from: int = 0  # the first token whose experts are wanted, of those that the engine records
-    traceparent: str = ""  # the span (W3C) below which the engine adds its own; empty: it adds none
+    # If empty, any text fits.
+    json_schema: str = ""
+    # Experts are wanted from this token on, if the engine records them.
+    routed_from: int = 0
+    # The parent (W3C) of the engine's spans. If empty, the engine adds none.
+    traceparent: str = ""
 
 
 class Routes(msgspec.Struct, frozen=True):
@@ -63,28 +67,35 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     versions: list[VersionRun]
     finish_reason: FinishReason
-    engine: str = ""  # id of the one that sampled last; a pool names it
-    routes: Routes | None = None  # None: the engine records none
+    # A pool names the engine that sampled last.
+    engine: str = ""
+    # Absent unless the engine records them.
+    routes: Routes | None = None
 
 
 class EngineTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens since the engine's start."""
+    """Tokens since the engine's start. Of ``looked_up`` prompt tokens, ``found`` were in the cache."""
 
     prompt: int
     sampled: int
-    looked_up: int  # tokens of prompts, by those engines that look for them in the cache
-    found: int  # of these, in the cache
+    looked_up: int
+    found: int
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an engine reports to be, over all its clients."""
+    """How busy an engine reports to be, over all its clients.
 
-    running: int  # requests that are decoded
+    ``running`` requests are being decoded. ``cache_usage`` is the used share of the KV cache, 0 to 1. Engines report
+    either ``preemptions`` since the start, those by a pause included, or ``preempted``, the requests that wait now
+    after one.
+    """
+
+    running: int
     waiting: int
-    cache_usage: float  # share of the KV cache in use, 0 to 1
-    preemptions: int | None = None  # since the start, those by a pause included; of an engine that counts them
-    preempted: int | None = None  # requests that wait now after a preemption; of an engine that tells
-    tokens: EngineTokens | None = None  # of an engine that counts them
+    cache_usage: float
+    preemptions: int | None = None
+    preempted: int | None = None
+    tokens: EngineTokens | None = None
 
     @property
     def requests(self) -> int:

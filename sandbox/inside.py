@@ -120,8 +120,10 @@ def run(control: Control, stdin: bytes, *, argv: list[str], limits: dict[str, An
 
 
 class Group:
-    """The control group of the sandbox, by its open files: its use, what of that is files, and its events. Of a sandbox
-    without one there are none."""
+    """The control group of the sandbox, by its open files: memory use, the share of files in it, and events.
+
+    A sandbox without a control group has no open files.
+    """
 
     def __init__(self, counted: list[int]) -> None:
         self._counted = counted
@@ -153,7 +155,7 @@ class Group:
 
 
 class Program:
-    """A running program with its pipes, of which at most so many bytes are kept as it may print."""
+    """A running program and its pipes. Output beyond the limit is discarded."""
 
     def __init__(self, argv: list[str], stdin: bytes, limits: dict[str, Any]) -> None:
         self.limits, self.limit = limits, ""
@@ -224,10 +226,11 @@ class Program:
         return bool(piece)
 
     def finish(self) -> tuple[int, resource.struct_rusage]:
-        """End the program and all that it started, wherever in the namespace; return its status and usage."""
+        """End the program and all processes that it started in the namespace; return its status and usage."""
         found = None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # everything but this process
+            # This signals every process but this one.
+            os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status, usage = os.wait4(-1, 0)  # orphans become this process's children

@@ -63,21 +63,29 @@ class Sequence:
     progress: Callable[["Sequence"], None] | None = None
     stream_interval: int = 1
     index: int = 0
-    matcher: Matcher | None = None  # of the grammar that the samples must follow
-    stuck: str = ""  # why its grammar allows no token: nothing more can be sampled
+    # The grammar that samples must follow, and why it allows no further token.
+    matcher: Matcher | None = None
+    stuck: str = ""
     logprobs: list[float] = field(default_factory=list)
-    runs: list[tuple[str, int]] = field(default_factory=list)  # (version, number of its first sample)
+    # Versions with the number of the first token that each sampled.
+    runs: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_length: int = 0
-    cached_tokens: int = 0  # of the prompt, that were not computed for it
-    routed_from: int = 0  # the first token whose experts the answer names
-    routes: Tensor | None = None  # [tokens, layers, k], experts of the first tokens, as they were first computed
-    number: int = 0  # in the order of arrival
-    traceparent: str = ""  # the span of the request; empty: it has none
+    # Tokens of the prompt that came from the cache.
+    cached_tokens: int = 0
+    # The answer names the experts of tokens from ``routed_from`` on. ``routes`` [tokens, layers, k] are those of the
+    # first tokens, as they were first computed.
+    routed_from: int = 0
+    routes: Tensor | None = None
+    # Position in the order of arrival.
+    number: int = 0
+    # The span of the request, or empty.
+    traceparent: str = ""
     arrived_at: int = field(default_factory=time.time_ns)
-    admitted_at: int = 0  # for the first time
-    sampled_at: int = 0  # the first token
-    ended_at: int = 0  # unless it was aborted
+    # First admission, first token, and end unless the request was aborted.
+    admitted_at: int = 0
+    sampled_at: int = 0
+    ended_at: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -239,13 +247,16 @@ def visible_in_prompts(config: Any) -> dict[str, None] | None:
     return dict.fromkeys(kinds)
 
 
-PREFILL_TOKENS = 32_768  # padded tokens per prefill pass
+# Padded tokens per prefill pass.
+PREFILL_TOKENS = 32_768
 # Multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes.
 ONE_THREAD = 2**24
-HEADROOM = 32  # tokens that must fit beside what is there, so that an admitted sequence is not preempted at once
+# So many tokens must fit beside running sequences, so that an admitted sequence is not preempted at once.
+HEADROOM = 32
 
 Prompt = tuple[int, ...]
-Mask = Tensor | Mapping[str, Tensor | None] | None  # as Transformers' models take one
+# The forms that Transformers' models take.
+Mask = Tensor | Mapping[str, Tensor | None] | None
 
 
 def _check_served(model: nn.Module) -> None:
@@ -286,16 +297,19 @@ class EngineCore:
         record_routes: bool = False,
     ) -> None:
         _check_served(model)
-        self.model: Any = model  # nn.Module has no types for what a Transformers model holds
+        # nn.Module does not type the attributes of Transformers' models.
+        self.model: Any = model
         self.max_batch, self.max_length, self.min_iteration_s = max_batch, max_length, min_iteration_s
         config: Any = model.config
         self.vocab_size: int = config.vocab_size
         self._cache_argument = _cache_argument(self.model.model)
         self._recorder = make_recorder(model) if record_routes else None
-        self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)  # at its largest
+        # The size of the cache at its largest.
+        self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
-        self.held: list[Sequence] = []  # arrived while ``holding``, not admitted before ``release``
+        # Sequences that arrived while ``holding`` are not admitted before ``release``.
+        self.held: list[Sequence] = []
         self.holding = False
         self.running: list[Sequence] = []
         self.sampled_tokens = self.preemptions = self.prompt_tokens = self.cached_tokens = 0
@@ -304,7 +318,8 @@ class EngineCore:
         self._sampler: Sampler | None = None
         self._last: Tensor = torch.zeros(0, dtype=torch.int64)
         self._reuse_prefixes = reuse_prefixes
-        self._outdated = False  # the weights changed since running sequences were computed
+        # Whether the weights changed since running sequences were computed.
+        self._outdated = False
         self._new_cache()
 
     def _new_cache(self) -> None:
@@ -517,7 +532,7 @@ class EngineCore:
         return lengths
 
     def _reserve(self, slots: int, length: int) -> None:
-        """Allocate slots at least so long, and long enough for what runs, which takes precedence over prefixes."""
+        """Grow the cache to ``length`` per slot and the longest running sequence, evicting prefixes if needed."""
         filled = max((len(s.tokens) - 1 for s in self.running), default=0)
         self._cache.reserve(slots, max(length, filled + 1), len(self.running), filled)
         self._prefixes.shrink(self.cache_tokens - self._cache.tokens)
@@ -577,7 +592,8 @@ class EngineCore:
             return
         for slot, sequence in enumerate(self.running):
             if not keep[slot]:
-                self._keep(slot, sequence.tokens[:-1])  # the last token was not fed
+                # The last token was not fed.
+                self._keep(slot, sequence.tokens[:-1])
         self._compact(keep)
 
     def _compact(self, keep: list[bool]) -> None:

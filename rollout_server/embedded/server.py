@@ -194,12 +194,13 @@ class SequenceStream:
                     self._abort(sequence)
 
     def _part(self, sequence: Sequence) -> dict[str, object] | None:
-        """Build the entry for the tokens that were not sent yet; None if there are none."""
+        """Build the entry for the tokens that were not sent yet, or return None if all were."""
         start = self._sent.get(sequence)
         if start is None:
             return None
         finished = sequence.finish_reason is not None
-        count = len(sequence.logprobs)  # the engine's thread appends the log-probability after its token
+        # The engine's thread appends the log-probability after its token.
+        count = len(sequence.logprobs)
         if finished:
             del self._sent[sequence]
             return choice(sequence, start)
@@ -258,8 +259,10 @@ class EngineServer:
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
         self._threads = torch.get_num_threads()
         self._update_active = False
-        self._mixed = False  # an update was started, and none has finished since
-        self._transfer = asyncio.Lock()  # the receiver handles one call at a time
+        # Whether an update was started and none has finished since.
+        self._mixed = False
+        # The receiver handles one call at a time.
+        self._transfer = asyncio.Lock()
         self._numbers = itertools.count()
         self._metrics_text = metrics_text(EngineCollector(engine))
         routes: dict[str, Callable[[Request], Any]] = {
