@@ -171,7 +171,7 @@ def run_alone(name: str, argument: str) -> str:
 
 def reshard_bytes_vs_minimal() -> float:
     """Measure a reshard between four processes (``reshard.py``)."""
-    return reshard.figures(1)["reshard_bytes_vs_minimal"]
+    return reshard.measured_figures(1)["reshard_bytes_vs_minimal"]
 
 
 WORKERS: dict[str, Callable[[str], None]] = {"logprob_peak": logprob_peak, "fsdp2_gradients": fsdp2_gradients}
