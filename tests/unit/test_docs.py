@@ -1,6 +1,7 @@
 """The documentation's commands parse, its config keys are keys, and the files and folders that it names exist."""
 
 import argparse
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -137,3 +138,21 @@ def test_every_config_key_is_one(page: Path) -> None:
 @pytest.mark.parametrize("line", sorted({line for page in PAGES for line in lines(page) if IMPORT.match(line)}))
 def test_every_import_works(line: str) -> None:
     exec(line, {})
+
+
+def definitions(path: Path) -> set[str]:
+    """The functions and classes of a file, and methods as ``Class.method``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{member.name}" for member in node.body if hasattr(member, "name")}
+    return found
+
+
+def test_every_function_of_the_architecture_exists() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    named = re.findall(r"(?:`|^    )(\w+/[\w/]+\.py):\s+([\w.]+)", page, re.MULTILINE)
+    assert len(named) > 40
+    assert [(file, name) for file, name in named if name not in definitions(ROOT / file)] == []
