@@ -2,7 +2,7 @@
 
 The config checks, the launcher, the doctor and the command line go through ``ENGINES``; none of them compares the name
 of a kind. To add a kind: its EngineTraits here, its name in ``EngineKind`` and ``ENGINES``, and its code in
-``rollout_server/<kind>`` with one line in ``rollout_server/pool.py``. Nothing here imports more than the standard
+``rollout_server/<kind>`` with a case in ``rollout_server/pool.py``. Nothing here imports more than the standard
 library, since the processes of vLLM and SGLang, in their own environments, read it too.
 """
 
