@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 
 
-def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [ROOT / "scripts" / script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=880
-    )
+def run(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -21,12 +21,12 @@ def run(script: str, *arguments: str) -> str:
 def test_every_rule_holds_in_a_thousand_schedules() -> None:
     """Other ones in every session, which follow from its seed."""
     first = random.randrange(1 << 30)
-    assert "1000 schedules" in run("simulate_queue", "--schedules", "1000", "--first", str(first), "--processes", "2")
+    assert "1000 schedules" in run("tests.simulation", "--schedules", "1000", "--first", str(first), "--processes", "2")
 
 
 def test_mutated_messages_harm_nobody() -> None:
-    assert "the healthy client was served" in run("fuzz_queue", "--minutes", "0.3")
+    assert "the healthy client was served" in run("tests.fuzz.queue", "--minutes", "0.3")
 
 
 def test_nothing_is_lost_in_10_kills() -> None:
-    assert "10 rounds" in run("chaos_queue", "--rounds", "10")
+    assert "10 rounds" in run("tests.chaos.queue", "--rounds", "10")
