@@ -7,7 +7,6 @@ the allowed tokens, renormalised.
 
 import threading
 from collections.abc import Sequence
-from collections.abc import Sequence as Rows
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +30,9 @@ BLOCK = 256  # tokens
 class Sampler:
     """Sampling parameters of the running rows, as tensors that are built once per change of the batch."""
 
-    def __init__(self, rows: Rows[Sampling], generators: Rows[torch.Generator | None], device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[Sampling], generators: Sequence[torch.Generator | None], device: torch.device
+    ) -> None:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
