@@ -17,11 +17,9 @@ import itertools
 import os
 import re
 import secrets
-import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import (
     Any,
@@ -969,28 +967,20 @@ class QueueClient(ClientVerbs):
 
 
 class SyncQueueClient(ClientVerbs):
-    """A QueueClient whose event loop runs in a thread of its own; every call blocks. Use it as ``with``."""
+    """A QueueClient whose event loop runs while a call waits, which blocks. Use it as ``with``, in one thread."""
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
         self.inner = QueueClient(address, **settings)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing = asyncio.Event()
-        self._thread: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        opened = threading.Event()
-
-        async def serve() -> None:
-            async with self.inner:
-                self._loop = asyncio.get_running_loop()
-                opened.set()
-                await self._closing.wait()
-
-        self._thread = in_daemon_thread(lambda: asyncio.run(serve()), "queue client")
-        self._thread.add_done_callback(lambda _: opened.set())
-        opened.wait()
-        if self._loop is None:
-            self._thread.result()
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._wait(self.inner.__aenter__())
+        except BaseException:
+            self._loop.close()
+            self._loop = None
+            raise
         return self
 
     def __exit__(
@@ -1000,22 +990,33 @@ class SyncQueueClient(ClientVerbs):
 
     def close(self) -> None:
         """Close the connection; the client cannot be used any more."""
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._closing.set)
+        if self._loop is not None:
+            self._wait(self.inner.__aexit__(None, None, None))
+            self._loop.close()
             self._loop = None
-            self._thread.result()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the event loop, and cancel it if this wait is interrupted."""
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             work.close()
             raise RuntimeError("use the queue client as `with`")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def run() -> T:
+            task = loop.create_task(work)
+            try:
+                return loop.run_until_complete(task)
+            finally:
+                if not task.done():
+                    task.cancel()
+                    loop.run_until_complete(asyncio.wait([task]))
+
         try:
-            return future.result()
-        finally:
-            # It has no effect on a coroutine that has ended.
-            future.cancel()
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return run()
+        # No loop can run inside the caller's own.
+        return in_daemon_thread(run, "queue client").result()
 
     @property
     def worker(self) -> str:
