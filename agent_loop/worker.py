@@ -26,12 +26,18 @@ log = logging.getLogger("rl_async.agent_loop")
 
 
 class SampleQueue(Protocol):
-    """The agents' verbs of the transfer queue. ``idle_s`` says how long a gateway has had no agent program."""
+    """The agents' verbs of the transfer queue."""
 
-    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
+    async def lease(self, max_groups: int, wait_s: float) -> Leased: ...
     async def renew(self, held: list[SampleKey]) -> Renewed: ...
     def put(self, *rows: Trajectory) -> Awaitable[Done | Refused]: ...
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done | Refused: ...
+
+
+class GatewayQueue(SampleQueue, Protocol):
+    """A gateway's verbs: its leases say for how long no agent program has played or asked."""
+
+    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased: ...
 
 
 class Runner(Protocol):
@@ -59,7 +65,8 @@ OUTDATED = ("fenced", "unknown_group")
 class Pauses:
     """Backs off before the next lease while samples only fail, so that a broken loop does not burn through the tasks.
 
-    The pause doubles after each lease, until a sample succeeds."""
+    The pause doubles after each lease whose samples all failed.
+    """
 
     def __init__(self) -> None:
         self._put = self._failed = 0

@@ -94,7 +94,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was observed of a run at one moment."""
 
     run: str
-    # The launcher's pid, or None if it has ended.
+    # The launcher's pid, or None without a living launcher.
     launcher: int | None
     launcher_state: str = "S"
     processes: tuple[ObservedProcess, ...] = ()

@@ -130,7 +130,7 @@ def _wholeness(run: Path) -> list[bool]:
 
 
 def launcher_of(run: Path) -> int | None:
-    """Return the process that holds the run's lock (``run_folder.hold``), or None if it has ended."""
+    """Return the process that holds the run's lock (``run_folder.hold``), or None without a living launcher."""
     with suppress(FileNotFoundError, ValueError):
         pid = int(run.with_name(f".{run.name}.lock").read_text())
         return pid if state_of(pid) not in ENDED else None

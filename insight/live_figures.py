@@ -98,7 +98,7 @@ class Speeds:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median of the values without NaN, or 0 of an empty list."""
+    """Return the median of the values without NaN, or 0 if none is left."""
     found = [value for value in values if not math.isnan(value)]
     return statistics.median(found) if found else 0.0
 

@@ -28,13 +28,13 @@ def last_record(metrics: Path) -> Record:
 class LineTail:
     """Reads the complete lines that were added since the last call, beginning anew when another file replaced this one.
 
-    ``count`` is the number of lines read of the present file.
+    ``count`` is the number of lines read of the present file, ``replacements`` of files that another took the place of.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path, self._offset = path, offset
         self._inode: int | None = None
-        self.count = 0
+        self.count = self.replacements = 0
 
     def read(self) -> list[bytes]:
         """Return the new lines without their newlines, oldest first; none while the file does not exist."""
@@ -48,6 +48,7 @@ class LineTail:
             inode = os.fstat(file.fileno()).st_ino
             if self._inode not in (None, inode):
                 self._offset = self.count = 0
+                self.replacements += 1
             self._inode = inode
             file.seek(self._offset)
             for line in file:
@@ -59,7 +60,10 @@ class LineTail:
 
 
 class MetricsTail:
-    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call."""
+    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call.
+
+    It begins anew with a file that replaced the last one, as ``LineTail`` does.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines = path, LineTail(path)

@@ -1,11 +1,10 @@
 """Keeps one agent program: starts it, reports its exit code, and leaves neither a process nor a file of it behind.
 
-``python -I -S keeper.py LIFELINE STATUS FOLDER PROGRAM...`` where LIFELINE and STATUS are file descriptors. The program
-runs in FOLDER/workspace, in a session of its own; FOLDER/home is there for a HOME that names it. Its exit code is
-written to STATUS once every process that it had started is gone. When LIFELINE is at its end, since ``play`` has closed
-it or died, the keeper kills what is left of the program, removes FOLDER, which it made, and exits. It needs the
-standard library only: it starts in milliseconds.
-"""
+``python -I -S play_keeper.py LIFELINE STATUS FOLDER PROGRAM...`` where LIFELINE and STATUS are file descriptors. The
+program runs in FOLDER/workspace, in a session of its own; FOLDER/home is there for a HOME that names it. Its exit code
+is written to STATUS once every process that it had started is gone. When LIFELINE is at its end, since ``play`` has
+closed it or died, the keeper kills what is left of the program, removes FOLDER, which it made, and exits. It needs the
+standard library only: it starts in milliseconds."""
 
 import ctypes
 import errno

@@ -329,6 +329,11 @@ class Supervisor:
             raise QueueLost("the queue is not running")
         return self._client
 
+    @property
+    def address(self) -> str:
+        """The ZeroMQ address of the queue."""
+        return fill(self._plan.queue_address, *self._executor.places())
+
     async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
         """Run a process to its end, passing on its lines as they come.
 
@@ -347,11 +352,10 @@ class Supervisor:
         """
         asked = False
         try:
-            address = fill(self._plan.queue_address, *self._executor.places())
-            async with QueueClient(address, role="launcher", name="launcher", keys=self._keys) as self._client:
+            async with QueueClient(self.address, role="launcher", name="launcher", keys=self._keys) as self._client:
                 await self.children.start(self._plan.queue)
                 await self.children.beside(
-                    self._work(work or self._keep_trainers),
+                    self._once_the_queue_answers(work or self._keep_trainers),
                     [
                         self._keep_queue(),
                         self._watch_registry(),
@@ -384,8 +388,8 @@ class Supervisor:
 
     # --- the roles --------------------------------------------------------------------------------------------------
 
-    async def _work(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Start the queue's clients with its first answer. Engines, which take longer to start, do not wait for it."""
+    async def _once_the_queue_answers(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the queue's first answer, start its clients, and do ``work``. Engines do not wait for the answer."""
         await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
         self._queue_answered.set()
         await work()

@@ -12,7 +12,7 @@ OPTIONAL = {"liger_kernel", "megatron", "mlflow", "ray", "sglang", "vllm", "wand
 OPTIONAL |= {"gymnasium", "openenv", "pettingzoo", "textarena", "verifiers"}  # of scripts/install environments
 OPTIONAL |= {"anthropic", "datasets", "pydantic_ai", "tensordict", "trl", "verl"}  # of tests and benchmarks
 OPTIONAL |= {"grafana_foundation_sdk"}  # the same
-OPTIONAL |= {"agents", "langchain", "langchain_openai", "litellm", "smolagents"}  # that try_agent_programs installs
+OPTIONAL |= {"agents", "langchain", "langchain_openai", "litellm", "smolagents"}  # that tests.agent_programs installs
 
 command = ["basedpyright", "--outputjson", "--pythonpath", sys.executable]
 report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)

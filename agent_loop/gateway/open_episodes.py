@@ -16,7 +16,7 @@ import msgspec
 from rl_async.agent_loop import telemetry
 from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.agent_loop.gateway.gateway_episode import GatewayEpisode, give_reward
-from rl_async.agent_loop.worker import Repetitions, RewardScorer, SampleQueue, beginning
+from rl_async.agent_loop.worker import GatewayQueue, Repetitions, RewardScorer, beginning
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RequestRefused, UserError
@@ -89,7 +89,7 @@ class OpenEpisodes:
         config: RunConfig,
         chat: ChatFormat,
         generator: StreamingGenerator,
-        queue: SampleQueue,
+        queue: GatewayQueue,
         rewards: RewardScorer,
     ) -> None:
         self._config, self._chat, self._generator = config, chat, generator

@@ -56,12 +56,12 @@ class McpServer:
             **{name: self._variable(name, "env_from") for name in config.env_from},
         }
         self.headers = {name: self._variable(at, "headers_from") for name, at in config.headers_from.items()}
+        self.argv: list[str] = []
         if not config.url:
             path = self.environment.get("PATH", os.defpath)
             if (program := shutil.which(argv[0], path=path)) is None:
                 raise ConfigError(f"{self.key}.command: there is no program {argv[0]!r} on PATH")
-            argv = [program, *argv[1:]]
-        self.argv = [] if config.url else argv
+            self.argv = [program, *argv[1:]]
 
     def _variable(self, name: str, key: str) -> str:
         if not (value := os.environ.get(name)):

@@ -42,7 +42,7 @@ class Programs(Protocol):
 
 
 class Opener(Protocol):
-    """Opens it: the sandbox, or the environment."""
+    """Opens a workspace: the sandbox, or the environment."""
 
     async def open(self) -> Programs: ...
 

@@ -36,10 +36,8 @@ class StepRecords:
 
     def read(self) -> list[tuple[int, Record]]:
         """Return the new records with their steps, oldest first; none while the file does not exist."""
-        found = []
+        found, problem, replacements = [], "", self._tail.replacements
         for line in self._tail.each():
-            if self._tail.count == 1:
-                self.problem = ""
             try:
                 record = msgspec.json.decode(line, type=Record)
                 step = record.get(self._key)
@@ -47,7 +45,9 @@ class StepRecords:
                     raise ValueError(f"{self._key} is no step: {step}")
                 found.append((int(step), record))
             except (*UNDECODABLE, ValueError) as error:
-                self.problem = f"{self._path}, line {self._tail.count}: {error}"
+                problem = f"{self._path}, line {self._tail.count}: {error}"
+        if problem or self._tail.replacements > replacements:
+            self.problem = problem
         return found
 
 

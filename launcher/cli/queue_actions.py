@@ -46,7 +46,7 @@ def connected(run: str) -> Iterator[SyncQueueClient]:
         raise UserError(f"{run}: {error}; give the run's folder, which has the keys") from error
 
 
-def status(run: str, as_json: bool, every_s: float | None) -> int:
+def status(run: str, *, as_json: bool, every_s: float | None) -> int:
     """Print the state of the queue, once or every ``every_s`` seconds until Ctrl-C or the queue's end."""
     with connected(run) as queue:
         while True:
@@ -61,7 +61,7 @@ def status(run: str, as_json: bool, every_s: float | None) -> int:
             time.sleep(max(0.1, every_s))
 
 
-def ls(run: str, state: str, as_json: bool) -> int:
+def ls(run: str, *, state: str, as_json: bool) -> int:
     """Print the groups that the queue holds, all or those in one state."""
     with connected(run) as queue:
         groups: list[GroupRecord] = []
@@ -74,7 +74,7 @@ def ls(run: str, state: str, as_json: bool) -> int:
     return 0
 
 
-def peek(run: str, group: int, sample: int | None) -> int:
+def peek(run: str, *, group: int, sample: int | None) -> int:
     """Print a group and one of its samples. Raises UserError if the queue does not hold it."""
     with connected(run) as queue:
         found = queue.peek(group)
@@ -95,7 +95,7 @@ def peek(run: str, group: int, sample: int | None) -> int:
     return 0
 
 
-def requeue(run: str, group: int) -> int:
+def requeue(run: str, *, group: int) -> int:
     """Admit the task of a dead letter again. Raises UserError if the queue refuses."""
     with connected(run) as queue:
         answer = queue.requeue(group)
@@ -105,7 +105,7 @@ def requeue(run: str, group: int) -> int:
     return 0
 
 
-def drain(run: str, undo: bool) -> int:
+def drain(run: str, *, undo: bool) -> int:
     """Stop admission or resume it, and print how many groups the queue still holds."""
     with connected(run) as queue:
         queue.drain(not undo)
@@ -115,18 +115,16 @@ def drain(run: str, undo: bool) -> int:
     return 0
 
 
-def tail(run: str, consumer: str, oldest: bool, forget: bool) -> int:
+def tail(run: str, *, consumer: str, oldest: bool, forget: bool) -> int:
     """Print each group that is trained, from the consumer's place on; ends with Ctrl-C or the run.
 
     A group is acknowledged when it is printed. Waits for the trainer; unblocked by a commit, or the end of the run.
-    With ``forget``, only remove the consumer, so that the queue keeps nothing for it.
+    With ``forget``, only remove the consumer.
     """
+    if forget:
+        return _forget(run, consumer)
     skipped = 0
     with connected(run) as queue:
-        if forget:
-            queue.unsubscribe(consumer)
-            print(f"consumer {consumer} is removed")
-            return 0
         queue.subscribe(consumer, oldest=oldest)
         while True:
             reply = queue.read(consumer, TAIL_WAIT_S)
@@ -141,7 +139,15 @@ def tail(run: str, consumer: str, oldest: bool, forget: bool) -> int:
                 return 0
 
 
-def export_rows(run: str, file: Path) -> int:
+def _forget(run: str, consumer: str) -> int:
+    """Remove a consumer, so that the queue keeps nothing for it."""
+    with connected(run) as queue:
+        queue.unsubscribe(consumer)
+    print(f"consumer {consumer} is removed")
+    return 0
+
+
+def export_rows(run: str, *, file: Path) -> int:
     """Export the stored rows. Raises UserError if the file cannot be written."""
     from rl_async.transfer_queue.parquet import export
 
@@ -152,7 +158,7 @@ def export_rows(run: str, file: Path) -> int:
     return 0
 
 
-def import_rows(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s: float) -> int:
+def import_rows(run: str, *, file: Path, kind: Literal["ready", "tasks"], timeout_s: float) -> int:
     """Import a file. Raises UserError naming the group that the queue refuses."""
     from rl_async.transfer_queue.parquet import import_ready, import_tasks
 
@@ -164,16 +170,16 @@ def import_rows(run: str, file: Path, kind: Literal["ready", "tasks"], timeout_s
     return 0
 
 
-# The function of each command that connects to a queue, and the arguments that it takes behind RUN.
+# The function of each command that connects to a queue, and the options that it takes by the same names.
 ACTIONS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
-    "status": (status, ("json", "watch")),
-    "ls": (ls, ("state", "json")),
+    "status": (status, ("as_json", "every_s")),
+    "ls": (ls, ("state", "as_json")),
     "peek": (peek, ("group", "sample")),
     "requeue": (requeue, ("group",)),
     "drain": (drain, ("undo",)),
     "tail": (tail, ("consumer", "oldest", "forget")),
     "export": (export_rows, ("file",)),
-    "import": (import_rows, ("file", "kind", "timeout")),
+    "import": (import_rows, ("file", "kind", "timeout_s")),
 }
 
 

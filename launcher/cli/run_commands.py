@@ -281,14 +281,16 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     status = _queue_command(commands, "status", "Print counts by state, ages, rates and dead letters")
-    status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="S", help="again every S seconds (2)")
+    status.add_argument("--json", dest="as_json", action="store_true", help="for programs")
+    status.add_argument(
+        "--watch", dest="every_s", type=float, nargs="?", const=2.0, metavar="S", help="again every S seconds (2)"
+    )
 
     ls = _queue_command(commands, "ls", "List the groups that the queue holds")
     ls.add_argument(
         "--state", choices=("waiting", "leased", "ready", "reserved", "committed"), default="", help="only those"
     )
-    ls.add_argument("--json", action="store_true", help="one object per line")
+    ls.add_argument("--json", dest="as_json", action="store_true", help="one object per line")
 
     peek = _queue_command(commands, "peek", "Print a stored trajectory, which stays in the queue")
     peek.add_argument("group", type=int, metavar="GROUP")
@@ -313,7 +315,9 @@ def add_queue_commands(parser: argparse.ArgumentParser) -> None:
     imports = _queue_command(commands, "import", "Put an exported file into a queue")
     imports.add_argument("file", type=Path, metavar="FILE.parquet")
     imports.add_argument("--as", dest="kind", choices=("ready", "tasks"), default="ready", help="default: ready groups")
-    imports.add_argument("--timeout", type=float, default=60.0, metavar="S", help="wait for room for a group (60)")
+    imports.add_argument(
+        "--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help="wait for room for a group (60)"
+    )
     _add_queue_serve(commands.add_parser("serve", help="Serve a queue without a run"))
 
     keygen = commands.add_parser("keygen", help="Make the keys and tokens of a run's own processes, and of a client")
@@ -357,7 +361,7 @@ def _act_on_queue(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.cli.queue_actions import ACTIONS
 
     action, names = ACTIONS[arguments.action]
-    return action(arguments.run, *(getattr(arguments, name) for name in names))
+    return action(arguments.run, **{name: getattr(arguments, name) for name in names})
 
 
 def _serve(arguments: argparse.Namespace) -> int:

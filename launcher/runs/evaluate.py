@@ -18,7 +18,6 @@ from rl_async.insight.terminal import say
 from rl_async.launcher.child_process import ThisMachine
 from rl_async.launcher.plan.artifacts import checkpoints_beside
 from rl_async.launcher.plan.machine import settle_here
-from rl_async.launcher.plan.planning import fill
 from rl_async.launcher.run_folder import hold_unnamed, next_folder
 from rl_async.launcher.runs.launch import announce, log_into, make_ready, note_machine, prepare
 from rl_async.launcher.supervisor import Interrupted, Supervisor
@@ -62,8 +61,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
                 await prepare(config, planned, supervisor, console)
                 say(console, f"run folder: {folder}")
                 announce(config, folder, executor, console)
-                address = fill(planned.queue_address, *executor.places())
-                async with QueueClient(address, role="trainer", name="evaluation", keys=trains) as queue:
+                async with QueueClient(supervisor.address, role="trainer", name="evaluation", keys=trains) as queue:
                     evaluation = EvaluationRun(queue, config, folder, console)
                     try:
                         await supervisor.run(evaluation.run, evaluation.on_engine)

@@ -173,7 +173,7 @@ class HeldOutSamples:
         """The rows of all samples that are done."""
         return [row for key in sorted(self._rows) for row in self._rows[key]]
 
-    async def lease(self, max_groups: int, wait_s: float, *, idle_s: float | None = None) -> Leased:
+    async def lease(self, max_groups: int, wait_s: float) -> Leased:
         """Return samples to play; once all are done, that it is over."""
         if not self._waiting and self.done < self.count:
             self._changed.clear()

@@ -143,7 +143,7 @@ def test_every_import_works(line: str) -> None:
 def definitions(path: Path) -> set[str]:
     """The functions and classes of a file, and methods as ``Class.method``."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
             if isinstance(node, ast.ClassDef):

@@ -384,7 +384,7 @@ def _restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> 
     """Read weights, moments if there are any, and the number of steps."""
     head, sharded = model.shape.head, (folder / SHARDS).is_dir()
     stored = StoredShards(folder / SHARDS if sharded else folder)
-    # Older formats have the weights in the Hugging Face folder alone: see checkpoints/folder.py.
+    # Older formats have the weights in the Hugging Face folder alone: see trainer/checkpoints.py.
     read_weights(model, optimizer, open_shards(stored, head) if sharded else open_model(folder, model.shape))
     optimizer.steps = int(stored.whole(STEPS))
     if not any(name.endswith(f"{MOMENT}{MOMENTS[0]}") for name in stored.sizes):

@@ -344,10 +344,11 @@ async def test_a_preparation_passes_its_lines_on(rig: Any, make_plan: Any) -> No
     plan = make_plan(rig.folder)
     rig.do("prepare", "exit 0", "exit 2", "exit 1")
     lines: list[str] = []
-    with Supervisor(plan, ThisMachine({}, rig.folder), rig.folder) as supervisor:
+    executor = ThisMachine({}, rig.folder)
+    with Supervisor(plan, executor, rig.folder) as supervisor:
         await supervisor.run_once(plan.prepare, lines.append)
         assert lines == ["prepare has started", "something broke"]
-        await supervisor.children.beside(supervisor._executor.allocate())
+        await supervisor.children.beside(executor.allocate())
         supervisor.children.write_roster()
         assert [(record.name, record.state, record.exit) for record in read_roster(rig.folder)] == [
             ("prepare", "ended", 0)

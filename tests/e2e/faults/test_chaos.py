@@ -1,4 +1,4 @@
-"""Faults in whole runs and in trainers; ``python -m tests.chaos`` do more of it by hand."""
+"""Faults in whole runs and in trainers; the programs in ``tests/chaos`` do more of it by hand."""
 
 import subprocess
 import sys
