@@ -361,8 +361,10 @@ class _Progress:
 
     @property
     def unfinished(self) -> bool:
-        """Whether tokens are missing. They are examined too, since an engine may be lost after the last token but
-        before it reported the finish reason."""
+        """Whether tokens are missing.
+
+        They are examined too, since an engine may be lost after the last token and before it reports why it finished.
+        """
         return self.done.finish_reason == "abort" and not (self._full or self._stopped)
 
     @property

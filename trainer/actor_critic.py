@@ -82,16 +82,19 @@ def build_models(config: RunConfig, device: str) -> Models:
     Raises UserError naming the key whose model cannot be loaded.
     """
     model, critic, kl = config.model, config.critic, config.algorithm.kl
-    backend: Callable[..., Backend] = Fsdp2Backend
-    if config.trainer.backend == "megatron":
-        # Megatron-Core warns at every import about Transformer Engine and Apex, which it does without.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
-            # Megatron is an optional installation.
-            from rl_async.trainer.megatron.backend import MegatronBackend
-        log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
-        logging.getLogger("megatron").setLevel(logging.WARNING)
-        backend = MegatronBackend
+    backend: Callable[..., Backend]
+    match config.trainer.backend:
+        case "fsdp2":
+            backend = Fsdp2Backend
+        case "megatron":
+            # Megatron-Core warns at every import about Transformer Engine and Apex, which it does without.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+                # Megatron is an optional installation.
+                from rl_async.trainer.megatron.backend import MegatronBackend
+            log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
+            logging.getLogger("megatron").setLevel(logging.WARNING)
+            backend = MegatronBackend
     make = functools.partial(backend, dtype=compute_type(model), device=device)
     shared = critic is not None and critic.shared
     models = Models(make(model.path, config=policy_training(config), head="both" if shared else "policy"))

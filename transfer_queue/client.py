@@ -966,20 +966,33 @@ class QueueClient(ClientVerbs):
 # --- the client of a thread -----------------------------------------------------------------------------------------
 
 
+def _beside_a_loop(function: Callable[[], T]) -> T:
+    """Call a function that runs an event loop: in a thread if one runs here already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        nested = False
+    else:
+        nested = True
+    return in_daemon_thread(function, "queue client").result() if nested else function()
+
+
 class SyncQueueClient(ClientVerbs):
-    """A QueueClient whose event loop runs while a call waits, which blocks. Use it as ``with``, in one thread."""
+    """A QueueClient whose event loop runs while a call waits, which blocks. Use it as ``with``, in one thread.
+
+    As on a QueueClient, a reply that cannot be decoded ends every later request, too.
+    """
 
     def __init__(self, address: str, **settings: Unpack[ClientSettings]) -> None:
         self.inner = QueueClient(address, **settings)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runner: asyncio.Runner | None = None
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         try:
             self._wait(self.inner.__aenter__())
         except BaseException:
-            self._loop.close()
-            self._loop = None
+            self._close_loop()
             raise
         return self
 
@@ -990,33 +1003,37 @@ class SyncQueueClient(ClientVerbs):
 
     def close(self) -> None:
         """Close the connection; the client cannot be used any more."""
-        if self._loop is not None:
-            self._wait(self.inner.__aexit__(None, None, None))
-            self._loop.close()
-            self._loop = None
+        if self._runner is not None:
+            try:
+                self._wait(self.inner.__aexit__(None, None, None))
+            finally:
+                self._close_loop()
+
+    def _close_loop(self) -> None:
+        """End what still runs on the loop, such as a ``put`` that was interrupted."""
+        if self._runner is not None:
+            _beside_a_loop(self._runner.close)
+            self._runner = None
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the event loop, and cancel it if this wait is interrupted."""
-        loop = self._loop
-        if loop is None:
+        runner = self._runner
+        if runner is None:
             work.close()
             raise RuntimeError("use the queue client as `with`")
-
-        def run() -> T:
-            task = loop.create_task(work)
-            try:
-                return loop.run_until_complete(task)
-            finally:
-                if not task.done():
-                    task.cancel()
-                    loop.run_until_complete(asyncio.wait([task]))
-
+        loop = runner.get_loop()
         try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return run()
-        # No loop can run inside the caller's own.
-        return in_daemon_thread(run, "queue client").result()
+            return _beside_a_loop(lambda: runner.run(work))
+        except BaseException:
+            # An interrupted call leaves its tasks; if a thread runs them, they go on there.
+            while loop.is_running():
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+                time.sleep(0.01)
+            if left := asyncio.all_tasks(loop):
+                for task in left:
+                    task.cancel()
+                _beside_a_loop(lambda: runner.run(asyncio.wait(left)))
+            raise
 
     @property
     def worker(self) -> str:

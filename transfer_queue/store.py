@@ -105,7 +105,7 @@ def oldest_ages(book: Book, now: float) -> dict[str, float]:
 
 
 def group_list(book: Book, after: int, limit: int, state: str, now: float) -> m.GroupList | m.Refused:
-    """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED; of every state if it is empty."""
+    """Groups with an id above ``after``, by id, at most ``limit`` and MOST_LISTED, in ``state`` unless it is empty."""
     if state and state not in list(State):
         return m.Refused(code="unknown_state", reason=f"no state {state!r}; there are: {', '.join(State)}")
     limit = max(1, min(limit, MOST_LISTED))

@@ -279,11 +279,11 @@ def _payload_of(request: m.Put, payload: Sequence[Frame]) -> tuple[Sequence[Fram
     for headers in request.samples:
         for header in headers:
             header.nbytes, header.shards = next(lengths), []
-    found = dict(zip(request.media, payload[media:], strict=True))
-    for (_, sha256), frame in found.items():
+    found = list(zip(request.media, payload[media:], strict=True))
+    for (_, sha256), frame in found:
         if hashlib.sha256(frame).hexdigest() != sha256:
             raise ProtocolError(f"the bytes of a medium do not have the hash {sha256[:80]}")
-    return rows, found
+    return rows, dict(found)
 
 
 def fetch(queue: Serving, incoming: Incoming[m.Fetch], last: bool) -> Response:

@@ -159,6 +159,7 @@ class FleetMember:
     phase: str = "probe"
     unanswered: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
+    # When a publication went on without it; None while it has the published version.
     behind_since: float | None = None
     # Called with each stage of an update, and with an empty stage at its end.
     note: Callable[[str], None] = lambda stage: None

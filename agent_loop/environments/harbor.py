@@ -267,7 +267,7 @@ def read_task(folder: Path) -> HarborTask:
 def _config(file: Path) -> _File:
     try:
         config = msgspec.toml.decode(_text(file), type=_File)
-    except UNDECODABLE as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise DataError(f"{file}: {error}; other keys and values are not supported") from error
     for section in ("environment", "verifier"):
         for name, value in getattr(config, section).env.items():

@@ -167,7 +167,7 @@ class Network:
 
 
 class RouterSocket:
-    """What ``loop.serve`` uses of a ROUTER."""
+    """The part of a ROUTER that ``serve_requests`` uses."""
 
     def __init__(self, world: "World", disk: str) -> None:
         self._world, self._disk = world, disk

@@ -1,13 +1,16 @@
 """Clients of the queue find it late, lose it, and repeat themselves."""
 
 import asyncio
+import gc
+import signal
+import threading
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from rl_async.errors import QueueLost
-from rl_async.messages import SCHEMA, Hello, Lease, Leased, Renew, Renewed, Welcome
+from rl_async.messages import SCHEMA, Hello, Lease, Leased, Renew, Renewed, Status, Welcome
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.client import QueueClient, Session, SyncQueueClient
 from rl_async.transfer_queue.server import bind
@@ -111,3 +114,36 @@ async def test_closing_a_client_ends_its_requests(queue):
         await waiting
     with pytest.raises(QueueLost, match="closed"):
         await client.status()
+
+
+class Rung(Exception):
+    """The alarm clock."""
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_blocking_call_that_is_interrupted_leaves_nothing_behind(address, nested, caplog):
+    def ring(*_):
+        raise Rung
+
+    def interrupted():
+        before = threading.active_count()
+        main = threading.main_thread().ident
+        alarm = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+        with SyncQueueClient(address, role="trainer", name="t", timeout_s=30.0) as trainer:
+            with pytest.raises(Rung):
+                alarm.start()
+                trainer.reserve(0, 20.0)
+            with pytest.raises(QueueLost) as lost:
+                trainer.exchange(Status(), timeout_s=0.1)
+        assert lost.value.__context__ is None and threading.active_count() == before
+
+    async def inside_a_loop():
+        interrupted()
+
+    previous = signal.signal(signal.SIGUSR1, ring)
+    try:
+        asyncio.run(inside_a_loop()) if nested else interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    gc.collect()
+    assert caplog.records == []

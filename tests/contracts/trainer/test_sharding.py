@@ -1,6 +1,5 @@
 """How a model is spread, kept and computed changes no gradient: on real gloo ranks, against a plain model."""
 
-import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_batches, outputs_of
 from tests.support.forked import run_ranks
+from tests.support.once import once
 from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
@@ -75,7 +75,7 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The gradients of a case, by number of ranks and name, or its ``weights``, "merged" or "alone"."""
     out = tmp_path_factory.mktemp("gradients")
 
-    @functools.cache
+    @once
     def computed(group: tuple[int, str]) -> dict[str, Tensor]:
         options = {case: keys for case, keys in OPTIONS[group].items() if HAS_PEFT or "lora" not in keys}
         file = out / f"{group[0]}-{group[1]}.safetensors"

@@ -1,7 +1,6 @@
 """Ranks that share packed rows: the same numbers and gradients as with rows of their own, for every kind of model."""
 
 import ast
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from rl_async.trainer.packing import pack
 from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS, train
 from tests.contracts.trainer.workers.update import RATE, STEPS
 from tests.support.forked import run_ranks
+from tests.support.once import once
 from tests.support.rounding import assert_trained_alike, pass_rounding
 from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL, saved
 from tests.unit.trainer.test_packing import padded
@@ -47,7 +47,7 @@ def shallow(kind: str) -> dict[str, Any]:
 def differences(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, float]]]:
     """The ranks' findings on the models of a group, by model; a group is computed when its first is wanted."""
 
-    @functools.cache
+    @once
     def of_group(group: str) -> dict[str, dict[str, float]]:
         folder, names = tmp_path_factory.mktemp("models"), GROUPS[group]
         for name in names:

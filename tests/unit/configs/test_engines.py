@@ -8,12 +8,15 @@ import pytest
 from rl_async.configs.derived import Transport
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.rollout_server.pool import connect
+from rl_async.rollout_server.sglang.client import SglangEngine
+from rl_async.rollout_server.vllm.client import VllmEngine
 
 
 def test_every_kind_has_traits_and_a_client() -> None:
     assert set(get_args(EngineKind)) == set(ENGINES)
     for kind in get_args(EngineKind):
-        assert connect(kind, "http://127.0.0.1:1")
+        client = SglangEngine if kind == "sglang" else VllmEngine
+        assert type(connect(kind, "http://127.0.0.1:1")) is client
 
 
 @pytest.mark.parametrize("traits", ENGINES.values(), ids=list(ENGINES))
