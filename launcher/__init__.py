@@ -2,6 +2,6 @@
 
     config ──plan──> process specs ──supervisor or ray_nodes──> processes
 
-Users call it as ``rl-async`` (``cli``). It may import every other package, and none imports it. ``insight`` has what a
-person sees of the processes.
+Users call it as ``rl-async`` (``cli``). It may import every other package, and none imports it. ``insight`` shows the
+processes to people.
 """

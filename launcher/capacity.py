@@ -1,4 +1,4 @@
-"""``rl-async plan``: throughput, idleness, staleness and memory for each split of devices, by simulation."""
+"""``rl-async plan``: simulates throughput, idle time, staleness and memory for each split of devices."""
 
 import multiprocessing
 import os
@@ -34,15 +34,23 @@ from rl_async.launcher.plan.machine import Measured, ask_torch, cores, settle
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.transfer_queue.admission import QueueSettings
 
-STEPS, FEWEST_STEPS = 24, 2  # measured per row of the table
-WARM = 2  # first steps of recorded runs, which are left out
-ROWS = 200_000  # of the measured steps together, beyond which fewer will do: means over large batches vary less
-PARALLEL = 64  # devices from which on it is worth starting processes
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of the devices, for the trainer
+# Each split is measured over STEPS steps. Means over large batches vary less, so steps of together more than ROWS rows
+# are not needed, except for the FEWEST_STEPS.
+STEPS, FEWEST_STEPS = 24, 2
+ROWS = 200_000
+# The first steps of recorded runs are slower and left out.
+WARM = 2
+# With fewer devices, simulations take less time than starting processes for them.
+PARALLEL = 64
+# Shares of the devices that the trainer may get.
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 
 
 class SplitEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated figures of one split of devices: a row of the table."""
+    """The simulated figures of one split of devices: a row of the table.
+
+    ``memory_bytes`` is an upper bound for the fullest device, and None if the model's size is unknown.
+    """
 
     mode: str
     trainers: int
@@ -50,7 +58,7 @@ class SplitEstimate(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     outcome: SimulationResult
     used: Saturation
-    memory_bytes: int | None  # upper bound for the fullest device; None: unknown
+    memory_bytes: int | None
 
 
 class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +67,8 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step_s: float
     recorded_step_s: float
-    own_step_s: float  # simulated with this run's own training speed, which depends on what else used its cores
+    # Simulated with the training speed of this run, which depends on the other load of its cores.
+    own_step_s: float
     trainer_idle: float
     recorded_idle: float
     staleness: float
@@ -74,7 +83,7 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 def plan_devices(
     name: str, overrides: Sequence[str], gpus: int, run: Path | None, check: Sequence[Path], out: Path | None
 ) -> int:
-    """Print the table, and the errors on recorded runs; the exit code. Raises UserError if a cost is unknown."""
+    """Print the table and the errors on recorded runs; return the exit code. Raises UserError if a cost is unknown."""
     config, _ = settle(load_config(name, overrides), gpus, 1, planned_accelerator)
     if gpus < config.rollout.ranks:
         raise UserError(f"--gpus: {gpus} devices cannot run anything; give {config.rollout.ranks} or more")
@@ -92,7 +101,7 @@ def plan_devices(
 
 
 def planned_accelerator(device: str, shape: tuple[int, int], threads: int) -> Measured:
-    """Stand in for devices that are planned with and need not be here, and that have bfloat16. See ``ask_torch``."""
+    """Answer in place of ``ask_torch`` for planned devices, which may be absent here and count as having bfloat16."""
     planned = Measured("", accelerator="the planned device", has_bfloat16=True)
     return ask_torch(device, shape, threads) if device == "cpu" else planned
 
@@ -107,7 +116,8 @@ def estimate(config: RunConfig, run: Path | None) -> tuple[Costs, list[EpisodeSh
     if size is None:
         raise UserError(f"model.path: the size of {config.model.path} is unknown; give a recorded run with --run")
     episodes = assumed_episodes(config)
-    tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2  # halfway through, on average
+    # A sequence that is being decoded is on average halfway through.
+    tokens = sum(episode.tokens for episode in episodes) // len(episodes) // 2
     device = Device(bandwidth_gb_s=Device().bandwidth_gb_s * config.rollout.tensor_parallel)
     return assumed(size, device, tokens), episodes, "assumed: an H100's figures and log-normal lengths, not measured"
 
@@ -145,8 +155,7 @@ def candidates(config: RunConfig, gpus: int) -> Iterator[tuple[DeviceSplit, int]
 def simulate_all(
     config: RunConfig, gpus: int, costs: Costs, episodes: Sequence[EpisodeShape]
 ) -> Iterator[SplitEstimate]:
-    """Simulate every split of the devices, in as many processes as there are cores, and announce each when it is
-    done."""
+    """Simulate every split of the devices, with many devices in a process per core, and announce each one's end."""
     wanted = list(candidates(config, gpus))
     simulated = partial(_simulate_split, config, costs, episodes)
     with ExitStack() as stack:
@@ -183,10 +192,10 @@ def _simulate_split(
 
 
 def steps_to_simulate(rows: int, bound: int) -> tuple[int, int]:
-    """Return the steps before those that are measured, and the measured ones, for so many ``rows`` in a batch.
+    """Return the numbers of warm-up steps and of measured steps for batches of ``rows``.
 
-    Where engines wait for the longest answers, bound + 1 batches are generated together, so that step lengths repeat
-    after bound + 1 steps; a mean over other numbers of steps would depend on which of them it has twice.
+    Where engines wait for the longest answers, bound + 1 batches are generated together, so step lengths repeat with
+    that period. Measuring whole periods keeps the mean independent of where it starts.
     """
     cycle = bound + 1
     wanted = max(FEWEST_STEPS, min(STEPS, ROWS // rows))
@@ -201,8 +210,10 @@ def simulate(
     episodes: Sequence[EpisodeShape],
     steps: int | None = None,
 ) -> SplitEstimate:
-    """Simulate one split of the devices under one bound on staleness: a run of so many ``steps`` up to its end, or the
-    middle of a longer one."""
+    """Simulate one split of the devices under one bound on staleness.
+
+    With ``steps`` the run is simulated to its end; otherwise the middle of a longer run is measured.
+    """
     queue = QueueSettings.of(config)
     rows = config.data.train_batch_groups * config.rollout.group_size
     warm, measured = steps_to_simulate(rows, bound)
@@ -211,8 +222,9 @@ def simulate(
         steps=steps or warm + measured + bound + 1,
         max_staleness=bound,
         slack=min(queue.slack, bound),
-        replicas=0,  # payloads are not simulated
-        sampling="fifo" if queue.sampling == "quota" else queue.sampling,  # nor data sets
+        # Neither payloads nor data sets are simulated.
+        replicas=0,
+        sampling="fifo" if queue.sampling == "quota" else queue.sampling,
         weights={},
     )
     simulation = Simulation(settings, layout, costs, episodes, config.seed)
@@ -230,7 +242,10 @@ def simulate(
 
 
 def memory(config: RunConfig, layout: DeviceSplit) -> int | None:
-    """Estimate the memory of the fullest device. Colocated, what sleeps is on the host, so the larger part counts."""
+    """Estimate the memory of the fullest device; None if unknown.
+
+    Engines and trainer are never together on a device: colocated, the sleeping one is on the host.
+    """
     size = model_size(config)
     trainer = msgspec.structs.replace(config.trainer, ranks=layout.ranks)
     trains = trainer_bytes(msgspec.structs.replace(config, trainer=trainer), size)
@@ -273,7 +288,6 @@ def validate(run: Path, costs: Costs, episodes: Sequence[EpisodeShape]) -> RunCo
 
 
 def described(layout: DeviceSplit) -> str:
-    """Describe a split of devices."""
     if layout.colocated:
         return f"colocated on {layout.ranks} devices"
     return f"disaggregated, {layout.ranks} trainers and {layout.engines} engines"
@@ -311,7 +325,7 @@ def table(rows: Sequence[SplitEstimate]) -> list[str]:
 
 
 def used_lines(row: SplitEstimate, gpus: int) -> list[str]:
-    """Describe what a split uses of each resource, and at how many devices one queue process would be full."""
+    """Describe a split's share of each resource, and the number of devices that saturates one queue process."""
     shares = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in msgspec.structs.asdict(row.used).items()]
     return [
         f"of the first row's step: {', '.join(shares)}",

@@ -1,14 +1,14 @@
-"""A run as a discrete-event simulation: the real queue (``Store``) on a simulated clock, engines and a trainer that
+"""Discrete-event simulation of a run: the real queue (``Store``) on a simulated clock, with engines and a trainer that
 only take time.
 
-Consumes settings, costs and recorded episodes; produces what ``metrics.jsonl`` would say, and which resource saturates
-first. Costs and lengths are measured on a recorded run, or assumed from a device's figures. Model of an engine: one
-iteration gives every running sequence a token and takes ``base + per_sequence * sequences``. Model of the trainer: a
-step takes ``per_token`` for each token that passes through it, divided by the ranks.
+Consumes settings, costs and recorded episodes; produces the figures of ``metrics.jsonl`` and the resource that
+saturates first. Costs and lengths are measured on a recorded run, or assumed from a device's figures. Model of an
+engine: one iteration gives every running sequence a token and takes ``base + per_sequence * sequences``. Model of the
+trainer: a step takes ``per_token`` for each token that passes through it, divided by the ranks.
 
-The simulation is pure: no clock, no files, and the same seed gives the same run. A group is one sample of the store,
-handed over with the group's last conversation: what the store decides depends on groups alone, and this makes a
-simulation several times as fast. A new cost goes into ``Costs`` and where the simulation spends it.
+The simulation is pure: no clock, no files, and the same seed gives the same run. The store sees each group as a single
+sample, put when the group's last conversation ends: its decisions depend on groups alone, and this makes a simulation
+several times as fast. To add a cost, add it to ``Costs`` and spend it in ``Simulation``.
 """
 
 import gc
@@ -36,7 +36,8 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.store import Store
 
-SKIPPED = 1  # first steps of a run, which are slower
+# The first steps of a run are slower and left out of all measurements.
+SKIPPED = 1
 
 
 class EpisodeShape(msgspec.Struct, frozen=True):
@@ -51,34 +52,41 @@ class EpisodeShape(msgspec.Struct, frozen=True):
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """The cost model of a run, in seconds."""
 
-    iteration_base_s: float  # of one engine, for any batch
-    iteration_sequence_s: float  # more for each sequence
-    turn_s: float  # from a request to its first token: prefill, HTTP, the agent loop
-    train_token_s: float  # of one rank
+    # An engine's decoding iteration: a fixed part, and one for each running sequence.
+    iteration_base_s: float
+    iteration_sequence_s: float
+    # From a request to its first token: prefill, HTTP, the agent loop.
+    turn_s: float
+    # On a single rank.
+    train_token_s: float
     sync_s: float
-    other_s: float  # checkpoint, metrics: the rest of a step
+    # The rest of a step: checkpoint, metrics.
+    other_s: float
 
     def iteration_s(self, sequences: int) -> float:
         return self.iteration_base_s + self.iteration_sequence_s * sequences
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one accelerator. The defaults are an H100 SXM's, with shares that are usual in practice."""
+    """Figures of one accelerator. The defaults are an H100 SXM's, with shares that are usual in practice.
 
-    tflops: float = 989.0  # dense bfloat16
+    ``tflops`` counts dense bfloat16 arithmetic, of which training reaches ``training_share``; decoding reaches
+    ``decoding_share`` of the memory bandwidth. Weights travel to other machines at ``link_gb_s``.
+    """
+
+    tflops: float = 989.0
     bandwidth_gb_s: float = 3350.0
-    training_share: float = 0.4  # of the arithmetic rate
-    decoding_share: float = 0.6  # of the bandwidth
-    link_gb_s: float = 50.0  # to another machine, for weights
+    training_share: float = 0.4
+    decoding_share: float = 0.6
+    link_gb_s: float = 50.0
 
 
 def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
     """Estimate costs from a device's figures.
 
-    A token of training costs 8 operations per parameter that it meets, of a mixture those of the experts that are
-    chosen for it: forward (2), backward (4), and the forward pass for the proximal policy (2). Decoding reads every
-    weight once per iteration, and the cache of each sequence, ``tokens`` long on average while it decodes; both in
-    2-byte numbers.
+    Training a token costs 8 operations per active parameter (in a mixture, only the chosen experts count): forward (2),
+    backward (4), and the forward pass for the proximal policy (2). Decoding reads every weight once per iteration, and
+    the cache of each sequence, ``tokens`` long on average while it decodes; both in 2-byte numbers.
     """
     bandwidth = device.bandwidth_gb_s * 1e9 * device.decoding_share
     return Costs(
@@ -92,7 +100,7 @@ def assumed(size: ModelSize, device: Device, tokens: int) -> Costs:
 
 
 def assumed_episodes(config: RunConfig, count: int = 512) -> list[EpisodeShape]:
-    """Draw episode lengths: log-normal with a median of a third of ``agent.max_tokens``, cut off at all of it."""
+    """Draw episode lengths: log-normal, with a median of a third of ``agent.max_tokens``, clipped at that maximum."""
     draw = np.random.default_rng(config.seed)
     lengths = np.minimum(draw.lognormal(np.log(config.agent.max_tokens / 3), 0.7, count), config.agent.max_tokens)
     return [EpisodeShape(int(length) + 64, max(1, int(length)), 1, 0.0) for length in lengths]
@@ -110,11 +118,12 @@ class Fit(NamedTuple):
 def measure(run: Path, engines: int, ranks: int) -> tuple[Costs, list[EpisodeShape], Fit]:
     """Fit the costs to a recorded run with this number of engines and ranks.
 
-    Raises UserError if it is too short, or its episodes' times do not grow with their lengths.
+    Raises UserError if the run is too short, or its episodes' times do not grow with their lengths.
 
-    The iteration's two numbers and the turn's are a least-squares fit over all episodes of a step, which all began
-    together if the run was on-policy and ``agent.concurrency`` as large as the batch: an episode of n tokens took
-    ``turn * turns``, and for each token ``base + per_sequence * (episodes of at least that length) / engines``.
+    The costs of an iteration and of a turn are fitted by least squares. The fit assumes that the episodes of a step
+    began together, as they do in an on-policy run whose ``agent.concurrency`` is as large as the batch: an episode of n
+    tokens took ``turn * turns``, and for each token ``base + per_sequence * (episodes of at least that length) /
+    engines``.
     """
     metrics = MetricsTail(run / "metrics.jsonl").read()[SKIPPED:]
     steps = recorded_steps(run)
@@ -143,15 +152,16 @@ def training_token_s(metrics: Sequence[Record], ranks: int) -> float:
     return statistics.median(m["time/train_s"] * ranks / m["rollout/tokens"] for m in metrics)
 
 
-Timed = tuple[EpisodeShape, float]  # with the seconds that it spent generating
+# An episode and the seconds that it spent generating.
+Timed = tuple[EpisodeShape, float]
 
 
 def recorded_steps(run: Path) -> dict[int, list[Timed]]:
-    """Return the episodes of each recorded step but the first ones, with their generation times."""
+    """Return the episodes of each recorded step after the first ``SKIPPED``, with their generation times."""
     found: dict[int, list[Timed]] = defaultdict(list)
     folder = run / "trajectories"
     steps = sorted({int(file.name.split("-")[1].split(".")[0]) for file in folder.glob("step-*.jsonl.gz")})
-    # A step that was trained again after a restart is recorded in several lineages, of which the newest counts.
+    # A step that was trained again after a restart is recorded in several lineages; ``files_of_step`` takes the newest.
     for file in (file for step in steps for file in files_of_step(folder, step)):
         step = int(file.name.split("-")[1])
         for row in read_trajectories(file):
@@ -170,7 +180,8 @@ def fit_engine(steps: Sequence[Sequence[Timed]], engines: int) -> Fit:
         longest = max(episode.sampled for episode, _ in episodes)
         lengths = np.array([episode.sampled for episode, _ in episodes])
         alive = np.array([(lengths > k).sum() for k in range(longest)]) / engines  # [longest]
-        shared = np.concatenate([[0.0], np.cumsum(alive)])  # sequence-iterations until token k
+        # shared[k] counts the iterations of all sequences until token k.
+        shared = np.concatenate([[0.0], np.cumsum(alive)])
         rows += [(episode.sampled, shared[episode.sampled], episode.turns) for episode, _ in episodes]
         seconds += [generate for _, generate in episodes]
     inputs, target = np.array(rows, dtype=np.float64), np.array(seconds)
@@ -193,9 +204,11 @@ def _nonnegative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
     return solved
 
 
-_TOKEN_ROUNDING = 1e-6  # a sequence that lacks this little of its last token has ended
+# A sequence has ended when less than this part of its last token is missing: times are rounded.
+_TOKEN_ROUNDING = 1e-6
 
-_Running = tuple[float, int, Callable[[], None]]  # where its tokens end, its turn among equals, what follows
+# The engine's token count at which a sequence ends, its order among equals, and the action that follows.
+_Running = tuple[float, int, Callable[[], None]]
 
 
 class SimulatedClock:
@@ -212,7 +225,7 @@ class SimulatedClock:
         heapq.heappush(self._due, (self.now + max(0.0, seconds), self._count, action))
 
     def step(self) -> bool:
-        """Run the next action; False if there is none."""
+        """Run the next action; return False if nothing is scheduled."""
         if not self._due:
             return False
         self.now, _, action = heapq.heappop(self._due)
@@ -224,8 +237,8 @@ class SimulatedEngine:
     """A batch of sequences that gain tokens together.
 
     ``_tokens`` counts the tokens that a sequence would have gained since the start, so that a sequence ends when the
-    count has grown by its length. At most one scheduled action of an engine is in force: a sequence that joins makes
-    the others slower, so what was scheduled before that comes too early, and is scheduled again when it comes.
+    count has grown by its length. At most one scheduled action of an engine is in force, the one for ``_due``. A
+    sequence that joins slows down the others, so an action scheduled earlier comes too early and is then rescheduled.
     """
 
     def __init__(
@@ -237,14 +250,15 @@ class SimulatedEngine:
         self._running: list[_Running] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._tokens, self._since, self._added = 0.0, 0.0, 0
-        self._due = math.inf  # of the scheduled action that is in force
-        self.load = 0  # sequences, waiting ones among them
+        self._due = math.inf
+        # The number of sequences, including waiting ones.
+        self.load = 0
         self.paused = False
         self._busy_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it has decoded until now."""
+        """Seconds spent decoding until now."""
         self._advance()
         return self._busy_s
 
@@ -253,8 +267,9 @@ class SimulatedEngine:
         self.load += 1
         if len(self._running) < self._max_batch:
             self._advance()
+            # Unless the new sequence ends first, the scheduled end only moves back, and ``_look`` reschedules it.
             if self._start(tokens, done) is self._running[0]:
-                self._schedule()  # else the first one ends later than scheduled, not earlier
+                self._schedule()
         else:
             self._waiting.append((tokens, done))
 
@@ -281,20 +296,22 @@ class SimulatedEngine:
         self._since = now
 
     def _schedule(self) -> None:
-        """Have the end of the first sequence looked at no later than when it comes."""
+        """Schedule ``_look`` no later than the first sequence ends."""
         if not self._running or self.paused:
             return
         now, tokens = self._clock.now, self._running[0][0] - self._tokens
         due = now + tokens * (self._base_s + self._sequence_s * len(self._running))
-        due = max(due, math.nextafter(now, math.inf))  # so that time passes even if rounding leaves less
+        # Time has to pass even if the remaining tokens round to nothing.
+        due = max(due, math.nextafter(now, math.inf))
         if due < self._due:
             self._due = due
             self._clock.after(due - now, lambda: self._look(due))
 
     def _look(self, due: float) -> None:
         """End the sequences that have all their tokens by now."""
+        # An earlier action has been scheduled since.
         if due != self._due:
-            return  # an earlier look was scheduled since
+            return
         self._due = math.inf
         self._advance()
         if self.paused or not self._running:
@@ -352,18 +369,24 @@ class DeviceSplit(msgspec.Struct, frozen=True, kw_only=True):
     engines: int
     ranks: int
     colocated: bool
-    max_batch: int  # sequences decoded at once per engine
-    concurrency: int  # concurrent conversations of all workers
+    # Sequences that each engine decodes at once.
+    max_batch: int
+    # Concurrent conversations of all workers together.
+    concurrency: int
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the steps that are measured."""
+    """Means over the measured steps.
+
+    ``trainer_idle`` is the share of time that the trainer waits for batches, ``engine_idle`` the share that an engine
+    decodes nothing. Staleness is that of the first token of each row.
+    """
 
     step_s: float
     tokens_per_s: float
-    trainer_idle: float  # share of time in which it waits for a batch
-    engine_idle: float  # share of time in which an engine decodes nothing
-    staleness_mean: float  # of the first token of a row
+    trainer_idle: float
+    engine_idle: float
+    staleness_mean: float
     staleness_max: float
 
 
@@ -378,27 +401,29 @@ class Simulation:
         episodes: Sequence[EpisodeShape],
         seed: int = 0,
     ) -> None:
-        """``settings`` are the run's; its groups all have a signal."""
+        """Set up a run with ``settings``, assuming that every group has a learning signal, so that none is refilled."""
         self._settings, self._layout, self._costs, self._episodes = settings, layout, costs, episodes
         self._random = random.Random(seed)
         self._clock = SimulatedClock()
         whole = msgspec.structs.replace(settings, group_size=1, max_refills=0)
         self._store = Store(whole, Counted(), [], lambda transition: None)
         self._engines = Pool(self._clock, costs, layout.engines, layout.max_batch)
-        self._live = 0  # conversations
+        self._live_conversations = 0
         self._step, self._published = 0, 0
         self._waiting_since: float | None = None
         self._ends: list[float] = []
         self._waits: list[float] = []
-        self._busy: list[float] = []  # seconds of an engine, at the end of each step
+        # An engine's busy seconds until the end of each step.
+        self._busy: list[float] = []
         self._tokens: list[int] = []
-        self._staleness: list[list[int]] = []  # of the groups of each step
+        # For each step, the staleness of its groups.
+        self._staleness: list[list[int]] = []
 
     def run(self, warm: int = 2, measured: int | None = None) -> SimulationResult:
         """Train ``measured`` steps after the first ``warm`` ones, or all others, and return means over them.
 
-        Where fewer than all are measured, engines do not run out of groups towards the end, as they do in a run.
-        Raises ProtocolError if the run stalls before that.
+        With fewer than all, the end of the run is left out, when engines run out of groups. Raises ProtocolError if the
+        run stalls earlier.
         """
         steps = self._settings.steps if measured is None else warm + measured
         if not 1 <= warm < steps - 1 or steps > self._settings.steps:
@@ -431,8 +456,9 @@ class Simulation:
         if self._waiting_since is None or self._store.batches.is_short(self._step):
             return
         reply = self._store.batches.reserve(self._step, self._clock.now)
+        # ``_ended`` tries again with every finished group.
         if not isinstance(reply, Reserved):
-            return  # tried again when a group is ready
+            return
         self._waits.append(self._clock.now - self._waiting_since)
         self._waiting_since = None
         tokens = sum(header.tokens for header in reply.headers)
@@ -444,7 +470,8 @@ class Simulation:
 
     def _trained(self) -> None:
         self._store.batches.commit(self._step)
-        self._engines.pause(True)  # for the weights
+        # Engines do not decode while they receive weights.
+        self._engines.pause(True)
         self._clock.after(self._costs.sync_s, self._synced)
 
     def _synced(self) -> None:
@@ -470,18 +497,19 @@ class Simulation:
 
     def _lease(self) -> None:
         size = self._settings.group_size
-        room = (self._layout.concurrency - self._live) // size
+        room = (self._layout.concurrency - self._live_conversations) // size
         if room <= 0:
             return
         self._store.delivery.renew(WORKER, self._clock.now)
         for leased in self._store.delivery.lease(WORKER, room, self._clock.now).groups:
-            self._live += size
+            self._live_conversations += size
             group = _Group(leased, self._published, self._random.choices(self._episodes, k=size))
             self._clock.after(self._costs.turn_s, partial(self._begin, group))
 
     def _begin(self, group: "_Group") -> None:
-        """Decode the first turns of a group, whose prompts have been read."""
-        ended = partial(self._ended, group)  # one for all, since these are most of a simulation's work
+        """Decode the first turns of a group after its prefill."""
+        # Single-turn episodes are most of a simulation's work, so they share one action.
+        ended = partial(self._ended, group)
         for episode in group.episodes:
             if episode.turns == 1 and not episode.outside_s:
                 self._engines.add(max(1, episode.sampled), ended)
@@ -493,7 +521,7 @@ class Simulation:
         self._engines.add(max(1, tokens), partial(self._decoded, group, episode, turn))
 
     def _decoded(self, group: "_Group", episode: EpisodeShape, turn: int) -> None:
-        """Go on after a turn: its tools, and the time to the first token of the next one; or the end."""
+        """Schedule the end of a turn's tools, then the next turn or the end of the episode."""
         last = turn + 1 == episode.turns
         seconds = episode.outside_s / episode.turns + (0.0 if last else self._costs.turn_s)
         following = partial(self._ended, group) if last else partial(self._decode, group, episode, turn + 1)
@@ -503,7 +531,7 @@ class Simulation:
             following()
 
     def _ended(self, group: "_Group") -> None:
-        self._live -= 1
+        self._live_conversations -= 1
         group.missing -= 1
         if not group.missing:
             self._put(group)
@@ -527,9 +555,9 @@ class Simulation:
             versions=[VersionRun(Version(0, group.version), 0, sampled)],
             tokens_hash="",
         )
-        answer = self._store.delivery.put(WORKER, [header], self._clock.now)
-        if isinstance(answer, Refused):
-            raise ProtocolError(f"the queue refused group {leased.group_id}: {answer.reason}")
+        reply = self._store.delivery.put(WORKER, [header], self._clock.now)
+        if isinstance(reply, Refused):
+            raise ProtocolError(f"the queue refused group {leased.group_id}: {reply.reason}")
 
 
 class _Group:
@@ -539,12 +567,13 @@ class _Group:
 
     def __init__(self, leased: LeasedGroup, version: int, episodes: Sequence[EpisodeShape]) -> None:
         self.leased, self.version, self.episodes = leased, version, episodes
-        self.missing = len(episodes)  # conversations that have not ended
+        # Conversations that have not ended yet.
+        self.missing = len(episodes)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Leave cyclic garbage for later: a simulation makes none, and looking for it takes most of a large one's time."""
+    """Pause the cyclic garbage collector: a simulation makes no cycles, and searching for them dominates large ones."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -554,37 +583,39 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# The queue's process, on a core of 2.6 GHz: docs/explanation/queue_speed.md. The first two are of
-# ``python -m benchmarks.scale --workers 10000``: a group of 8 rows with its worker's polls and renewals, and a worker
-# with nothing to do; the third of ``python -m benchmarks.transfer_queue``, from rows of 1,536 and of 32,768 tokens.
+# Seconds of the queue's process on a 2.6 GHz core (docs/explanation/queue_speed.md): for a row and, in each second, for
+# an idle worker, as measured by ``python -m benchmarks.scale --workers 10000`` with groups of 8 rows and their workers'
+# polls and renewals; and for a token, as measured by ``python -m benchmarks.transfer_queue`` with rows of 1,536 and
+# 32,768 tokens.
 QUEUE_ROW_S = 1.0e-4
-QUEUE_WORKER_S = 4.0e-5  # in each second
+QUEUE_WORKER_S = 4.0e-5
 QUEUE_TOKEN_S = 1.8e-8
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of a step's time, by resource.
 
-    ``longest_answer``: the longest episode of a batch, decoded alone, without its tools; ``tools``: the tools of the
-    episode that spends most time in them. Both may last for as many steps as the bound on staleness allows.
+    ``engines`` is relative to the tokens per second of full batches, ``queue`` to one processor; ``publication`` is the
+    time that engines and trainer wait for weights. ``longest_answer`` is the longest episode of a batch, decoded alone
+    and without its tools; ``tools`` is the longest time that an episode spends in tools. Both of these may last as many
+    steps as the bound on staleness allows.
     """
 
     trainer: float
-    engines: float  # of the tokens per second that full batches would yield
-    queue: float  # of one processor
-    publication: float  # in which engines and trainer wait for the weights
+    engines: float
+    queue: float
+    publication: float
     longest_answer: float
     tools: float
 
     @property
     def first(self) -> str:
-        """The name of the largest share."""
+        """The name of the resource with the largest share."""
         shares = msgspec.structs.asdict(self)
         return max(shares, key=shares.__getitem__).replace("_", " ")
 
     @property
     def largest(self) -> float:
-        """The largest share."""
         return max(msgspec.structs.astuple(self))
 
 
@@ -597,11 +628,11 @@ def saturation(
     workers: int,
     outcome: SimulationResult,
 ) -> Saturation:
-    """What a simulated run with this bound on staleness and ``rows`` in a batch has used of each resource."""
+    """Return the shares that a simulated run with this bound on staleness and ``rows`` in a batch used."""
     tokens = sum(episode.tokens for episode in episodes) / len(episodes)
     sampled = sum(episode.sampled for episode in episodes) / len(episodes)
     rows_per_s = rows / outcome.step_s
-    row_tokens = outcome.tokens_per_s / rows_per_s  # those of the simulated batches
+    row_tokens = outcome.tokens_per_s / rows_per_s
     most = layout.engines * layout.max_batch / costs.iteration_s(layout.max_batch)
     within = (bound + 1) * outcome.step_s
     answers = [episode.turns * costs.turn_s + episode.sampled * costs.iteration_s(1) for episode in episodes]
@@ -616,8 +647,9 @@ def saturation(
 
 
 def longest(seconds: Sequence[float], rows: int) -> float:
-    """The mean of the longest among so many draws, with replacement."""
+    """Return the expected maximum of ``rows`` draws with replacement."""
     ordered = sorted(seconds)
     count = len(ordered)
-    below = [(place / count) ** rows for place in range(count + 1)]  # the chance that all are so short
+    # below[k] is the probability that all draws are among the k shortest.
+    below = [(place / count) ** rows for place in range(count + 1)]
     return sum(each * (below[place + 1] - below[place]) for place, each in enumerate(ordered))

@@ -1,7 +1,7 @@
-"""A child process with a session, a log file and a lifeline of its own; where it runs; and the file that lists it.
+"""Starts child processes, each with its own session, log file and lifeline, and lists them in a file.
 
 The supervisor starts processes through an ``Executor``: ``ThisMachine`` here, ``ray_nodes.RayNodes`` on a cluster.
-``RUN/processes.json`` shows their states to other programs; the run's timeline keeps the earlier ones.
+``RUN/processes.json`` shows their states to other programs; the run's timeline keeps earlier states.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ TAIL_BYTES = 16384
 
 
 class Process(Protocol):
-    """A process that was started, here (``Child``) or on another node (``ray.remote_child.RemoteChild``)."""
+    """A process that was started here (``Child``) or on another node (``ray_keeper.RemoteChild``)."""
 
     name: str
     log: Path
@@ -54,7 +54,7 @@ class Process(Protocol):
 
 
 class RoleFailed(RlAsyncError):
-    """A process failed and is not restarted. The message ends with what it said last, and where its log is."""
+    """A process failed and is not restarted. The message ends with its last words and the path of its log."""
 
 
 class Lifeline:
@@ -72,7 +72,7 @@ class Lifeline:
 
 
 class Child:
-    """A running process. It leads a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+    """A running process. It leads its own session, so that a terminal's Ctrl-C only reaches the supervisor."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, log: Path, log_start: int, segments: str
@@ -80,9 +80,9 @@ class Child:
         self.name, self.log, self.log_start = name, log, log_start
         self._process, self._segments = process, segments
         self._swept = False
-        # Empty for the supervisor's own machine.
+        # An empty host is the supervisor's own machine.
         self.host = ""
-        # In clock ticks since the boot.
+        # Clock ticks since the machine booted.
         self.started = read_stat(process.pid).started
 
     @classmethod
@@ -98,7 +98,7 @@ class Child:
     ) -> Self:
         """Start ``argv`` in ``cwd`` with ``env`` added to this process's environment, and append its output to ``log``.
 
-        ``stacks`` is the file to which it writes its Python stacks on request (``rl_async.process.role``).
+        On request, the process writes its Python stacks to the file ``stacks`` (``rl_async.process.role``).
         """
         segments = prefix_for(stacks)
         # An earlier process of this name may have been killed with its supervisor.
@@ -126,7 +126,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of its process group."""
+        """The process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
@@ -135,12 +135,12 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until it has ended, then kill what it started and remove its shared memory.
+        """Wait until the process has ended, then kill its descendants and remove its shared memory.
 
-        Has no deadline of its own: the caller sets one.
+        The caller sets the deadline.
         """
         code = await self._process.wait()
-        # Only once, since another group may get the id later.
+        # The group is killed only once, since another group may get its id later.
         if not self._swept:
             self._swept = True
             self._signal_group(signal.SIGKILL)
@@ -148,7 +148,7 @@ class Child:
         return code
 
     async def stop(self, timeout_s: float | None) -> int:
-        """Send SIGTERM to the process, and kill it after ``timeout_s``. Without one, wait until it has ended."""
+        """Send SIGTERM to the process and wait for it; with ``timeout_s``, kill it after that time."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -174,16 +174,16 @@ class Child:
             os.killpg(self.pid, number)
 
     def output(self) -> str:
-        """Return the end of this process's output. The log may begin with that of earlier ones."""
+        """Return the end of this process's output, without that of earlier processes in the same log."""
         return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
-        """Return the last lines that this process wrote."""
+        """Return the last lines of this process's output."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
 
 def tail_of(log: Path, start: int) -> str:
-    """Return the last TAIL_BYTES of a log, but nothing before ``start``."""
+    """Return the last TAIL_BYTES of a log, without anything before ``start``."""
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - TAIL_BYTES))
@@ -251,15 +251,15 @@ class ThisMachine:
         self._ranks_meet = private_folder(folder) / f"ranks-{secrets.token_hex(8)}"
 
     def open(self) -> None:
-        """Open the pipe by whose end the processes notice that this one is gone."""
+        """Open the pipe that tells processes, by its end, that this one is gone."""
         self._lifeline = self._exits.enter_context(Lifeline())
 
     def close(self) -> None:
-        """Close the pipe, which ends the processes that still run."""
+        """Close the pipe, so that the remaining processes end."""
         self._exits.close()
 
     async def allocate(self) -> None:
-        """Do nothing: hosts and ports are known."""
+        """Do nothing, since hosts and ports are known."""
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Child:
         """Start a process that writes to ``RUN/logs/NAME.log``."""
@@ -275,7 +275,6 @@ class ThisMachine:
         )
 
     def places(self) -> tuple[Mapping[str, int], Mapping[str, str]]:
-        """Return the ports and hosts that were given."""
         return self._ports, self._hosts
 
 
@@ -299,7 +298,7 @@ class Roster:
         self._started[spec.name] = (spec, child)
 
     def write(self, states: Mapping[str, ProcessState]) -> None:
-        """Replace the file, with the states of the processes that have one."""
+        """Replace the file. Processes without a given state are running or have ended."""
         records = []
         for name, (spec, child) in self._started.items():
             # The preparation is not among ``states``.

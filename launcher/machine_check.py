@@ -1,8 +1,8 @@
-"""``rl-async doctor`` without a run: compares what this machine has with what a config needs.
+"""``rl-async doctor`` without a run: checks that this machine meets the requirements of a config.
 
-Also the versions of other packages that are supported, and those that were run. pyproject.toml has the same ranges; a
-version inside a range may never have been tried. `docs/site/versions.py` writes the table of
-docs/reference/versions.md from ``TRIED``, and the doctor warns of versions that are not in it.
+``RANGES`` are the supported versions of other packages, as in pyproject.toml, and ``TRIED`` those that were run: a
+version inside a range may never have been tried, and the doctor warns of it. `docs/site/versions.py` writes the table
+of docs/reference/versions.md from ``TRIED``.
 """
 
 import re
@@ -88,14 +88,14 @@ TRIED: Mapping[str, Sequence[Trial]] = {
     "verl": (Trial("0.9.1", "`tests/contracts/oracles`, `tests/contracts/environments`", "2026-11-28"),),
     "trl": (Trial("1.16.0", "`tests/contracts/oracles`", "2026-11-28"),),
 }
-# The numbers that begin a version and name a series of releases which behave alike.
+# How many leading numbers of a version name a series of releases that behave alike, if not two.
 SERIES = {"sglang": 3}
 
 
 def holds(version: str, wanted: str) -> bool:
-    """Whether ``version`` is in a range, of the forms that pyproject.toml uses: ``>=A.B``, ``==A.B.*`` and ``==A.B.C``.
+    """Whether ``version`` is in a range of a form that pyproject.toml uses: ``>=A.B``, ``==A.B.*`` or ``==A.B.C``.
 
-    What follows the numbers (``+cpu``, ``rc1``) is left out of the comparison.
+    Suffixes (``+cpu``, ``rc1``) are ignored.
     """
     numbers = _numbers(version)
     bound = _numbers(wanted.lstrip("=>").removesuffix(".*"))
@@ -105,7 +105,7 @@ def holds(version: str, wanted: str) -> bool:
 
 
 def untried(name: str, version: str) -> str:
-    """Return a sentence if no version of this series was ever run; empty if one was, or ``name`` has no trials."""
+    """Return a warning if no version of this series was ever run, else an empty string, also without any trials."""
     if name not in TRIED:
         return ""
     series = sorted({_series(name, trial.version) for trial in TRIED[name]})
@@ -127,8 +127,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 Level = Literal["ok", "warning", "missing"]
 PROBE_S = 120.0
 VERSIONS = "docs/reference/versions.md"
-DEMO_BYTES = 2 << 30  # of the preset calculator, by `rl-async launch --dry-run`
-PORTS = 8  # tried
+# The memory of the preset calculator, as `rl-async launch --dry-run` estimates it.
+DEMO_BYTES = 2 << 30
+# How many ports are tried.
+PORTS = 8
 FILES = 1024
 PROBE = """
 import importlib.metadata as m, json, sys
@@ -179,9 +181,9 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def check_machine(config: str | None) -> int:
-    """Print one line per check; the exit code, 1 if something is missing that the config, or else the demo, needs.
+    """Print one line per check; return exit code 1 if something is missing for the config or, without one, the demo.
 
-    Raises UserError if there is no such config.
+    Raises UserError if the config does not exist.
     """
     wanted = None if config is None else load_config(config)
     lines = run_checks(wanted)
@@ -193,7 +195,7 @@ def check_machine(config: str | None) -> int:
 
 
 def run_checks(config: RunConfig | None) -> list[Finding]:
-    """Run all checks, for a config or (None) for the demo on CPU."""
+    """Run all checks for a config or, if it is None, for the demo on a CPU."""
     here = probe(sys.executable)
     config, computing = settled(config)
     checks: list[Callable[[], list[Finding]]] = [
@@ -213,7 +215,7 @@ def run_checks(config: RunConfig | None) -> list[Finding]:
 
 
 def probe(python: str) -> Probe:
-    """Import packages in a process of its own: importing torch takes seconds and keeps its memory."""
+    """Inspect a Python in a separate process, since importing torch here would keep its memory."""
     try:
         builds = {traits.package: traits.builds for traits in ENGINES.values()}
         names = ["|".join((name, *builds.get(name, ()))) for name in dict.fromkeys((*RANGES, *TRIED, "py-spy"))]
@@ -247,7 +249,7 @@ def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Find
 
 
 def untried_lines(here: Probe) -> list[Finding]:
-    """Name the version of Python, and of each optional package that is installed here, that was never run."""
+    """Warn of never tried versions of Python and of the optional packages installed here."""
     names = [name for name in TRIED if name not in RANGES and here.versions.get(name)]
     reasons = [reason for name in names if (reason := untried(name, here.versions[name]))]
     return [Finding("warning", reason, f"if something fails, try one of these: {VERSIONS}") for reason in reasons]
@@ -275,7 +277,7 @@ def device_lines(found: Probe, files: int, config: RunConfig | None) -> list[Fin
 
 
 def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
-    """Check the packages of the engines: rollout.python must have those that the config uses."""
+    """Check that rollout.python has the packages of the config's engines."""
     used = (
         []
         if config is None or not engines(config)
@@ -294,14 +296,14 @@ def engine_lines(here: Probe, config: RunConfig | None) -> list[Finding]:
 
 
 def plugin_lines(config: RunConfig | None) -> list[Finding]:
-    """Check that rollout.python has this rl-async, too, if it has the packages of the engines that the config uses."""
+    """Check that this rl-async is installed in rollout.python, beside the packages of the config's engines."""
     if config is None or not engines(config):
         return []
     try:
         for kind in engine_traits(config):
             check_engine_python(kind, config.rollout.python or sys.executable)
     except EngineMissing:
-        # A line of `engine_lines` says so.
+        # `engine_lines` has reported it.
         return []
     except UserError as error:
         return [Finding("missing", str(error))]
@@ -318,7 +320,7 @@ def backend_lines(config: RunConfig | None, *, installed: bool) -> list[Finding]
 
 
 def needed_bytes(config: RunConfig | None) -> int:
-    """Return the most memory, in bytes, that all processes take together, as ``--dry-run`` estimates it."""
+    """Return the most memory, in bytes, that all processes need together, as ``--dry-run`` estimates it."""
     if config is None:
         return DEMO_BYTES
     size = model_size(config)
@@ -339,22 +341,22 @@ def available_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) 
 
 
 def memory_line(free: int, needed: int) -> Finding:
-    """Compare free memory with the most that the run takes."""
     what = f"{free / 2**30:.1f} GiB of memory free, at most about {needed / 2**30:.1f} GiB needed"
     return Finding("ok", what) if free >= needed else Finding("warning", what, "use a smaller model or fewer processes")
 
 
 def cores_line(count: float) -> Finding:
-    """Check that there are two cores, one for an engine and one for the trainer."""
+    """Check for two cores, one for an engine and one for the trainer."""
     if count >= 2:
         return Finding("ok", f"{count:g} cores")
     return Finding("warning", f"{count:g} cores", "engine and trainer share one: nothing overlaps")
 
 
 def settled(config: RunConfig | None) -> tuple[RunConfig | None, list[Finding]]:
-    """Say which compute type and how many threads a run of the config would get here, or one of a model of usual size.
+    """Return the config with the compute type that a run would get here, and findings on this type and its threads.
 
-    Returns the config with that type, too. If the choice fails, as it then would for a run, float32 stands for it.
+    Without a config, the findings are those for a model of usual size. If the choice fails, as it then would for a run,
+    the error is the finding, and the other checks assume float32.
     """
     try:
         if config is None:
@@ -372,7 +374,7 @@ def settled(config: RunConfig | None) -> tuple[RunConfig | None, list[Finding]]:
 
 
 def shm_line(free: int) -> Finding:
-    """Check the size of shared memory, through which weights reach engines on the trainer's machine."""
+    """Check the size of shared memory: weights pass through it to engines on the trainer's machine."""
     what = f"/dev/shm: {free / 2**20:.0f} MiB free"
     if free >= 256 << 20:
         return Finding("ok", what)
@@ -380,7 +382,7 @@ def shm_line(free: int) -> Finding:
 
 
 def files_line(soft: int, hard: int) -> Finding:
-    """Check the limit on open files, of which each connection takes one."""
+    """Check the limit on open files: each connection takes one."""
     what = f"{soft} open files allowed"
     return Finding("ok", what) if soft >= FILES else Finding("warning", what, f"ulimit -n {min(hard, 65536)}")
 
@@ -401,7 +403,7 @@ def free_ports() -> int:
 
 
 def ports_line(count: int) -> Finding:
-    """Check that ports on loopback can be bound, where every process listens."""
+    """Check that ports on loopback can be bound, since every process listens there."""
     if count == PORTS:
         return Finding("ok", f"ports on {HOST} can be bound")
     return Finding(
@@ -410,7 +412,7 @@ def ports_line(count: int) -> Finding:
 
 
 def redis_lines(config: RunConfig | None, server: str | None) -> list[Finding]:
-    """Check that Redis answers, if the queue keeps its journal there."""
+    """Check that the Redis server of a queue's journal accepts connections."""
     if config is None or config.queue.journal != "redis":
         return []
     host, _, port = config.queue.redis_url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")

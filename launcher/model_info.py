@@ -1,4 +1,4 @@
-"""``rl-async model info``: what a model folder holds, what can train and serve it, and the memory that this takes."""
+"""``rl-async model info``: describes a model folder, the trainers and engines that can use it, and their memory."""
 
 import json
 import math
@@ -20,7 +20,10 @@ Facts = Iterator[tuple[str, str]]
 
 
 def describe(folder: Path, config: RunConfig) -> list[str]:
-    """Return one line for each fact about the model; ``config`` sizes the memory. Raises UserError if it is none."""
+    """Return one line for each fact about the model; ``config`` sizes the memory.
+
+    Raises UserError if the folder's ``config.json`` is not that of a model.
+    """
     from transformers import AutoConfig
 
     try:

@@ -1,9 +1,9 @@
-"""``rl-async play``: runs an agent program as it is for each episode of a run, and grades what it did.
+"""``rl-async play``: runs an unchanged agent program for each episode of a run, and grades its work.
 
 ``Player`` leases episodes from the gateway, several at once, until the run is over. For each, ``started`` starts a
-keeper process (``play_keeper.py``), which starts the agent program in a workspace of its own, and in the end kills what
-is left of it and removes the workspace, also if ``play`` itself was killed. The user's
-``FUNCTION(workspace, task, stdout)``, by name also ``exit_code`` and ``stderr``, turns the outcome into a reward.
+keeper process (``play_keeper.py``), which starts the agent program in its own workspace. At the end the keeper kills
+the remaining processes and removes the workspace, even if ``play`` itself was killed. The user's
+``FUNCTION(workspace, task, stdout)``, which may also take ``exit_code`` and ``stderr`` by name, returns the reward.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ log = logging.getLogger("rl_async.play")
 
 # Characters of a program's last line that are reported.
 LAST_WORDS = 500
-# The end of each output stream is kept.
+# Only the end of each output stream is kept.
 KEPT_BYTES = 1 << 20
 REMOVAL_S = 60.0
 FILLED_IN = ("prompt", "workspace", "base_url", "anthropic_base_url")
-# A variable with another value in each episode, by which its processes are found.
+# This variable differs between episodes, so that the processes of one can be found by it.
 MARK = "OPENAI_BASE_URL"
-# These would lead programs out of HOME.
+# Programs would follow these variables out of HOME.
 XDG_HOME = re.compile(r"XDG_\w+_HOME")
 PLACEHOLDER = re.compile(rf"\{{({'|'.join(FILLED_IN)})\}}")
 
 
 class Outcome(NamedTuple):
-    """How a program ended. ``problem`` says why its episode must be played again; without one it is graded."""
+    """The end of a program. An episode with a ``problem`` is played again, otherwise it is graded."""
 
     problem: str
     stdout: str = ""
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The end of the last line that it printed, of errors first."""
+        """The end of the last line on standard error or, if that is empty, on standard output."""
         lines = self.stderr.strip().splitlines() or self.stdout.strip().splitlines() or [""]
         return lines[-1][-LAST_WORDS:]
 
@@ -69,7 +69,7 @@ class CannotStart(Exception):
 
 
 class StopPipe:
-    """Tells every waiting thread, once and for all, to stop; ``stop`` may be called in a signal handler."""
+    """Tells all waiting threads to stop, for good; ``stop`` may be called in a signal handler."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()
@@ -91,9 +91,9 @@ class StopPipe:
 
 
 def found_program(program: Sequence[str]) -> list[str]:
-    """Return the command with the full path of its program, which is started in another folder.
+    """Return the command with the absolute path of its program, since it is started in another folder.
 
-    Raises UserError unless there is one, and for a placeholder that does not exist.
+    Raises UserError for a missing program or an unknown placeholder.
     """
     if not program:
         raise UserError("play: name the agent program behind --, such as: -- claude --bare -p '{prompt}'")
@@ -107,12 +107,11 @@ def found_program(program: Sequence[str]) -> list[str]:
 
 
 def prompt_text(episode: RemoteEpisode) -> str:
-    """Return the messages of the task as one text."""
     return "\n\n".join(str(message.get("content") or "") for message in episode.task["prompt"])
 
 
 def arguments(program: Sequence[str], episode: RemoteEpisode, workspace: Path) -> list[str]:
-    """Fill in the placeholders: each within its own argument, whatever the text says, and no shell reads it."""
+    """Fill in the placeholders. No shell reads the arguments, so a placeholder's text stays within its own."""
     values = {
         "prompt": prompt_text(episode).replace("\0", ""),
         "workspace": str(workspace),
@@ -123,10 +122,7 @@ def arguments(program: Sequence[str], episode: RemoteEpisode, workspace: Path) -
 
 
 def environment(episode: RemoteEpisode, given: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
-    """Return the environment in which clients of either vendor find the episode by themselves.
-
-    ``home``: a home directory of the episode's own.
-    """
+    """Return an environment that leads both vendors' clients to the episode, with ``home`` as its home directory."""
     if home is not None:
         given = {name: value for name, value in given.items() if not XDG_HOME.fullmatch(name)} | {"HOME": str(home)}
     host = urlsplit(episode.base_url).hostname or ""
@@ -135,7 +131,8 @@ def environment(episode: RemoteEpisode, given: Mapping[str, str], home: Path | N
         **given,
         **direct,
         MARK: episode.base_url,
-        "OPENAI_API_BASE": episode.base_url,  # older clients, and LiteLLM
+        # LiteLLM and older clients read this one.
+        "OPENAI_API_BASE": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
         "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
         "ANTHROPIC_API_KEY": episode.api_key,
@@ -151,7 +148,7 @@ class Program:
         self._keeping, self._status = keeping, status
 
     def wait(self, timeout_s: float, stop: StopPipe) -> Outcome:
-        """Wait until the program and all its processes have ended; those that have not are killed behind it."""
+        """Wait until the program and all its processes have ended; on a timeout the problem says so."""
         deadline = time.monotonic() + timeout_s
         assert self._keeping.stdout is not None and self._keeping.stderr is not None
         out, err = self._keeping.stdout.fileno(), self._keeping.stderr.fileno()
@@ -170,8 +167,9 @@ class Program:
                     read[fd] = (read[fd] + piece)[-KEPT_BYTES:]
                     if not piece:
                         waiting.unregister(fd)
+                # The keeper was killed, and processes of the program may hold the other pipes open.
                 if not read[self._status] and self._status not in waiting.get_map():
-                    break  # the keeper was killed; what it kept may hold the other pipes open
+                    break
         said = {fd: text.decode(errors="replace") for fd, text in read.items()}
         code = said[self._status].strip()
         ended = Outcome("", said[out], said[err], int(code or 0))
@@ -182,7 +180,7 @@ class Program:
 
 
 def told(what: str, last_words: str) -> str:
-    """Return what happened to a program, with the last that it said."""
+    """Append a program's last words to the description of an event."""
     return f"{what}: {last_words}" if last_words else what
 
 
@@ -195,14 +193,16 @@ def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
 
 @contextmanager
 def started(program: Sequence[str], episode: RemoteEpisode, *, own_home: bool = False) -> Iterator[Program]:
-    """Start the program in a fresh workspace; behind the block no process and no file of it is left.
+    """Start the program in a fresh workspace; when the block ends, its processes and files are removed.
 
-    ``own_home``: with a fresh home directory, too. Raises CannotStart, such as for a prompt that is too long for a
+    ``own_home`` also gives it a fresh home directory. Raises CannotStart, such as for a prompt that is too long for a
     command line.
     """
-    opened = contextlib.ExitStack()  # what to undo if it cannot be started
+    # Closes the pipes if the keeper cannot be started.
+    opened = contextlib.ExitStack()
     try:
-        folder = Path(tempfile.gettempdir()) / f"rl-async-play-{os.urandom(8).hex()}"  # the keeper's
+        # The keeper makes this folder, and removes it.
+        folder = Path(tempfile.gettempdir()) / f"rl-async-play-{os.urandom(8).hex()}"
         workspace = folder / "workspace"
         (lifeline_end, lifeline), (status, status_end) = _pipe(opened), _pipe(opened)
         words = [sys.executable, "-I", "-S", play_keeper.__file__, str(lifeline_end), str(status_end), str(folder)]
@@ -232,7 +232,7 @@ def started(program: Sequence[str], episode: RemoteEpisode, *, own_home: bool = 
 
 
 def _end(keeping: "subprocess.Popen[bytes]", folder: Path, episode: RemoteEpisode) -> None:
-    """Wait for the end of the keeper, and do what it could not; log what cannot be removed."""
+    """Wait for the end of the keeper, and clean up in its place if it failed; log a folder that cannot be removed."""
     try:
         keeping.wait(REMOVAL_S)
     except subprocess.TimeoutExpired:
@@ -248,23 +248,25 @@ def _end(keeping: "subprocess.Popen[bytes]", folder: Path, episode: RemoteEpisod
 
 
 KEY = "--reward"
-DEFAULT = "grade"  # name of the function where only a file is given
+# The function's name if only a file is given.
+DEFAULT = "grade"
 Grade = Callable[..., Any]
 BY_NAME = ("exit_code", "stderr")
 
 
 class CannotGrade(Exception):
-    """The user's function raised, or returned no usable number; the message says which."""
+    """The user's function raised, or did not return a usable number."""
 
 
 def load_grade(reference: str) -> Grade:
-    """Load ``path.py:name``, or ``grade`` of ``path.py``. Raises ConfigError if it is missing or no function."""
+    """Load ``path.py:name``, or ``grade`` of ``path.py``. Raises ConfigError unless it is a function."""
     reference = f"{reference}:{DEFAULT}" if reference.endswith(".py") else reference
     try:
         function = load_user_object(reference, KEY)
     except ConfigError:
         raise
-    except Exception as error:  # importing a user's file may raise anything
+    # Importing a user's file may raise anything.
+    except Exception as error:
         raise ConfigError(f"{KEY}: loading {reference} raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"{KEY}: {reference} is not a function of workspace, task and stdout")
@@ -273,23 +275,24 @@ def load_grade(reference: str) -> Grade:
 
 
 def grade(function: Grade, workspace: Path, task: dict[str, Any], ended: Outcome) -> Score:
-    """Grade an episode: a number, or a mapping with ``score``, further numbers and a ``reason`` to record.
+    """Grade an episode. The function returns a number, or a mapping with ``score``, more numbers and a ``reason``.
 
     Raises CannotGrade.
     """
     try:
         asked = {name: getattr(ended, name) for name in BY_NAME if name in inspect.signature(function).parameters}
         score = to_score(function(workspace, task, ended.stdout, **asked))
-    except Exception as error:  # the user's code may raise anything; only this episode fails
+    # The user's code may raise anything, and only this episode fails by it.
+    except Exception as error:
         raise CannotGrade(describe(error)) from error
     if REWARD in score.extra:
         raise CannotGrade(f"returned a number called {REWARD!r}, which is the name of the whole; call it another")
     return score
 
 
-# The run's reward functions see so many characters of a program's output, its end.
+# The run's reward functions see at most this many characters from the end of a program's output.
 OUTPUT = 100_000
-# So many failures in a row, times the programs at once, end play.
+# After this many failures in a row for each concurrent program, play ends.
 FUTILE = 3
 
 
@@ -298,10 +301,10 @@ class ProgramFails(RlAsyncError):
 
 
 class Player:
-    """Plays with ``program`` until the run is over, ``stop`` is stopped, or nothing but failures comes.
+    """Plays episodes with ``program`` until the run is over, ``stop`` is stopped, or too many fail in a row.
 
-    ``reward``: grades what the program did; None: the run's own reward functions score the last answer. ``say`` is
-    called with one line per episode. ``own_home``: each episode has a home directory of its own.
+    ``reward`` grades the program's work; without it, the run's own reward functions score the last answer. ``say`` is
+    called with one line per episode. With ``own_home``, each episode has its own home directory.
     """
 
     def __init__(
@@ -318,11 +321,12 @@ class Player:
         self._program, self._reward, self._stop, self._say = program, reward, stop, say
         self._timeout_s, self._at_once, self._own_home = timeout_s, at_once, own_home
         self._lock = threading.Lock()
-        self.rewards: list[float] = []  # of those that were accepted
+        # The rewards of accepted episodes.
+        self.rewards: list[float] = []
         self.failed = self._in_a_row = 0
 
     def play(self, gateway: Gateway) -> None:
-        """Play until there is an end. Raises ProgramFails, and GatewayError or OSError if the gateway refuses."""
+        """Play to the end. Raises ProgramFails, and GatewayError or OSError if the gateway refuses."""
         with ThreadPoolExecutor(self._at_once, thread_name_prefix="play") as pool:
             playing = [pool.submit(self._work, gateway) for _ in range(self._at_once)]
             for one in playing:
@@ -331,16 +335,17 @@ class Player:
             raise ProgramFails(f"the agent program failed {self._in_a_row} times in a row; the lines above say how")
 
     def _work(self, gateway: Gateway) -> None:
-        """Consumes episodes, produces their ends. Waits for the gateway and the program; ended by ``stop``."""
+        """Consumes episodes; produces their rewards. Waits for the gateway and the program; ended by ``stop``."""
         try:
             for episode in gateway.episodes(lambda: self._stop.stopped):
                 self._note(episode, *self._play(episode))
         except BaseException:
-            self._stop.stop()  # else the others would play on, and the error be seen at the end of the run
+            # Otherwise the other threads would play on, and the error would only surface at the end of the run.
+            self._stop.stop()
             raise
 
     def _play(self, episode: RemoteEpisode) -> tuple[float | None, str, str]:
-        """Play one episode; its reward or None, why it was given back, and a remark on how its program ended."""
+        """Play one episode; return its reward if it has one, the reason if it was given back, and a remark."""
         if self._stop.stopped:
             return self._give_back(episode, "play was stopped")
         timeout_s = episode.deadline_s if self._timeout_s is None else min(self._timeout_s, episode.deadline_s)
@@ -362,7 +367,8 @@ class Player:
             else:
                 score = grade(self._reward, program.workspace, episode.task, ended)
                 answer = episode.reward(score.value, score.reasons(REWARD), about, **score.extra)
-        except GatewayError as error:  # such as an episode without any answer
+        # The gateway refuses, for example, an episode without any answer.
+        except GatewayError as error:
             return self._give_back(episode, told(str(error), ended.last_words))
         if not answer["accepted"]:
             return None, told(answer["reason"], ended.last_words), ""

@@ -1,10 +1,10 @@
 """Keeps one agent program: starts it, reports its exit code, and leaves neither a process nor a file of it behind.
 
 ``python -I -S play_keeper.py LIFELINE STATUS FOLDER PROGRAM...`` where LIFELINE and STATUS are file descriptors. The
-program runs in FOLDER/workspace, in a session of its own; FOLDER/home is there for a HOME that names it. Its exit code
-is written to STATUS once every process that it had started is gone. When LIFELINE is at its end, since ``play`` has
-closed it or died, the keeper kills what is left of the program, removes FOLDER, which it made, and exits. It needs the
-standard library only: it starts in milliseconds."""
+keeper makes FOLDER and runs the program in FOLDER/workspace, in its own session; FOLDER/home may serve as its HOME. It
+writes the exit code to STATUS once every process that the program had started is gone. When LIFELINE ends, because
+``play`` closed it or died, the keeper kills the remaining processes, removes FOLDER and exits. It imports nothing but
+the standard library, and so starts in milliseconds."""
 
 import ctypes
 import errno
@@ -21,23 +21,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SUBREAPER, DEATH_SIGNAL = 36, 1  # options of prctl
-CANNOT_START = 127  # as shells have it
-GONE_S = 10.0  # within which what was killed has ended
+# Options of prctl.
+SUBREAPER, DEATH_SIGNAL = 36, 1
+# The exit code that shells use.
+CANNOT_START = 127
+# Killed processes must end within this time.
+GONE_S = 10.0
 
 
 def main() -> int:
     lifeline, status, folder, program = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+    # Only the lifeline ends the keeper. The program does not inherit a handler, as it would SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # only the lifeline counts; a program does not inherit a handler
+        signal.signal(number, lambda *_: None)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(SUBREAPER, 1, 0, 0, 0):  # a process whose parent has ended becomes a child of the keeper
+    # Descendants whose parents have ended become children of the keeper.
+    if libc.prctl(SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     os.mkdir(folder, 0o700)
     try:
         code = _run(program, folder / "workspace", lifeline, lambda: libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
         kill_all()
-        with suppress(BrokenPipeError):  # nobody waits for it any more
+        # `play` may have stopped waiting.
+        with suppress(BrokenPipeError):
             os.write(status, b"%d\n" % code)
         os.close(status)
         while os.read(lifeline, 1):
@@ -51,7 +57,7 @@ def main() -> int:
 
 
 def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Callable[[], Any]) -> int:
-    """Run the program to its end, or to that of the lifeline; its exit code, negative for a signal."""
+    """Run the program until it or the lifeline ends; return its exit code, negative for a signal."""
     try:
         workspace.mkdir()
         (workspace.parent / "home").mkdir()
@@ -62,8 +68,9 @@ def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Ca
         os.write(2, f"cannot start {program[0]}: {error.strerror}\n".encode())
         return CANNOT_START
     finally:
+        # From here on, only the program's own processes hold the pipes of its output open.
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # from here on, the pipes of its output are open in the program's own processes only
+        os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
     ended = os.pidfd_open(started.pid)
     select.select([ended, lifeline], [], [])
@@ -73,9 +80,9 @@ def _run(program: list[str], workspace: Path, lifeline: int, die_with_keeper: Ca
 
 
 def kill_all(within_s: float = GONE_S) -> None:
-    """Kill every descendant: killing a parent makes its children the keeper's own, until there are none.
+    """Kill every descendant: children of a killed process become the keeper's own, until none is left.
 
-    Raises TimeoutError for those that do not end in time, such as one that waits for a disk.
+    Raises TimeoutError for processes that do not end in time, such as one that waits for a disk.
     """
     deadline = time.monotonic() + within_s
     while pids := _children():
@@ -93,7 +100,7 @@ def kill_all(within_s: float = GONE_S) -> None:
 
 
 def _children() -> list[int]:
-    """Return the processes whose parent is this one."""
+    """Return the ids of this process's children."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -101,14 +108,15 @@ def _children() -> list[int]:
                 fields = Path("/proc", name, "stat").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            parent = int(fields.rpartition(b")")[2].split()[1])  # behind the name, which may hold anything
+            # The process's name, in parentheses, may contain anything, so fields are counted from its end.
+            parent = int(fields.rpartition(b")")[2].split()[1])
             if parent == os.getpid():
                 found.append(int(name))
     return found
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder, also what the program made read-only in it. Raises OSError, such as for a link instead."""
+    """Remove the folder and read-only files in it. Raises OSError, for example if a link has replaced the folder."""
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "is no folder any more", str(folder))
     os.chmod(folder, 0o700)

@@ -30,7 +30,7 @@ from rl_async.launcher.plan.machine import check_engine_python
 from rl_async.launcher.plan.planning import PortWish, hold_ports
 from rl_async.launcher.ray_placement import interface_of
 
-# Without a call for so long, the launcher has ended or given this node up.
+# After this long without a call, the launcher has ended or given up on this node.
 ORPHANED_S = 30.0
 POLL_S = 0.1
 CHUNK = 1 << 18
@@ -43,12 +43,12 @@ class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The launcher's working directory and run folder; the latter is absolute or below the former.
     cwd: str
     run: str
-    # A file in the run folder: a node that sees it shares the folder. Other nodes get copies of ``files``.
+    # A node that sees this file in the run folder shares the folder. Other nodes get copies of ``files``.
     token: str
     files: Mapping[str, bytes]
-    # Config key and path of each.
+    # Pairs of config key and path.
     folders: Sequence[tuple[str, str]]
-    # Name, number or 0, and config key of each.
+    # Triples of name, number (0 for a free port) and config key.
     ports: Sequence[tuple[str, int, str]] = ()
     engine_kind: str = ""
     # The engine's Python, if it is not this process's own.
@@ -56,16 +56,15 @@ class AllocationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """The host and ports at which a process will listen."""
+    """The host and ports for a process to listen on. ``shared`` says whether the node sees the run folder."""
 
-    # The node's address, and whether it sees the run folder.
     host: str
     ports: Mapping[str, int]
     shared: bool
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """A running process. Its output begins at ``offset`` of the log."""
+    """A running process, whose output begins at ``offset`` of the log."""
 
     pid: int
     started: int
@@ -73,7 +72,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of the process. ``code`` is set once the process has ended and all of its output was returned."""
+    """Output of a process. ``code`` is set once the process has ended and all of its output has been returned."""
 
     data: bytes
     code: int | None = None
@@ -88,7 +87,7 @@ class Keeper:
         self._lifeline = self._exits.enter_context(Lifeline())
         self._scratch = Path(tempfile.mkdtemp(prefix="rl-async-"))
         self._exits.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-        # Of the run folder, if this node does not share it.
+        # Copies of the run folder's files, if this node does not share the folder.
         self._files: Mapping[str, bytes] = {}
         self._held: list[socket.socket] = []
         self._child: Child | None = None
@@ -97,7 +96,7 @@ class Keeper:
         self._guard: asyncio.Task[None] | None = None
 
     async def allocate(self, request: AllocationRequest) -> Allocation:
-        """Check this node, write the files that it lacks, and hold free ports. Raises UserError for what is missing."""
+        """Check this node, write the files that it lacks, and hold ports. Raises UserError if the node is unfit."""
         self._name = request.name
         self._check_node(request)
         if request.engine_kind:
@@ -146,7 +145,7 @@ class Keeper:
     async def start(self, argv: Sequence[str], env: Mapping[str, str]) -> Started:
         """Start the process, after ending an earlier one. An empty ``argv[0]`` stands for this node's Python."""
         await self.kill()
-        # Another keeper of this node, which wrote the same files, may have closed.
+        # Another keeper of this node may have removed the same files when it closed.
         self._provide(self._files)
         stacks = self._run / "stacks" if self._shared else self._scratch
         stacks.mkdir(exist_ok=True)
@@ -164,12 +163,12 @@ class Keeper:
         return Started(pid=self._child.pid, started=self._child.started, offset=self._child.log_start)
 
     async def watch(self, offset: int, wait_s: float) -> Output:
-        """Return output from ``offset`` on, or the exit code, as soon as there is one; empty after ``wait_s``."""
+        """Return output from ``offset`` on, or the exit code, as soon as there is either; empty after ``wait_s``."""
         child = self._running()
         deadline = time.monotonic() + wait_s
         while True:
             self._last_call = time.monotonic()
-            # Asked before reading, so that the last lines are not missed.
+            # The exit code is taken before reading, so that the last lines are not missed.
             code = child.returncode
             with child.log.open("rb") as file:
                 file.seek(offset)
@@ -181,7 +180,7 @@ class Keeper:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Send SIGTERM, and kill the process after ``timeout_s``. Without one, wait until it has ended."""
+        """Send SIGTERM and wait for the process; with ``timeout_s``, kill it after that time."""
         if self._child is not None:
             await self._child.stop(timeout_s)
 
@@ -191,7 +190,7 @@ class Keeper:
             await self._child.kill()
 
     async def close(self) -> None:
-        """End the process and remove everything that was put on this node."""
+        """End the process and remove the keeper's files from this node."""
         await self.kill()
         if self._guard is not None:
             self._guard.cancel()
@@ -203,7 +202,7 @@ class Keeper:
         return self._child
 
     async def _kill_orphan(self, child: Child) -> None:
-        """Kill the process when the launcher has not called for ORPHANED_S: it then starts it on another node.
+        """Kill the process if the launcher, which would start it on another node, has not called for ORPHANED_S.
 
         Waits for the clock; ends with the process.
         """
@@ -214,12 +213,12 @@ class Keeper:
 
 
 def sees(run: Path, token: str) -> bool:
-    """Whether the run folder on this node is the launcher's, and not another one of the same path."""
+    """Whether the run folder on this node is the launcher's, rather than another one with the same path."""
     return (run / token).is_file()
 
 
 def network(address: str) -> dict[str, str]:
-    """Return variables that keep process groups off interfaces which other hosts do not reach; set ones are kept."""
+    """Return variables that keep process groups off interfaces that other hosts cannot reach, unless already set."""
     interface = interface_of(address, _interfaces())
     names = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
     return {name: os.environ.get(name, interface) for name in names if interface}
@@ -240,7 +239,7 @@ def _interfaces() -> dict[str, list[tuple[str, str | None]]]:
 WATCH_S = 2.0
 ANSWER_S = 10.0
 RETRY_S = 0.5
-# After so long without an answer, a keeper that still lives has killed the process.
+# After this long without an answer, even a keeper that still lives has killed the process.
 LOST_S = ORPHANED_S + 10.0
 
 
@@ -253,7 +252,7 @@ class KeeperSilent(RlAsyncError):
 
 
 class KeeperClient(Protocol):
-    """Calls the methods of one keeper, over whatever connects it to the launcher."""
+    """Calls the methods of one keeper from the launcher."""
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """Call a method of the keeper. Raises UserError as it does, KeeperGone, or KeeperSilent after ``timeout_s``."""
@@ -265,14 +264,14 @@ class KeeperClient(Protocol):
 
 
 class RemoteChild:
-    """A process with a keeper. Its output is copied into ``log`` on the launcher's node; see ``process.Child``."""
+    """A process with a keeper; see ``child_process.Child``. Its output is copied to ``log`` on the launcher's node."""
 
     def __init__(self, name: str, client: KeeperClient, started: Started, host: str, log: Path) -> None:
         self.name, self.host, self.log = name, host, log
         self.pid, self.started = started.pid, started.started
         # Set when its keeper is gone.
         self.lost = False
-        # The log may be read from now on.
+        # Readers may open the log from now on.
         log.touch()
         self.log_start = log.stat().st_size
         self._client, self._offset, self._code = client, started.offset, None
@@ -282,21 +281,21 @@ class RemoteChild:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the number of the signal that killed it: SIGKILL also for a lost node."""
+        """The exit code, or minus the number of the signal that killed it; a lost node counts as SIGKILL."""
         return self._code
 
     async def wait(self) -> int:
-        """Wait until it has ended and its output was copied. Has no deadline, as for a local process."""
+        """Wait until the process has ended and its output was copied. Like a local process, it has no deadline."""
         await asyncio.shield(self._following)
         assert self._code is not None
         return self._code
 
     async def stop(self, timeout_s: float | None) -> int:
-        """Send SIGTERM to the process, and kill it after ``timeout_s``. Without one, wait until it has ended."""
+        """Send SIGTERM to the process and wait for it; with ``timeout_s``, kill it after that time."""
         if self._code is None and timeout_s is None:
             self._client.tell("stop")
         elif self._code is None and timeout_s is not None:
-            # ``_follow`` finds a process that is lost.
+            # ``_follow`` notices a lost process.
             with suppress(KeeperGone, KeeperSilent):
                 await self._client.ask("stop", timeout_s, timeout_s=timeout_s + ANSWER_S)
         return await self.wait()
@@ -318,11 +317,11 @@ class RemoteChild:
         self._following.cancel()
 
     def output(self) -> str:
-        """Return the end of what this process wrote."""
+        """Return the end of this process's output."""
         return tail_of(self.log, self.log_start)
 
     def tail(self) -> str:
-        """Return the last lines that this process wrote."""
+        """Return the last lines of this process's output."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
     async def _follow(self) -> None:

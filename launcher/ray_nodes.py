@@ -57,10 +57,13 @@ from rl_async.launcher.ray_placement import (
 )
 from rl_async.process.http_auth import token_file
 
-NODE = "ray.io/node-id"  # a label that Ray gives every node
-NODE_ANSWER_S = 60.0  # for a node's first answer; Ray may have to start a worker process there
+# Ray gives every node this label.
+NODE = "ray.io/node-id"
+# For its first answer, a node may have to start one of Ray's worker processes.
+NODE_ANSWER_S = 60.0
 CLOSE_S = 10.0
-CLEAN_UP_S = 2.0  # for a single keeper, while the others wait
+# This is short, since the other keepers wait while one cleans up.
+CLEAN_UP_S = 2.0
 START_ATTEMPTS = 5
 
 log = logging.getLogger("rl_async.launcher")
@@ -69,19 +72,19 @@ sees_folder: Any = ray.remote(sees)
 
 
 class NoRoom(RlAsyncError):
-    """The cluster has no room for a process; names the process, what it needs and what is free."""
+    """The cluster has no room for a process; the message names its needs and the free resources."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster as the launcher's node sees it."""
+    """A Ray cluster, with the id and address of the launcher's node."""
 
     node_id: str
-    address: str  # of the launcher's node
+    address: str
     gpus: int
 
     def measure(self, device: str, shape: tuple[int, int], threads: int) -> Measured:
-        """Ask torch on a node with a GPU, or here about the processor. See ``ask_torch``. Raises UserError."""
+        """Call ``ask_torch`` here about the processor, or on a node with a GPU. Raises UserError."""
         if device == "cpu":
             return ask_torch(device, shape, threads)
         asked = ray.remote(ask_torch).options(num_gpus=1).remote(device, shape, threads)
@@ -96,7 +99,7 @@ class Cluster:
             ) from error
 
     def at_home(self, config: RunConfig) -> RunConfig:
-        """Return the config with a ``queue.host`` that the other nodes reach, also after a move of the launcher."""
+        """Return the config with a ``queue.host`` that other nodes can reach, even after the launcher has moved."""
         if config.queue.host in own_addresses() and not is_loopback(config.queue.host):
             return config
         return msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, host=self.address))
@@ -104,7 +107,7 @@ class Cluster:
 
 @contextmanager
 def connected(address: str) -> Iterator[Cluster]:
-    """Connect to the cluster at ``address``; empty: RAY_ADDRESS, or this machine's own. Raises UserError."""
+    """Connect to the cluster at ``address``, by default that of RAY_ADDRESS or of this machine. Raises UserError."""
     if address.startswith("ray://"):
         raise UserError(
             f"--address {address}: start the launcher on a node of the cluster, where the run folder will be"
@@ -135,7 +138,7 @@ class ActorClient:
         self._actor = actor
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
-        """Call a method of the keeper; see ``KeeperClient``."""
+        """Implement ``KeeperClient.ask``."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await getattr(self._actor, method).remote(*arguments)
@@ -151,11 +154,11 @@ class ActorClient:
             raise
 
     def tell(self, method: str) -> None:
-        """Call a method of the keeper without waiting; see ``KeeperClient``."""
+        """Implement ``KeeperClient.tell``."""
         getattr(self._actor, method).remote()
 
     def drop(self) -> Any:
-        """Have the keeper clean up; returns a reference that is ready when it has."""
+        """Have the keeper clean up; return a reference that is ready once it has."""
         return self._actor.close.remote()
 
     def end(self) -> None:
@@ -177,7 +180,7 @@ class Assignment:
 
 
 class RayNodes:
-    """Executes a plan on the nodes of a cluster. A process runs beside its keeper and moves with its bundle."""
+    """Executes a plan on the nodes of a cluster. A process runs beside its keeper, and moves with its bundle."""
 
     def __init__(self, cluster: Cluster, config: RunConfig, plan: Plan, folder: Path) -> None:
         self._cluster, self._config, self._plan, self._folder = cluster, config, plan, folder
@@ -186,13 +189,14 @@ class RayNodes:
         self._places: dict[str, tuple[PlacementGroup, int, ProcessResources]] = {}
         self._groups: list[PlacementGroup] = []
         self._assignments: dict[str, Assignment] = {}
-        self._clients: list[ActorClient] = []  # to all keepers that were ever made
+        # Clients of all keepers that were ever made.
+        self._clients: list[ActorClient] = []
         self._children: dict[str, RemoteChild] = {}
         self._ports: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
 
     def open(self) -> None:
-        """Put a token into the run folder, by which nodes find out whether they share the folder."""
+        """Write a token into the run folder: a node that sees it shares the folder."""
         (self._folder / self._token).touch()
         self._here.open()
 
@@ -211,7 +215,7 @@ class RayNodes:
         self._here.close()
 
     async def allocate(self) -> None:
-        """Allocate a node and ports for every process. Raises UserError for what a node lacks, NoRoom."""
+        """Allocate a node and ports for every process. Raises NoRoom, and UserError if a node is unfit."""
         without_folder = await self._nodes_without_folder()
         check_sharing(self._config, self._plan, without_folder)
         shared = not without_folder
@@ -221,7 +225,7 @@ class RayNodes:
         await gather_or_cancel(*(self._assign(spec) for spec in self._plan.processes))
 
     async def start(self, spec: ProcessSpec, *, restarts: int) -> Process:
-        """Start a process on the node of its keeper, or on another if that node was lost. Raises UserError, NoRoom."""
+        """Start a process on its keeper's node, or on another if that node was lost. Raises UserError and NoRoom."""
         if spec.role == "prepare":
             return await self._here.start(spec, restarts=restarts)
         earlier = self._children.get(spec.name)
@@ -231,8 +235,9 @@ class RayNodes:
             assignment = self._assignments.get(spec.name) or await self._assign(spec)
             argv = spec.command(self._ports, self._hosts, restarted=restarts > 0)
             environment = spec.environment(self._ports, self._hosts)
+            # Ray itself selects the GPUs on that node.
             for variable in select_devices([]):
-                environment.pop(variable, None)  # Ray says which GPU of that node it is
+                environment.pop(variable, None)
             try:
                 started: Started = await assignment.client.ask("start", _portable(argv), environment)
             except (KeeperGone, KeeperSilent) as error:
@@ -277,7 +282,7 @@ class RayNodes:
         return [address for (_, address), sees_it in zip(nodes, seen, strict=True) if not sees_it]
 
     async def _reserve(self, group: NodeGroup) -> None:
-        """Create a placement group. Raises NoRoom, with what is needed and free, after rollout.start_timeout_s."""
+        """Create a placement group. Raises NoRoom after rollout.start_timeout_s."""
         selector = [{NODE: self._cluster.node_id} if bundle.home else {} for bundle in group.bundles]
         made = placement_group(
             [bundle.resources for bundle in group.bundles], strategy=group.strategy, bundle_label_selector=selector
@@ -299,7 +304,7 @@ class RayNodes:
     async def _assign(self, spec: ProcessSpec) -> Assignment:
         """Make a keeper in the process's bundle, which Ray moves to another node when its node dies.
 
-        Raises NoRoom when rollout.start_timeout_s have passed, UserError for what the node lacks.
+        Raises NoRoom after rollout.start_timeout_s, and UserError if the node is unfit.
         """
         deadline = time.monotonic() + self._plan.start_timeout_s
         group, index, resources = self._places[spec.name]
@@ -314,7 +319,7 @@ class RayNodes:
                 break
             except (KeeperGone, KeeperSilent) as error:
                 client.end()
-                # Such as on a node without rl-async.
+                # The actor cannot be made at all, for example on a node without rl-async.
                 broken = isinstance(error.__cause__, ActorDiedError) and "creation task" in str(error.__cause__)
                 if left <= 0 or broken:
                     raise NoRoom(
@@ -334,7 +339,7 @@ class RayNodes:
         self._assignments[spec.name] = Assignment(client, allocation)
         log.info("%s: on %s", spec.name, allocation.host)
         if moved and spec.role == "reward-model":
-            # Command lines hold its old address: their processes restart with the new one.
+            # Processes whose command lines hold its old address restart with the new one.
             for other in self._plan.processes:
                 if other.name != spec.name and other.mentions(spec.name) and other.name in self._children:
                     self._children[other.name].kill_now()
@@ -342,7 +347,8 @@ class RayNodes:
 
     def _request(self, spec: ProcessSpec) -> AllocationRequest:
         names = {spec.name, RENDEZVOUS} if spec.name == "trainer-0" else {spec.name}
-        again = self._ports if stays_on_launcher_node(spec) else {}  # its address must not change
+        # A process that stays on this node must also keep its port.
+        again = self._ports if stays_on_launcher_node(spec) else {}
         return AllocationRequest(
             name=spec.name,
             cwd=str(Path.cwd()),
@@ -357,7 +363,7 @@ class RayNodes:
 
 
 def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, bytes]:
-    """Return the files of the run folder that a process reads: the config, the keys of its role, tokens."""
+    """Return the files of the run folder that a process reads: the config, tokens and the keys of its role."""
     paths = [folder / "config.yaml", token_file(folder, "metrics")]
     if spec.role in TOKEN_HOLDERS:
         paths.append(token_file(folder, "engines"))
@@ -370,7 +376,7 @@ def _run_files(config: RunConfig, folder: Path, spec: ProcessSpec) -> dict[str, 
 
 
 def _portable(argv: list[str]) -> list[str]:
-    """Replace the path of our own Python, which may differ on another node, by an empty word."""
+    """Replace the path of this Python, which may differ on another node, by an empty word."""
     return ["", *argv[1:]] if argv[0] == sys.executable else argv
 
 

@@ -1,4 +1,4 @@
-"""Groups the processes of a plan into Ray's placement groups, by what each needs of its node. Pure functions."""
+"""Groups the processes of a plan into Ray's placement groups, by the resources that each needs. Pure functions."""
 
 import ipaddress
 from collections import Counter
@@ -29,15 +29,18 @@ class ProcessResources:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Processes on one node: those that share GPUs, else a single one. ``home`` means the launcher's node."""
+    """Processes on one node: those that share GPUs, or a single one.
+
+    ``memory`` is in bytes; ``home`` stands for the launcher's node.
+    """
 
     processes: tuple[ProcessResources, ...]
-    memory: int = 0  # bytes
+    memory: int = 0
     home: bool = False
 
     @property
     def resources(self) -> dict[str, float]:
-        """Resources of the whole bundle, by the names that Ray gives them."""
+        """The resources of the whole bundle, under Ray's names."""
         gpus = sum(resources.gpus for resources in self.processes)
         wanted = {
             "CPU": sum(resources.cpus for resources in self.processes),
@@ -57,12 +60,12 @@ class NodeGroup:
 
 
 def groups(plan: Plan, threads: int, *, shared: bool) -> tuple[NodeGroup, ...]:
-    """Return the placement groups of a run, none of them empty. A process that computes on a CPU has ``threads``.
+    """Return the placement groups of a run, none of them empty. Processes that compute on a CPU have ``threads``.
 
-    The queue stays on the launcher's node, beside its journal and at an address that does not change; so does a
-    gateway. Trainer ranks are close together, and stay there too unless the run folder,
-    which they write, is ``shared`` by all nodes. Engines and workers are spread, so that a node's death spares some.
-    Engines whose weights cross in the memory of one machine are on that of the trainers.
+    The queue stays on the launcher's node, beside its journal and at a fixed address; so does a gateway. Trainer ranks
+    are packed together, and stay there too unless the run folder, which they write, is ``shared`` by all nodes. Engines
+    and workers are spread, so that the death of a node spares some. Engines that take weights from the memory of a
+    machine are placed with the trainers.
     """
     bundles = _bundles(plan, threads, shared)
     with_trainers = {spec.name for spec in plan.processes if _trains(plan, spec)}
@@ -112,7 +115,7 @@ def _bundle(plan: Plan, specs: Sequence[ProcessSpec], threads: int, shared: bool
 
 
 def stays_on_launcher_node(spec: ProcessSpec) -> bool:
-    """Whether a process must keep its address as long as the run lasts, and so run on the launcher's node."""
+    """Whether a process must keep its address for the whole run, and so run on the launcher's node."""
     return spec.role == "queue" or spec.name == GATEWAY
 
 
@@ -123,7 +126,7 @@ def _cpus(spec: ProcessSpec, threads: int) -> float:
 
 
 def check_sharing(config: RunConfig, plan: Plan, without_folder: Sequence[str]) -> None:
-    """Raise UserError if the run needs a file system that all nodes share, and some are ``without_folder``."""
+    """Raise UserError if the run needs a run folder that all nodes share, and some are ``without_folder``."""
     if without_folder and plan.transport == "disk" and not config.weight_sync.folder:
         raise UserError(
             f"weight_sync.transport=disk: {', '.join(without_folder)} does not see the run folder, where weights are "
@@ -132,7 +135,7 @@ def check_sharing(config: RunConfig, plan: Plan, without_folder: Sequence[str]) 
 
 
 def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[str, str]]:
-    """Return the folders that the node of a process must have, as pairs of config key and path."""
+    """Return pairs of config key and path for the folders that the node of a process must have."""
     if spec.role in ("queue", "shard"):
         needed = []
     elif spec.role == "reward-model":
@@ -151,9 +154,9 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str | None]]]) -> str:
-    """Return the interface that has an IPv4 address, or an empty string.
+    """Return the name of the interface with an IPv4 address, or an empty string.
 
-    ``interfaces`` has the addresses and netmasks of each by its name.
+    ``interfaces`` maps names to addresses and netmasks.
     """
     wanted = ipaddress.ip_address(address)
     near = ""
@@ -162,6 +165,6 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[tuple[str, str 
             if own == address:
                 return name
             if mask and wanted in ipaddress.ip_network(f"{own}/{mask}", strict=False):
-                # The loopback interface has addresses such as 127.0.0.2 without naming them.
+                # The loopback interface also answers at addresses that it does not list, such as 127.0.0.2.
                 near = near or name
     return near

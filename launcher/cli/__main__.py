@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code: 2 for a mistake of the user, 1 for a failure, 130 if interrupted.
 
-    Commands with ``steady`` beside ``command`` go on when their output cannot be written; others end with its reader.
+    Commands that set ``steady`` go on when their output cannot be written; others end with its reader.
     """
     open_missing()
     steady_errors()
@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. Overrides may stand between options, unlike in argparse alone."""
+    """Parse the arguments. Unlike with argparse alone, overrides may stand between options."""
     parser = make_parser()
     program: Sequence[str] = ()
-    # argparse would take a second "--" out of the program's arguments.
+    # argparse would remove a second "--" from the program's arguments.
     if "--" in argv and argv[0] == "play":
         end = argv.index("--")
         argv, program = argv[:end], argv[end + 1 :]
@@ -116,7 +116,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; the reference of the command line is generated from it, too."""
+    """Return the parser of all commands, from which the reference of the command line is also generated."""
     parser = argparse.ArgumentParser(prog="rl-async", description="Asynchronous reinforcement learning.")
     parser.add_argument("--version", action=PrintVersions, help="print the versions of rl-async, torch and engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -139,7 +139,7 @@ class PrintVersions(argparse.Action):
 def version_lines() -> list[str]:
     """Return a line for rl-async, with its commit if known, and one for each installed package that runs depend on.
 
-    Reads the versions from metadata, since importing torch takes seconds.
+    Versions are read from metadata, since importing torch takes seconds.
     """
     made_from = commit()
     lines = [f"rl-async {version()}" + (f" (commit {made_from})" if made_from else "")]
@@ -154,7 +154,7 @@ def version_lines() -> list[str]:
 
 
 def _print_error(text: str) -> None:
-    """Print an error harmlessly: it may quote lines of a log or of a data set."""
+    """Print an error without its control characters, since it may quote a log or a data set."""
     from rl_async.insight.terminal import printable
 
     print(f"error: {printable(text)}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""``rl-async engine list | add | remove``: the engines of a running run.
+"""``rl-async engine list | add | remove``: lists and changes the engines of a running run.
 
-An added engine is started and supervised by somebody else. It gets the published weights from the trainer, as a
-restarted engine does, and requests only after that. If it fails it is cut off and not restarted.
+An added engine is started and supervised by the user. Like a restarted one it first gets the published weights from the
+trainer, and then requests. If it fails it is cut off and not restarted.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ ADDED = "added-"
 
 
 def table(engines: EngineList, seen: Sequence[ObservedEngine], processes: Sequence[ProcessRecord]) -> str:
-    """Format the engines as a table, one line each, with how fast they were ``seen`` to be.
+    """Format the engines and their observed speeds as a table, one line each.
 
-    Below it are the engines among the run's ``processes`` that are not started again.
+    Below it are the failed engines among the run's ``processes``, which are not restarted.
     """
     lines = [f"{'engine':24}{'kind':10}{'version':12}{'answers in':>12}{'tokens/s':>10}  url"]
     for engine, found in zip(engines.engines, seen, strict=True):
@@ -57,8 +57,8 @@ def list_engines(run: Path) -> EngineList:
 def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRecord:
     """Register the engine at ``url`` and wait until it has confirmed the published weights.
 
-    Raises UserError if the run is not running, if no engine of this kind answers there or not to the run's token alone,
-    if the run has it already, or if it was cut off or has no weights after ``wait_s``.
+    Raises UserError if the run is not running, if no engine of this kind answers there, if it refuses the run's token
+    or accepts requests without, if the run has it already, or if it was cut off or has no weights after ``wait_s``.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
@@ -68,7 +68,7 @@ def add_engine(run: Path, url: str, kind: EngineKind, wait_s: float) -> EngineRe
             f"{url}: an address on this machine is needed, http://{HOST}:PORT: this run's weights travel on it only"
         )
     asyncio.run(_check_engine(url, kind, token_file(run, "engines")))
-    # Names are not reused: each stands for one process.
+    # Names are not reused, since each stands for one process.
     engine_id = f"{ADDED}{parts.port}-{secrets.token_hex(2)}"
     with _queue(run) as queue:
         known = queue.engines()
@@ -97,7 +97,7 @@ def _place(url: str) -> tuple[str | None, int | None]:
 def remove_engine(run: Path, engine_id: str) -> None:
     """Remove an engine. Its requests move to other engines, with the tokens sampled so far.
 
-    Raises UserError if the run has no such engine, or started it itself.
+    Raises UserError if the run does not have this engine, or started it itself.
     """
     with _queue(run) as queue:
         known = [engine.engine_id for engine in queue.engines().engines]
@@ -109,7 +109,7 @@ def remove_engine(run: Path, engine_id: str) -> None:
 
 
 async def _check_engine(url: str, kind: EngineKind, file: Path) -> None:
-    """Raise UserError unless an engine of this kind answers at ``url``, to the run's token and not without one."""
+    """Raise UserError unless an engine of this kind answers at ``url``, and only to the run's token."""
     client, stranger = connect(kind, url, timeout_s=ANSWER_S, token=read_token(file)), EngineHttp(url, ANSWER_S)
     start = f"start it with {TOKEN_FILE}={file} in its environment, or, if it is an embedded one, with --run"
     try:

@@ -1,7 +1,7 @@
-"""``rl-async engine verify``: checks that an engine samples from the model that it should.
+"""``rl-async engine verify``: checks that an engine samples from a given model.
 
-It samples, and its log-probabilities are compared with those of a plain forward pass over the same tokens.
-The temperature is not 1, so that log-probabilities of another distribution than the sampled one are noticed.
+Compares the log-probabilities that the engine reports for its samples with those of a plain forward pass over the same
+tokens. The temperature is not 1, so that log-probabilities taken before the temperature are noticed.
 """
 
 import asyncio
@@ -28,17 +28,19 @@ CONCURRENT = 16
 
 @dataclass(frozen=True)
 class Agreement:
-    """|log pi of the engine - log pi of the forward pass| over the sampled tokens."""
+    """|log pi of the engine - log pi of the forward pass| over the sampled tokens.
+
+    ``raw_largest`` is the largest difference if the forward pass does not apply the temperature.
+    """
 
     tokens: int
     largest: float
     mean: float
-    raw_largest: float  # had the engine not applied the temperature
+    raw_largest: float
     tolerance: float
 
     @property
     def ok(self) -> bool:
-        """Whether the difference of every token is within the tolerance."""
         return self.largest <= self.tolerance
 
     def text(self) -> str:
@@ -110,7 +112,7 @@ def make_requests(count: int, vocabulary: int) -> list[GenerateRequest]:
 
 @torch.inference_mode()
 def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, temperature: float) -> Tensor:
-    """Compute log-probabilities of the sampled tokens by a plain forward pass, float32 [sampled]."""
+    """Compute log-probabilities of the sampled tokens with a plain forward pass, float32 [sampled]."""
     ids = torch.tensor(request.token_ids + answer.token_ids)
     start = len(request.token_ids)
     logits = model(ids[None]).logits[0, start - 1 : -1].float() / temperature
@@ -118,12 +120,12 @@ def logprobs(model: Any, request: GenerateRequest, answer: GenerateResult, tempe
 
 
 async def _ask(kind: EngineKind, url: str, token: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    # A server that never got weights from us may use any version name.
+    # A server may use any version name until it has received weights from this project, so names are not parsed.
     engine = connect(kind, url, read_version=lambda name: Version(), token=token)
-    places = asyncio.Semaphore(CONCURRENT)
+    limit = asyncio.Semaphore(CONCURRENT)
 
     async def ask(request: GenerateRequest) -> GenerateResult:
-        async with places:
+        async with limit:
             return await engine.generate(request)
 
     try:

@@ -1,4 +1,4 @@
-"""Executes ``rl-async queue ...``: one connection, a few requests, text or JSON on standard output."""
+"""Executes ``rl-async queue ...``: sends a few requests on one connection, and prints text or JSON."""
 
 import signal
 import sys
@@ -26,13 +26,13 @@ from rl_async.transfer_queue.book import State
 from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 5.0
-# The longest that one request for trained groups waits.
+# One request for trained groups waits at most this long.
 TAIL_WAIT_S = 10.0
 
 
 @contextmanager
 def connected(run: str) -> Iterator[SyncQueueClient]:
-    """Connect to the queue of a folder, or at an address. Raises UserError if none answers there, or it needs a key."""
+    """Connect to the queue of a folder, or at an address. Raises UserError if it does not answer or refuses the key."""
     address = run if "://" in run else read_endpoints(Path(run)).queue
     config = Path(run) / "config.yaml"
     # A queue that is served without a run has neither config nor keys.
@@ -116,13 +116,16 @@ def drain(run: str, *, undo: bool) -> int:
 
 
 def tail(run: str, *, consumer: str, oldest: bool, forget: bool) -> int:
-    """Print each group that is trained, from the consumer's place on; ends with Ctrl-C or the run.
+    """Print each trained group, from the consumer's position on, until Ctrl-C or the end of the run.
 
     A group is acknowledged when it is printed. Waits for the trainer; unblocked by a commit, or the end of the run.
-    With ``forget``, only remove the consumer.
+    With ``forget``, only remove the consumer, so that the queue keeps nothing for it.
     """
     if forget:
-        return _forget(run, consumer)
+        with connected(run) as queue:
+            queue.unsubscribe(consumer)
+        print(f"consumer {consumer} is removed")
+        return 0
     skipped = 0
     with connected(run) as queue:
         queue.subscribe(consumer, oldest=oldest)
@@ -137,14 +140,6 @@ def tail(run: str, *, consumer: str, oldest: bool, forget: bool) -> int:
                 queue.acknowledge(consumer, reply.groups[-1].position)
             if reply.finished:
                 return 0
-
-
-def _forget(run: str, consumer: str) -> int:
-    """Remove a consumer, so that the queue keeps nothing for it."""
-    with connected(run) as queue:
-        queue.unsubscribe(consumer)
-    print(f"consumer {consumer} is removed")
-    return 0
 
 
 def export_rows(run: str, *, file: Path) -> int:
@@ -170,7 +165,7 @@ def import_rows(run: str, *, file: Path, kind: Literal["ready", "tasks"], timeou
     return 0
 
 
-# The function of each command that connects to a queue, and the options that it takes by the same names.
+# The function of each command that connects to a queue, and its options, which are its parameters too.
 ACTIONS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
     "status": (status, ("as_json", "every_s")),
     "ls": (ls, ("state", "as_json")),
@@ -187,7 +182,7 @@ ACTIONS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
 
 
 def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port: int, metrics_port: int) -> int:
-    """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError as ``serve_standalone`` does."""
+    """Serve a queue without a run until SIGINT or SIGTERM. Raises UserError."""
     from rl_async.transfer_queue.server import serve_standalone
     from rl_async.transfer_queue.telemetry import serve_metrics
 
@@ -199,7 +194,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
         stack.enter_context(serve_metrics(metrics_port, address, token))
         if folder is not None:
             write_endpoints(folder, Endpoints(queue=address))
-            # Another program may get the port later.
+            # Another program may get the port later, so the address must not remain.
             stack.callback((folder / ENDPOINTS_FILE).unlink, missing_ok=True)
         print(f"listening on {address}", flush=True)
 
@@ -226,7 +221,7 @@ def serve(settings: QueueSettings, tasks: str | None, folder: Path | None, port:
 
 
 def _metrics_token(folder: Path | None) -> str:
-    """Return the token for scrapes: from ``folder``, where it is made if it is missing, or from the environment."""
+    """Return the token for scrapes, from the keys in ``folder``, which are made if missing, or from the environment."""
     if folder is not None:
         make_tokens(folder / "keys")
         return run_token(folder, "metrics")
@@ -293,7 +288,7 @@ def inspection_text(report: Inspection) -> str:
 
 
 def trained_line(group: DeliveredGroup) -> str:
-    """Encode one group as JSON; lists have an entry per row, by (sample, segment)."""
+    """Encode one group as JSON; lists have an entry per row, ordered by sample and segment."""
     line = {
         "position": group.position,
         "step": group.step,

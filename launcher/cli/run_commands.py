@@ -1,4 +1,4 @@
-"""Commands on a run that exists: look at it, explain it, serve its page, and act on its engines, queue and gateway.
+"""Commands on an existing run: show and explain it, serve its page, and act on its engines, queue and gateway.
 
 ``show``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``view``, ``report``, ``trace``, ``engine``,
 ``queue``, ``gateway``, ``play``. The modules that do the work are imported when a command runs.
@@ -453,7 +453,7 @@ def _list_episodes(run: Path, url: str) -> int:
 
 
 def _ask_gateway(run: Path, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ask a gateway of the run. Raises UserError if the run has none, or it does not answer or refuses."""
+    """Send a request to a gateway of the run. Raises UserError if it is missing, does not answer or refuses."""
     from rl_async.gateway import Gateway
     from rl_async.process.http_auth import token_file
     from rl_async.process.run_files import gateway_url

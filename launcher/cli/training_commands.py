@@ -1,7 +1,7 @@
-"""Commands that make something: a run, a model, an evaluation, rewards, configs and data sets.
+"""Commands that make a run, a model, an evaluation, rewards, configs or data sets.
 
 ``launch``, ``sft``, ``reward-model``, ``export``, ``model``, ``eval``, ``compare``, ``reward``, ``config``, ``data``;
-and the options that several commands share. The modules that do the work are imported when a command runs.
+and options that several commands share. The modules that do the work are imported when a command runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser, text: str = "values for config keys") -> None:
-    """Add ``a.b=c`` words, which ``__main__`` also accepts between options."""
+    """Add the words ``a.b=c``, which ``__main__`` also accepts between options."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=text)
 
 
@@ -113,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.sources import fetch_held_out, fetch_sources
 
     jsonl = arguments.jsonl
-    # The file is written at the end, after minutes or hours.
+    # Checked now, since the file is only written at the end, after minutes or hours.
     if jsonl is not None and not jsonl.parent.is_dir():
         raise UserError(f"--jsonl: there is no folder {jsonl.parent}; make it, or choose another")
     if jsonl is not None and jsonl.is_dir():
@@ -356,7 +356,7 @@ def _test(arguments: argparse.Namespace) -> int:
     return 0 if all(row.trajectory.scored for row in scored) else 1
 
 
-# Projects whose settings can be read, and where their users have them.
+# The projects whose settings can be read, and the files that hold them.
 IMPORT_HELP = {
     "verl": "a YAML of verl's PPO trainer, or a shell script with its a.b=c arguments",
     "trl": "a YAML or JSON with the fields of TRL's GRPOConfig",
@@ -385,7 +385,7 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_presets(arguments: argparse.Namespace) -> int:
-    """Print every preset with the first line of its file, a comment."""
+    """Print every preset with the comment in the first line of its file."""
     from importlib import resources
 
     from rl_async.configs.load import preset_names
@@ -403,7 +403,7 @@ def _show_config(arguments: argparse.Namespace) -> int:
     from rl_async.configs.load import dump, load_config
     from rl_async.launcher.plan.machine import settle_here
 
-    # Roles that are started by hand read the config from the run's folder, so show it as a run here would have it.
+    # Roles started by hand read their config from a run's folder, so it is shown as a run here would write it.
     config, _ = settle_here(load_config(arguments.config, arguments.overrides), None)
     print(dump(config), end="")
     return 0

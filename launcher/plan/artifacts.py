@@ -15,7 +15,8 @@ from rl_async.files import DAMAGE
 from rl_async.launcher.plan.planning import serves_reward_model
 from rl_async.model_files import INDEX, indexed_files, read_header
 
-SFT_FILE = "sft.json"  # in a model folder that a warm start made
+# A warm start writes its ``Origin`` into the model's folder.
+SFT_FILE = "sft.json"
 MADE_FILES = ("train.parquet", "test.parquet", "demos.parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -23,7 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def needs_preparation(config: RunConfig) -> bool:
     """Whether data or the model must still be made.
 
-    Raises UserError for what is missing and cannot be made, or cannot be used.
+    Raises UserError for data or a model that is missing and cannot be made, or that cannot be used.
     """
     data = needs_data(config)
     model = needs_model(config)
@@ -51,9 +52,10 @@ def needs_data(config: RunConfig) -> bool:
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise DataError for data that is there and that the queue would refuse; of each file it reads the first rows."""
+    """Raise DataError for existing data that the queue would refuse, judging by the first rows of each file."""
     if any(_data_files(config)) and not needs_data(config):
-        from rl_async.transfer_queue.dataset import check_first_rows  # imports PyArrow
+        # Not imported above, since it imports PyArrow.
+        from rl_async.transfer_queue.dataset import check_first_rows
 
         check_first_rows(config)
 
@@ -102,14 +104,14 @@ def _check_reward_model(config: RunConfig, warm_start: bool) -> None:
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What a warm start made a model from, as a file in the model's folder says."""
+    """The settings and demonstrations of a warm start, as its model's folder records them."""
 
     fingerprint: str
     # A hash of the demonstrations, which early versions did not record.
     demos: str | None = None
 
     def differs(self, now: "Origin") -> str:
-        """Say what is another by ``now``; empty if nothing is, or nothing can be compared."""
+        """Name the part that differs from ``now``; empty if none does, or if nothing can be compared."""
         if self.fingerprint != now.fingerprint:
             return "settings of warm_start"
         known = self.demos is not None and now.demos is not None
@@ -117,11 +119,12 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def origin_of(settings: WarmStartConfig) -> Origin:
-    """Hash the settings of a warm start, but for the place of the model, and the demonstrations if they are here."""
+    """Hash the settings of a warm start, except the model's path, and the demonstrations if they are here."""
     values = msgspec.to_builtins(settings)
     del values["out"]
+    # Without these keys' features the hash stays that of versions which did not have the keys.
     if settings.pretrained is None:
-        del values["pretrained"]  # as before there was this key
+        del values["pretrained"]
     if not settings.experts:
         del values["experts"]
     files = [file for file in files_of(settings.demos_path) if file.is_file()]
@@ -176,8 +179,9 @@ def checkpoints_beside(path: Path) -> str:
     if root is None:
         return ""
     names = ", ".join(f"step-{step:06d}" for step in checkpoints(root.parent))
+    # This is not a run's folder, but some folder of models.
     if not names and root.is_dir() and not (root.parent / "config.yaml").is_file():
-        return ""  # a folder of other models
+        return ""
     return f"; {root} has {names or 'no checkpoint'}"
 
 

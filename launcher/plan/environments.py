@@ -1,8 +1,8 @@
-"""Tries the environment of `agent.environment`, in a process of its own: ``python -m
+"""Tries the environment of `agent.environment` in a separate process: ``python -m
 rl_async.launcher.plan.environments``.
 
-An unknown name, an action space that cannot be played in text or an error in ``reset`` is then found before the run has
-a folder.
+This finds an unknown name, an action space that cannot be played in text or an error in ``reset`` before the run has a
+folder.
 """
 
 import asyncio
@@ -21,25 +21,27 @@ from rl_async.launcher.plan.user_code import run_apart
 from rl_async.messages import Task
 from rl_async.transfer_queue.dataset import first_task
 
-SLACK_S = 60.0  # beside the environment's own deadlines: imports
-CALLS = 4  # that have a deadline: its preparation, its making, reset and close
+# Imports take this long, beside the deadlines of the environment's CALLS: preparing, making, resetting and closing it.
+SLACK_S = 60.0
+CALLS = 4
 # Importing verifiers from a slow disk takes a minute.
 PLAYER_S = 180.0
-NEEDS_POLICY = "simulated_user"  # which may be played by the policy, and otherwise is a server of its own
+# This environment is not tried: the policy may play the user, and otherwise a separate server does.
+NEEDS_POLICY = "simulated_user"
 
 
 class _Trial(msgspec.Struct):
-    """Tells the process which environment to try with which task."""
+    """The input of the process: the environment to try, and a task for it."""
 
     config: RunConfig
     task: Task
 
 
 def try_environment(config: RunConfig) -> None:
-    """Begin an episode of the run's environment with the first task, and end it.
+    """Begin and end an episode of the run's environment with the first task.
 
-    Without data yet, only an environment that needs a seed alone is tried. Raises ConfigError, naming the key, for one
-    that the run could not use, and DataError for data without a task.
+    If the data must still be made, only environments that need no more than a seed are tried. Raises ConfigError,
+    naming the key, for an environment that the run could not use, and DataError for data without a task.
     """
     from rl_async.agent_loop.environments.environment_registry import by_seed
 
@@ -65,7 +67,7 @@ def try_environment(config: RunConfig) -> None:
 
 
 def _try_player(config: RunConfig) -> None:
-    """Load an environment in a Python of its own, with the first task if the data are there. Raises ConfigError."""
+    """Load an environment in its own Python, with the first task if the data exist. Raises ConfigError."""
     from rl_async.agent_loop.environments.player.__main__ import command, settings
 
     words, key = command(config), "agent.environment_hosts.python"
@@ -87,11 +89,12 @@ def _try_player(config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Try what standard input says; what is wrong is the last line of standard error."""
+    """Run the trial on standard input; print an error as the last line of standard error."""
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=_Trial)
     try:
         asyncio.run(_try(trial.config, trial.task))
-    except RlAsyncError as error:  # the first start of all: what fails now is wrong in the config
+    # Nothing has run yet, so every failure is taken for a mistake in the config.
+    except RlAsyncError as error:
         key, text = "agent.environment", " ".join(str(error).splitlines())
         print(text if text.startswith(key) else f"{key}: {text} (task {trial.task.task_id})", file=sys.stderr)
         return EXIT_USER
@@ -103,7 +106,8 @@ async def _try(config: RunConfig, task: Task) -> None:
     from rl_async.agent_loop.environments.speakers import Services
 
     assert config.agent.environment is not None
-    limited = config.agent.environment_hosts is not None  # whose own deadline for the start is longer
+    # Hosts set their own, longer deadline for the start.
+    limited = config.agent.environment_hosts is not None
     services = Services(config)
     environments = LocalEnvironments(config.agent.environment, services, start_limited=limited)
     try:

@@ -1,7 +1,7 @@
-"""This machine and a run: what is chosen for its processor, whether it has what the run needs, and the run's plan here.
+"""Checks that this machine has everything a run needs, chooses settings for its processor, and plans the run on it.
 
-How many threads each process computes with and the type of the weights (``model.dtype: auto``) depend on the processor;
-the choice is printed at the start of a run and kept in its folder. Imports nothing heavy.
+The number of threads and the type of the weights (``model.dtype: auto``) depend on the processor; the choice is printed
+at the start of a run and recorded in its folder. Imports nothing heavy.
 """
 
 import json
@@ -38,16 +38,16 @@ CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
 FILE = "machine.json"
 PROBE_S = 120.0
-# Parameters. The layers of a smaller model are neither worth dividing among threads nor faster in a smaller type.
+# The layers of a model with fewer parameters are neither worth dividing among threads nor faster in a smaller type.
 SMALL = 10_000_000
-# A layer's sizes where the model's own are unknown: those of a model of about 0.6 billion parameters.
+# The sizes of a layer if the model's own are unknown: those of a model of about 0.6 billion parameters.
 USUAL = (1024, 3072)
 TYPES: tuple[ComputeType, ...] = ("float32", "bfloat16")
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Describes what torch found here, as ``rl_async.trainer.compute_type`` prints it. ``rates``: GFLOP/s of each type
-    on the CPU; ``accelerator``: its name, or empty on the CPU; ``has_bfloat16``: whether it has units for that type."""
+    """A measurement of ``rl_async.trainer.compute_type``: the GFLOP/s of each type on the CPU, or the name of an
+    accelerator and whether it has units for bfloat16."""
 
     torch: str
     rates: dict[ComputeType, float] = {}
@@ -60,18 +60,18 @@ Measure = Callable[[str, tuple[int, int], int], Measured]
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The type of the weights that a run computes with, why, and what was measured for it."""
+    """The type of the weights that a run computes with, the reason, and the measurement behind it."""
 
     dtype: ComputeType
     why: str
     by: Literal["machine", "config"] = "machine"
     measured: Measured | None = None
-    # Of a run that is resumed, where ``why`` and ``measured`` are those of its first start.
+    # In a resumed run, ``why`` and ``measured`` are those of its first start, and this compares the present machine.
     here: str = ""
 
     @property
     def line(self) -> str:
-        """Tell the choice in one line, with the key that overrides it."""
+        """Describe the choice in one line, with the key that overrides it."""
         if self.here:
             return f"compute type: {self.dtype} (as at the run's first start; {self.here})"
         how = "" if self.by == "config" else "; model.dtype overrides it"
@@ -79,7 +79,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class MachineRecord(msgspec.Struct, frozen=True):
-    """The machine that a run was started on, and what was chosen for it."""
+    """The machine that a run was started on, and the settings chosen for it."""
 
     processor: str
     cores: float
@@ -88,7 +88,7 @@ class MachineRecord(msgspec.Struct, frozen=True):
 
     @property
     def lines(self) -> list[str]:
-        """Tell the choices, with the keys that override them."""
+        """Describe the choices, with the keys that override them."""
         if self.threads is None:
             return [self.compute.line]
         cores = f"{self.cores:g} {'core' if self.cores == 1 else 'cores'}"
@@ -98,7 +98,7 @@ class MachineRecord(msgspec.Struct, frozen=True):
 def cores(root: Path = CGROUP, cpus: Path = CPUS, allowed: Sequence[int] | None = None) -> float:
     """Return the number of cores that this process may use at once.
 
-    Hyper-threads of one core count once: they share its units for multiplication.
+    The hyper-threads of a core count once, since they share its multipliers.
     """
     numbers = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
     found = float(len({_siblings(cpus, number) for number in numbers}))
@@ -112,7 +112,7 @@ def cores(root: Path = CGROUP, cpus: Path = CPUS, allowed: Sequence[int] | None 
 
 
 def _siblings(cpus: Path, number: int) -> str:
-    """Name the core of a logical processor by all of its hyper-threads."""
+    """Identify the core of a logical processor by the list of its hyper-threads."""
     file = cpus / f"cpu{number}" / "topology" / "thread_siblings_list"
     return file.read_text().strip() if file.is_file() else str(number)
 
@@ -127,9 +127,9 @@ def with_threads(
 ) -> RunConfig:
     """Fill in ``launcher.threads`` for ``available`` cores, unless it or OMP_NUM_THREADS is set.
 
-    Processes that compute at the same time share the cores: ranks of engines and of the trainer, or when they take
-    turns (colocated), whichever are more. A model of less than ``SMALL`` parameters gets one thread. Raises ConfigError
-    for a value of OMP_NUM_THREADS that is not a number.
+    Processes that compute at the same time share the cores: the ranks of engines and trainer together or, when they
+    take turns (colocated), the larger of the two. A model with fewer than ``SMALL`` parameters gets one thread. Raises
+    ConfigError for a value of OMP_NUM_THREADS that is not a number.
     """
     if config.launcher.threads is not None:
         return config
@@ -141,7 +141,7 @@ def with_threads(
 
 
 def threads_of_user(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the threads of a process by the user's OMP_NUM_THREADS, if it is set. Raises ConfigError."""
+    """Return the value of OMP_NUM_THREADS, or None if it is not set. Raises ConfigError."""
     given = environment.get(THREADS, "").split(",")[0].strip()
     if not given:
         return None
@@ -153,11 +153,11 @@ def threads_of_user(environment: Mapping[str, str] = os.environ) -> int | None:
 def settle(
     config: RunConfig, gpus: int, threads: int, measure: Measure, before: Choice | None = None
 ) -> tuple[RunConfig, Choice]:
-    """Return the config with a compute type in place of ``model.dtype: auto``, and the choice.
+    """Return the config with ``model.dtype: auto`` replaced by a compute type, and the choice.
 
     ``threads`` are those of a trainer rank. ``measure`` is called only if the choice depends on it. ``before`` is the
-    choice at the run's first start: if a machine made it, the run keeps it, and ``here`` says if this machine would
-    choose another type. Raises UserError if torch cannot be asked about a new run.
+    choice at the run's first start: if a machine made it, the run keeps it, and ``here`` says whether this machine
+    would choose another type. Raises UserError if the measurement for a new run fails.
     """
     given = config.model.dtype
     if before is not None and before.by == "machine" and given in ("auto", before.dtype):
@@ -170,7 +170,7 @@ def settle(
 
 
 def _compare(config: RunConfig, gpus: int, threads: int, measure: Measure, kept: ComputeType) -> str:
-    """Say whether this machine would choose the type that the run keeps, which does not depend on the answer."""
+    """Say whether this machine would choose the same type; the run keeps its own in any case."""
     try:
         now = _choose(config, gpus, threads, measure)
     except UserError as error:
@@ -189,10 +189,10 @@ def _choose(config: RunConfig, gpus: int, threads: int, measure: Measure) -> Cho
 
 
 def choose(gpus: int, shape: tuple[int, int], threads: int, measure: Measure) -> Choice:
-    """Choose a type for a model with layers of this shape, which is not small.
+    """Choose a type for a model that is not small and has layers of this shape.
 
-    An accelerator gets bfloat16 if it has units for it, and a CPU the type that it multiplies faster. A file of a GPU
-    that torch cannot use counts as none.
+    An accelerator gets bfloat16 if it has units for it, and a CPU the type that it multiplies faster. GPUs in /dev that
+    torch cannot use do not count.
     """
     if gpus and (found := measure("auto", shape, threads)).accelerator:
         if found.has_bfloat16:
@@ -214,7 +214,7 @@ def types_of_engines(config: RunConfig) -> tuple[ComputeType, ...]:
 
 
 def layer_shape(config: RunConfig) -> tuple[int, int] | None:
-    """Return the hidden size of the policy and that of its MLPs (of one expert), if its ``config.json`` names them."""
+    """Return the hidden sizes of the policy and of its MLPs or experts; None if ``config.json`` lacks them."""
     makes = warm_start_of(config)
     shape = read_shape("model.path", Path(config.model.path))
     if shape is None and makes is not None:
@@ -227,7 +227,7 @@ def layer_shape(config: RunConfig) -> tuple[int, int] | None:
 
 
 def ask_torch(device: str, shape: tuple[int, int], threads: int) -> Measured:
-    """Run the measurement in a process of its own. Raises UserError if it fails."""
+    """Run the measurement in a separate process. Raises UserError if it fails."""
     hidden, inner = shape
     flags = ("--device", device, "--hidden", str(hidden), "--inner", str(inner), "--threads", str(threads))
     command = own_module("trainer.compute_type", *flags)
@@ -259,11 +259,10 @@ def read_machine(folder: Path) -> MachineRecord | None:
 
 
 def write_machine(folder: Path, record: MachineRecord) -> None:
-    """Keep the record in a run folder."""
     replace_file(folder / FILE, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
 
 
-# Arguments: the modules to look for, the engine's first, and, optionally, group=value of an entry point.
+# Takes the modules to look for, the engine's first, and the group=value of an entry point, which may be empty.
 PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
 names, plugin = sys.argv[1].split(","), sys.argv[2].partition("=")
@@ -277,16 +276,15 @@ print(json.dumps({"modules": found, "beside": beside, "version": version, "code"
 
 
 class EngineMissing(UserError):
-    """The Python of an engine does not have the engine's package; names it and how to get it."""
+    """The Python of an engine lacks the engine's package; the message says how to install it."""
 
 
 def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: int | None = None) -> Plan:
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
-    Raises UserError for what is missing here: files, an engine's package, Megatron-Core, PEFT, trackers, Liger,
-    a required GPU, the judge's key; for data whose first rows are no tasks, rows that ranks cannot
-    share, routers that cannot be replayed or are not there, experts that no update reaches, a model that an engine's
-    ranks cannot divide, GPUs that an engine cannot take weights from, and devices whose memory does not suffice.
+    Raises UserError if this machine lacks a file, a package, a required GPU or a judge's key, if the first rows of the
+    data are not tasks, if the model cannot be divided, quantised or replayed as configured, if an engine cannot reach
+    the GPUs that it takes weights from, or if a device has too little memory.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -322,10 +320,10 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
 def settle_here(
     config: RunConfig, folder: Path | None, gpus: int | None = None, measure: Measure | None = None
 ) -> tuple[RunConfig, MachineRecord]:
-    """Return the config with a compute type in place of ``auto``, and the record of this machine for the run's folder.
+    """Return the config with ``auto`` replaced by a compute type, and the record of this machine for the run's folder.
 
-    Without a folder nothing was started before; a run that was keeps its type. ``gpus`` is the number of GPUs of a
-    cluster, which ``measure`` asks. Raises UserError if torch cannot be asked.
+    A run that has such a record in ``folder`` keeps its type. ``gpus`` is the number of GPUs of a cluster, on which
+    ``measure`` runs. Raises UserError if the measurement fails.
     """
     available = cores()
     if gpus is None:
@@ -340,7 +338,7 @@ def settle_here(
 
 
 def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory, in bytes, that this machine's processes may use, or those of this cgroup (v2)."""
+    """Return the memory, in bytes, of this machine or, if it is less, the limit of this cgroup (v2)."""
     total = int(meminfo.read_text().partition("MemTotal:")[2].split()[0]) << 10
     limit = root / "memory.max"
     given = limit.read_text().strip() if limit.is_file() else "max"
@@ -354,7 +352,7 @@ def gpu_bytes() -> int | None:
 
 
 def check_api_keys(config: RunConfig) -> None:
-    """Raise ConfigError if the environment lacks the key of a judge, an outside reward model or a user in use."""
+    """Raise ConfigError if the environment lacks the API key of a judge, reward model, opponent or simulated user."""
     reward, user = config.reward, config.agent.user
     if user is not None and config.agent.environment == "simulated_user":
         read_api_key(user.api_key_env, "agent.user.api_key_env")
@@ -368,7 +366,7 @@ def check_api_keys(config: RunConfig) -> None:
 
 
 def check_opened(config: RunConfig, gpus: int) -> None:
-    """Raise UserError for engines under Ray that would take weights from memory of GPUs that Ray hides from them."""
+    """Raise UserError for engines under Ray that would take weights from GPUs that Ray hides from them."""
     devices = assign_devices(config, gpus)
     if any(engine_place(config, i, devices.engine(i), devices.trainers).opens for i in range(engines(config))):
         raise UserError(
@@ -378,7 +376,7 @@ def check_opened(config: RunConfig, gpus: int) -> None:
 
 
 def check_engine_ranks(config: RunConfig, gpus: int) -> None:
-    """Raise UserError if the model cannot be divided among an engine's ranks, or if they lack a GPU each."""
+    """Raise UserError if the model cannot be divided among an engine's ranks, or if there is not a GPU for each."""
     rollout, shape = config.rollout, policy_shape(config)
     if 0 < gpus < rollout.ranks and config.model.device != "cpu":
         raise UserError(
@@ -399,7 +397,7 @@ def check_engine_ranks(config: RunConfig, gpus: int) -> None:
 
 
 def policy_shape(config: RunConfig) -> dict[str, Any]:
-    """Return ``config.json`` of the policy, or the sizes of the one that the warm start makes; empty if unknown."""
+    """Return ``config.json`` of the policy, or the sizes that its warm start will give it; empty if unknown."""
     file, makes = Path(config.model.path) / "config.json", warm_start_of(config)
     if file.is_file():
         shape: dict[str, Any] = json.loads(file.read_text())
@@ -408,7 +406,7 @@ def policy_shape(config: RunConfig) -> dict[str, Any]:
 
 
 def has_megatron() -> bool:
-    """Whether Megatron-Core is installed here. Does not import it."""
+    """Whether Megatron-Core is installed here, found without importing it."""
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
@@ -433,7 +431,7 @@ def check_megatron() -> None:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raise UserError unless the configured trackers are installed; jsonl and console need nothing."""
+    """Raise UserError unless the packages of the configured trackers are installed."""
     for name in config.tracking.backends:
         if name not in ("jsonl", "console") and find_spec(name) is None:
             raise UserError(
@@ -458,7 +456,8 @@ def check_sharing(config: RunConfig) -> None:
     trainer, path = config.trainer, config.model.path
     if trainer.sequence_parallel == 1:
         return
-    ranks = trainer.sequence_parallel * trainer.tensor_parallel  # each has a part of the heads
+    # The heads are divided among ranks of both kinds.
+    ranks = trainer.sequence_parallel * trainer.tensor_parallel
     shape = policy_shape(config)
     if {"model_type", "num_attention_heads"} <= shape.keys() and (
         reason := why_not_shared(SimpleNamespace(**shape), ranks)
@@ -469,9 +468,9 @@ def check_sharing(config: RunConfig) -> None:
 
 
 def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
-    """Raise UserError unless this machine can start the run's engines of the kinds that need a GPU, or of the others.
+    """Raise UserError unless this machine can start those of the run's engines that need a GPU, or the other ones.
 
-    The plan checks the others alone, so that a run on GPUs can be planned on any machine.
+    The plan only checks the others, so that a run on GPUs can be planned on any machine.
     """
     for kind, traits in engine_traits(config).items():
         if traits.needs_gpu != on_gpus:
@@ -486,7 +485,7 @@ def check_engines(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def check_experts(config: RunConfig, gpus: int) -> None:
-    """Raise UserError for engines on a CPU that cannot quantise experts."""
+    """Raise UserError if an engine would have to quantise experts on a CPU and cannot."""
     quantized = config.rollout.quantization
     if quantized == "none" or (gpus > 0 and config.model.device != "cpu"):
         return
@@ -499,8 +498,8 @@ def check_experts(config: RunConfig, gpus: int) -> None:
 
 
 def check_router_replay(config: RunConfig, experts: int, gpus: int) -> None:
-    """Raise ConfigError for trainer.router_replay=always with a model without ``experts``, with engines that cannot
-    record, and with trainer ranks that cannot replay."""
+    """Raise ConfigError for trainer.router_replay=always if the model has no ``experts``, an engine cannot record their
+    choice, or trainer ranks cannot replay it."""
     if config.trainer.router_replay != "always":
         return
     key = "trainer.router_replay=always"
@@ -521,9 +520,9 @@ def check_router_replay(config: RunConfig, experts: int, gpus: int) -> None:
 
 
 def check_engine_python(kind: str, python: str) -> None:
-    """Raise EngineMissing unless this Python has the engine's package, if it needs one.
+    """Raise EngineMissing if this Python lacks the package of an engine, and UserError if it lacks this rl-async.
 
-    Raises UserError unless this rl-async is beside it. Imports neither.
+    Imports neither.
     """
     traits = ENGINES[kind]
     if not traits.package:
@@ -549,7 +548,7 @@ def check_engine_python(kind: str, python: str) -> None:
 
 def _ask(python: str, code: str, *arguments: str) -> str:
     """Return the last line that ``code`` prints in that Python. Raises UserError if it cannot be run."""
-    # -P: a folder named vllm in the working directory is not vLLM.
+    # With -P, a folder named vllm in the working directory is not taken for vLLM.
     command = [python, "-P", "-c", code, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -1,6 +1,6 @@
-"""Tries the servers of `agent.mcp`, in a process of its own: ``python -m rl_async.launcher.plan.mcp_servers``.
+"""Tries the servers of `agent.mcp` in a separate process: ``python -m rl_async.launcher.plan.mcp_servers``.
 
-A typing error in a command, a server that does not answer or an unknown tool is then found before the run has a folder.
+This finds a typo in a command, a server that does not answer or an unknown tool before the run has a folder.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.errors import EXIT_USER, ConfigError, McpServerLost
 from rl_async.launcher.plan.user_code import run_apart
 
-SLACK_S = 60.0  # beside the servers' own deadlines: imports, and further tries of a server that ends at once
+# For imports, and retries of a server that ends at once, beside the servers' own deadlines.
+SLACK_S = 60.0
 
 
 def try_mcp_servers(agent: AgentConfig) -> list[str]:
-    """Begin a session with each server; return a line for each that names its tools.
+    """Begin a session with each server; return, for each, a line that names its tools.
 
     Raises ConfigError, naming the key, for a server that the run could not use.
     """
@@ -26,7 +27,8 @@ def try_mcp_servers(agent: AgentConfig) -> list[str]:
         return []
     from rl_async.agent_loop.tools.mcp_toolbox import mcp_servers
 
-    mcp_servers(agent.mcp, Path(), "")  # raises for what is wrong without starting anything
+    # Raises for mistakes that show without starting a server.
+    mcp_servers(agent.mcp, Path(), "")
     limit_s = SLACK_S + 3 * max(server.start_timeout_s for server in agent.mcp)
     what = "agent.mcp: beginning and ending sessions with the servers"
     found = run_apart("launcher.plan.mcp_servers", what=what, limit_s=limit_s, given=msgspec.json.encode(agent))
@@ -34,11 +36,12 @@ def try_mcp_servers(agent: AgentConfig) -> list[str]:
 
 
 def main() -> int:
-    """Try the servers of the section `agent` on standard input; print their tools, or what is wrong at the end."""
+    """Try the servers of the section `agent` on standard input; print their tools, or the error on standard error."""
     agent = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentConfig)
     try:
         print("\n".join(asyncio.run(_try(agent))))
-    except (ConfigError, McpServerLost) as error:  # the first start of all: what fails now is wrong in the config
+    # Nothing has run yet, so a lost server is taken for a mistake in the config, too.
+    except (ConfigError, McpServerLost) as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)
         return EXIT_USER
     return 0

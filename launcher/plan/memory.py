@@ -1,4 +1,4 @@
-"""The memory of a run: what each role takes, and who has how much of each device in which stage of a step. Pure.
+"""Estimates the memory of each role, and budgets each device by process and stage of a step. Pure functions.
 
     start    engines and trainer ranks load; the first weights are gathered
     rollout  engines sample
@@ -7,10 +7,11 @@
     load     engines take the copy
 
 ``--dry-run`` shows the estimates, to catch a run that is ten times too large. Where engines and trainer take turns,
-engines sleep while the trainer works (train, gather), and otherwise its models are off the device; what each rank sends
-stays there until engines have loaded it, and leaves before their caches wake. Everywhere else an engine has at all
-times what it needs while it works, but for an embedded one's cache at the start. A trainer on a GPU has what a step
-needs at all times after the start, since torch keeps that; on a CPU while it trains.
+engines sleep while the trainer works (train, gather), and its models are off the device in the other stages; the
+weights that each rank sends stay there until engines have loaded them, and leave before the engines' caches wake. In
+other modes an engine holds its working memory at all times, except that an embedded one starts without a cache. A
+trainer on a GPU keeps the memory of a step from the first step on, since torch does not return it; on a CPU it only
+holds it while it trains.
 """
 
 import json
@@ -33,46 +34,55 @@ from rl_async.errors import UserError
 from rl_async.model_files import experts_of
 from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage
 
-HEAD_DIM = 32  # vLLM's attention on the CPU refuses 16
-PYTHON_BYTES = 120 << 20  # an agent worker or the queue: interpreter, tokenizer, numpy
-TORCH_BYTES = 450 << 20  # a process that has imported torch and transformers
-LOGITS_CHUNK = 1 << 23  # logits in memory at once; 8 times as many on a GPU, where they are few beside the rest
-HEAD_BYTES = 12  # of each weight of the last layer: gathered, and its gradient as made, as cast and as reduced
+# vLLM's attention on the CPU refuses heads of 16.
+HEAD_DIM = 32
+# An agent worker or the queue: interpreter, tokenizer, numpy.
+PYTHON_BYTES = 120 << 20
+# A process that has imported torch and transformers.
+TORCH_BYTES = 450 << 20
+# Logits in memory at once on a CPU. A GPU holds 8 times as many, which is little beside its other contents.
+LOGITS_CHUNK = 1 << 23
+# Each weight of the last layer is held gathered, with its gradient as computed, as cast and as reduced.
+HEAD_BYTES = 12
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-CONTEXT_BYTES = 1 << 30  # of a GPU, for any process that uses it: driver, libraries' workspaces, collectives
-# A token of a step's batch takes at most so many bytes of each rank's host (``benchmarks.batches``).
+# Every process that uses a GPU takes this much of it for the driver, workspaces of libraries, and collectives.
+CONTEXT_BYTES = 1 << 30
+# A token of a step's batch takes at most this many bytes on each rank's host (``benchmarks.batches``).
 BATCH_BYTES = 240
-PREFILL_TOKENS = 32_768  # that engines prefill in one pass, at most (the embedded one's; vLLM's are fewer)
+# The embedded engine prefills at most this many tokens in one pass, and vLLM fewer.
+PREFILL_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model, in elements: weights, KV cache per token, weights of a separate critic, activations that
-    token keeps for the backward pass, the same with checkpointed layers, vocabulary, weights of the last layer; the
-    number of experts in a layer; what a token needs in one layer without a backward pass; the weights of the layers'
-    matrices, which rollout.quantization rounds; those of all experts, of the critic's too; and those of the experts
-    that a token does not go through."""
+    """The sizes of a model, in elements: its weights and its KV cache per token."""
 
     parameters: int
     kv_per_token: int
+    # The weights of a separate critic.
     critic: int = 0
+    # Kept of each token for the backward pass, also if layers are checkpointed.
     activations: int = 0
     checkpointed: int = 0
     vocab: int = 0
+    # The weights of the last layer.
     head: int = 0
+    # The number of experts in a layer.
     experts: int = 0
+    # Needed of a token in one layer without a backward pass.
     layer: int = 0
+    # The weights of the layers' matrices, which rollout.quantization rounds.
     matrices: int = 0
+    # The weights in experts, of the policy and of the critic, and those in experts that a token does not pass through.
     in_experts: int = 0
     critic_in_experts: int = 0
     idle: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
-    """Return the sizes of the model at ``model.path``, or of the one that the warm start will make, and of the critic;
-    None if unknown.
+    """Return the sizes of the run's policy, which its warm start may still have to make, and of its critic.
 
-    Raises UserError if a ``config.json`` is there but cannot be read.
+    Returns None if they are unknown. Raises UserError for a ``config.json`` that cannot be read.
     """
     policy = _policy_size(config)
     if policy is None or config.critic is None or config.critic.shared:
@@ -84,9 +94,9 @@ def model_size(config: RunConfig) -> ModelSize | None:
 
 
 def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
-    """Return the ``config.json`` of the model in ``folder``, or in the ``model`` folder of a saved critic, if any.
+    """Return the ``config.json`` of the model, or saved critic, in ``folder``; None if it has none.
 
-    Raises UserError, naming the key, for one that is no JSON object.
+    Raises UserError, naming the key, unless the file holds a JSON object.
     """
     saved = folder / "model" / "config.json"
     file = saved if saved.is_file() else folder / "config.json"
@@ -102,7 +112,6 @@ def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
 
 
 def _read_size(key: str, folder: Path) -> ModelSize | None:
-    """Return the size of the model in ``folder``; None if unknown."""
     shape = read_shape(key, folder)
     return None if shape is None else size_of(shape)
 
@@ -150,7 +159,8 @@ def size_of(model: dict[str, Any]) -> ModelSize | None:
     head_dim = model.get("head_dim") or hidden // heads
     experts = experts_of(SimpleNamespace(**model))
     one = (experts and model.get("moe_intermediate_size")) or model.get("intermediate_size") or 4 * hidden
-    inner = one * model.get("num_experts_per_tok", 1) if experts else one  # that a token goes through
+    # A token passes through this many of an MLP's hidden units.
+    inner = one * model.get("num_experts_per_tok", 1) if experts else one
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     embeddings = vocab * hidden * (1 if model.get("tie_word_embeddings") else 2)
     queries, keys = heads * head_dim, kv_heads * head_dim
@@ -178,19 +188,18 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 
 def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[Part, int]:
-    """Estimate one trainer rank in a step, in bytes: its shard of float32 weights, gradients and AdamW's two moments,
-    of policy and critic, of the reference's weights, and the activations of one forward pass over rows of the greatest
-    length.
+    """Estimate one trainer rank in a step, in bytes: its shard of the float32 weights, gradients and AdamW moments of
+    policy and critic, its shard of the reference, and the activations of a forward pass over rows of maximal length.
 
-    The last layer is gathered whole, and so is its gradient: beside its shard there are its weights, their gradient in
-    float32 and in the model's dtype, and what is reduced. When several FSDP ranks take a mini-batch in several
-    micro-batches, each keeps the sum of whole gradients until the last (``Fsdp2Backend.step``). One rank sums them as
-    they come, but the allocator keeps about as much of what its layers' weights and gradients passed through.
+    The last layer and its gradient are gathered whole: beside its shard, a rank holds the weights, their gradient in
+    float32 and in the model's dtype, and the reduced gradient. When several FSDP ranks split a mini-batch into
+    micro-batches, each keeps the sum of whole gradients until the last one (``Fsdp2Backend.step``). A single rank sums
+    them as they are computed, but the allocator keeps about as much memory from the layers' weights and gradients.
 
-    Megatron's data-parallel ranks shard only the moments, and the masters of bfloat16 weights, and hold the reference
-    in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole replica. With
-    ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, their frozen base is. The numbers per
-    token of the whole batch are on the host of each rank (``trainer/batches.py``).
+    Megatron's data-parallel ranks shard only the moments and the float32 masters of bfloat16 weights, and hold the
+    reference in the model's type; ``expert_parallel`` of them divide the experts. FSDP's ranks shard their whole
+    replica. With ``cpu_offload`` a GPU has none of the shards. LoRA adapters are not counted, but their frozen base is.
+    The per-token numbers of the whole batch are on the host of each rank (``trainer/batches.py``).
     """
     trainer = config.trainer
     sharded = trainer.ranks // trainer.replicas
@@ -234,12 +243,12 @@ def forward_bytes(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> int:
 
     A layer keeps its residual stream, normalised and not (6 hidden sizes), its queries before and after norm and
     rotation and the attention output (5), keys (3) and values (1), and the four parts of a gated MLP; the gradients of
-    one layer take as much again. With activation checkpointing a layer keeps only its input, and one layer at a time
-    keeps all of that. Logits exist for one chunk of tokens (``trainer/model.py``), twice. Ranks that share
-    rows hold an equal part of the tokens each; around attention they hold whole rows of a part of the heads.
+    one layer take as much again. With activation checkpointing a layer only keeps its input, and one layer at a time
+    keeps everything. Logits exist for one chunk of tokens (``trainer/model.py``), twice. Ranks that share rows hold an
+    equal part of the tokens each; around attention they hold whole rows of a part of the heads.
 
-    Rows are distributed over the replicas of the model; that Megatron's other ranks divide a row's layers is not
-    subtracted. More than one expert per token is not counted, nor are key heads that are copied to several ranks.
+    Rows are distributed over the replicas of the model. The estimate ignores that Megatron's other ranks divide the
+    layers of a row, that a token may pass through several experts, and that key heads may be copied to several ranks.
     """
     row = min(_tokens_of_rank(config), max(config.trainer.max_tokens_per_microbatch, config.rollout.max_model_len))
     tokens = -(-row // config.trainer.sequence_parallel)
@@ -257,15 +266,15 @@ def _tokens_of_rank(config: RunConfig) -> int:
 def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = False) -> int | None:
     """Estimate an engine, all its ranks together: weights, their host copy if updates need one, and a KV cache.
 
-    On a CPU an embedded engine also has the weights of its last layer in float32. It loads all weights before it
-    quantises any. On a GPU the cache is one for sequences of full length, as many as it decodes at once, however much
-    room there is.
+    On a CPU an embedded engine also holds its last layer in float32. It loads all weights before it quantises any. The
+    cache on a GPU is taken to hold a full batch of sequences of maximal length, even if the device has less room.
     """
     if size is None:
         return None
     sync, rollout, each = config.weight_sync, config.rollout, DTYPE_BYTES[config.model.dtype]
     embedded = set(engine_kinds(config)) == {"embedded"}
-    copies = rollout.ranks if sync.delta or sync.adapters else sync.staged  # each rank then holds whole tensors
+    # For deltas and adapters, each rank holds whole tensors.
+    copies = rollout.ranks if sync.delta or sync.adapters else sync.staged
     output = size.head * 4 if embedded and each < 4 and not on_gpu else 0
     cache = cache_bytes(config, size, embedded=embedded, on_gpu=on_gpu) * rollout.ranks
     travels = size.parameters * each
@@ -274,7 +283,7 @@ def engine_bytes(config: RunConfig, size: ModelSize | None, *, on_gpu: bool = Fa
 
 
 def held_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Return the bytes of an engine's weights, all ranks together: in 8 bits what is quantised, without its scales."""
+    """Return the bytes of an engine's weights, all ranks together: one per quantised weight, ignoring the scales."""
     rounded = size.matrices if config.rollout.quantization != "none" else 0
     return (size.parameters - rounded) * DTYPE_BYTES[config.model.dtype] + rounded
 
@@ -282,8 +291,9 @@ def held_bytes(config: RunConfig, size: ModelSize) -> int:
 def cache_bytes(config: RunConfig, size: ModelSize, *, embedded: bool, on_gpu: bool) -> int:
     """Return the size of the KV cache of an engine's rank if there is room for it.
 
-    It is ``rollout.cache_bytes`` or else what ``rollout.max_batch_size`` sequences of full length need, and on a CPU
-    1 GiB. An embedded engine allocates as it needs: at most twice those sequences, since it keeps prefixes.
+    On a GPU it is ``rollout.cache_bytes`` or, by default, the need of ``rollout.max_batch_size`` sequences of maximal
+    length; on a CPU it is ``rollout.cpu_cache_bytes``. An embedded engine allocates on demand, at most twice the need
+    of those sequences, since it keeps prefixes.
     """
     rollout = config.rollout
     full = rollout.max_batch_size * rollout.max_model_len * size.kv_per_token * DTYPE_BYTES[config.model.dtype]
@@ -295,15 +305,15 @@ def cache_bytes(config: RunConfig, size: ModelSize, *, embedded: bool, on_gpu: b
 
 
 def decoding_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Estimate what a pass of an engine on a GPU takes beside weights and cache: one layer at a time for the tokens of
-    a prefill, and the logits of a batch, sorted and not."""
+    """Estimate the activations of an engine on a GPU: those of one layer for the tokens of a prefill, and the logits of
+    a batch, sorted and unsorted."""
     rollout, each = config.rollout, DTYPE_BYTES[config.model.dtype]
     tokens = min(rollout.max_batch_size * rollout.max_model_len, PREFILL_TOKENS)
     return tokens * size.layer * each // rollout.tensor_parallel + rollout.max_batch_size * size.vocab * 4 * 3
 
 
 def queue_bytes(config: RunConfig) -> int:
-    """Estimate the queue, which holds payload only without shards and with a journal in memory."""
+    """Estimate the queue. It holds payloads only if its journal is in memory and there are no shards."""
     own = config.queue.journal == "memory" and not config.queue.shards
     return PYTHON_BYTES + (config.queue.max_bytes if own else 0)
 
@@ -333,9 +343,11 @@ _Stages = dict[Stage, dict[Part, int]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process computes: its GPUs, one for each of its ranks (empty: the CPU), and whether it takes turns there
-    with processes of the other role. ``kind``: of an engine; ``opens``: further GPUs, of trainer ranks whose memory it
-    maps to take weights from."""
+    """Where a process computes: its GPUs, one for each rank, or the CPU if there are none.
+
+    ``turns`` says whether it takes turns there with processes of the other role, ``kind`` names that of an engine, and
+    ``opens`` are further GPUs, from whose trainer ranks an engine maps weights.
+    """
 
     process: str
     gpus: tuple[int, ...]
@@ -346,20 +358,22 @@ class Place:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What each rank of an engine may have, as flags of engines want it; None: what it finds. Shares are of all that
-    its device has."""
+    """Memory limits of an engine's rank, as its flags take them; without a limit the engine takes the free memory.
+
+    ``share`` is the part of the whole device for everything, ``static_share`` that for weights and cache.
+    """
 
     cache_bytes: int | None = None
-    share: float | None = None  # everything
-    static_share: float | None = None  # weights and cache
+    share: float | None = None
+    static_share: float | None = None
 
 
 def memory_budget(
     config: RunConfig, size: ModelSize, engines: Sequence[Place], trainers: Sequence[Place], capacity: int | None
 ) -> MemoryBudget:
-    """Return the budgets of all devices, of ``capacity`` bytes each (None: unknown).
+    """Return the budgets of all devices, which have ``capacity`` bytes each if it is known.
 
-    KV caches of engines on GPUs shrink to what the others leave there. Raises UserError, naming the largest part and
+    KV caches of engines on GPUs shrink to the memory left by the others. Raises UserError, naming the largest part and
     the key to change, for a device that lacks memory in some stage.
     """
     limit = None if capacity is None else int(capacity * config.launcher.device_memory)
@@ -375,7 +389,7 @@ def memory_budget(
 
 
 def engine_memory(budget: MemoryBudget, config: RunConfig, place: Place) -> EngineMemory:
-    """Return what to set on an engine. On a GPU of its own, software that measures what is left is left alone."""
+    """Return the limits for an engine. An engine of other software that has a GPU to itself measures its own."""
     given, found = config.rollout.cache_bytes, budget.of(place.process)
     if not place.gpus:
         return EngineMemory(config.rollout.cpu_cache_bytes)
@@ -397,11 +411,12 @@ def _devices(place: Place) -> tuple[str, ...]:
 
 
 def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
-    """Each rank keeps what it publishes, for engines that come late: its share of the weights, or rank 0 all of them if
-    it gathers them. The transport says whether a GPU has that, and what engines map, or the host.
+    """Estimate a trainer rank in each stage.
 
-    In turns on a GPU it is for late engines on the host: there at once if rank 0 gathers, and at the start. A trainer's
-    sleep frees nothing on a CPU.
+    A rank keeps the weights that it publishes for late engines: its own shard, or all of them on a rank 0 that gathers.
+    With ipc and nccl they are on the GPU, and for ipc so are two buckets for engines to map; with other transports the
+    weights are on the host. When trainer and engines take turns on a GPU, they move to the host until engines load. A
+    trainer's sleep frees nothing on a CPU.
     """
     on_gpu, transport = bool(place.gpus), resolve_transport(config)
     step = trainer_parts(config, size, on_gpu=on_gpu)
@@ -420,8 +435,9 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     between = _only(step, _BETWEEN_STEPS | ({"gradients"} if config.trainer.backend == "megatron" else set()))
     gathering: dict[Part, int] = {"bucket": bucket}
     gathering |= between
+    # AdamW allocates its moments in the first step.
     starting = dict(gathering)
-    del starting["optimizer"]  # AdamW's moments are made by a step
+    del starting["optimizer"]
     if not in_turns:
         if on_gpu:
             between, gathering = step, max(step, gathering, key=lambda parts: sum(parts.values()))
@@ -432,7 +448,7 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
 
 
 def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> dict[Part, int]:
-    """Megatron's sleep leaves weights on the device: those that its layers compute with, and the reference's."""
+    """Return the weights that Megatron's sleep leaves on the device: those of its layers, and the reference's."""
     trainer = config.trainer
     if trainer.backend != "megatron":
         return {}
@@ -444,12 +460,13 @@ def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> d
 
 
 def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
-    """One rank of an engine. While weights arrive, the cache of one that slept is still away.
+    """Estimate an engine's rank in each stage. An engine that slept loads weights before its cache wakes.
 
     An embedded engine loads all weights before it quantises any, and then its cache grows with its requests.
     """
     on_gpu, traits, sync = bool(place.gpus), ENGINES[place.kind], config.weight_sync
-    weights = size.parameters * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks  # as they travel
+    # Weights travel in the model's type, not quantised.
+    weights = size.parameters * DTYPE_BYTES[config.model.dtype] // config.rollout.ranks
     embedded = not traits.package
     output = size.head * 4 if embedded and not on_gpu and config.model.dtype != "float32" else 0
     awake: dict[Part, int] = {
@@ -459,7 +476,8 @@ def _engine(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
     }
     if on_gpu:
         awake["activations"] = decoding_bytes(config, size)
-    elif sync.staged or sync.delta or sync.adapters:  # host copies
+    elif sync.staged or sync.delta or sync.adapters:
+        # On a CPU the host copies are in the same memory.
         awake["published"] = (
             weights if sync.staged and not (sync.delta or sync.adapters) else weights * config.rollout.ranks
         )
@@ -479,9 +497,9 @@ def _only(parts: dict[Part, int], kept: frozenset[Part]) -> dict[Part, int]:
 
 
 def _with_room(device: DeviceBudget, config: RunConfig, size: ModelSize) -> DeviceBudget:
-    """Shrink the KV caches of engines on a GPU to what is left there, unless rollout.cache_bytes says what they get.
+    """Shrink the KV caches of engines on a GPU to the memory left, unless rollout.cache_bytes sets their size.
 
-    Raises UserError if that does not hold one sequence.
+    Raises UserError if such a cache would not hold one sequence.
     """
     engines = [holder for holder in device.holders if holder.role == "engine"]
     if device.limit is None or device.device == CPU or config.rollout.cache_bytes is not None or not engines:
@@ -515,7 +533,7 @@ def _with_room(device: DeviceBudget, config: RunConfig, size: ModelSize) -> Devi
 
 
 def _checked(device: DeviceBudget, config: RunConfig) -> DeviceBudget:
-    """Return the budget. Raises UserError if it exceeds the device."""
+    """Return the budget unchanged. Raises UserError if it exceeds the device."""
     for stage in STAGES:
         if device.limit is not None and device.total(stage) > device.limit:
             raise UserError(
@@ -527,7 +545,7 @@ def _checked(device: DeviceBudget, config: RunConfig) -> DeviceBudget:
 
 
 def _needs(device: DeviceBudget, stage: Stage) -> str:
-    """Say what the largest holder of each role needs, and what to do about it; the largest of them first."""
+    """Name the largest holder of each role, its need and its remedy, in descending order."""
     ascending = sorted(device.holders, key=lambda holder: holder.total(stage))
     of_roles = {holder.role: holder for holder in ascending}.values()
     largest = [holder for holder in reversed(ascending) if holder in of_roles]

@@ -1,8 +1,9 @@
-"""The plan of a run: its processes, devices and ports. Pure, so that ``--dry-run`` shows exactly what would be started.
+"""The plan of a run: its processes, devices and ports. ``plan`` is pure, so that ``--dry-run`` shows exactly the
+processes that would be started.
 
-A ProcessSpec is one process: its command, its device, and how often it may be restarted. Ports that the config sets are
-checked, for the others free ones are chosen. Engines are started as the traits of their kinds (``configs/engines.py``)
-describe. The mode determines which process uses which device. How weights travel follows from it too, in
+A ProcessSpec is one process: its command, its device, and how often it may be restarted. Configured ports are checked,
+and free ones are chosen for the rest. Engines are started as the traits of their kinds (``configs/engines.py``)
+describe. The mode determines which process uses which device. It also determines how weights travel, in
 ``configs/derived.py``, and when engines sleep, in ``weight_sync/coordinator.py``.
 """
 
@@ -57,7 +58,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class PortWish:
-    """A port that a process needs. ``port`` 0 means any free one; ``key`` is the config key that sets it."""
+    """A port that a process needs; ``port`` 0 stands for any free one. ``key`` is the config key that sets it."""
 
     name: str
     port: int = 0
@@ -72,9 +73,11 @@ def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
     """
     ports: dict[str, int] = {}
     with ExitStack() as held:
-        for wish in sorted(wishes, key=lambda wish: wish.port == 0):  # configured ones first
+        # Configured ports come first, so that no free port that is chosen takes one of them.
+        for wish in sorted(wishes, key=lambda wish: wish.port == 0):
             listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+            # A server may listen on a port that is still in TIME_WAIT.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((HOST, wish.port))
                 listener.listen(1)
@@ -91,7 +94,7 @@ def assign_ports(wishes: Sequence[PortWish]) -> dict[str, int]:
 def hold_ports(host: str, wishes: Sequence[PortWish]) -> list[socket.socket]:
     """Bind one socket per wish to its port of ``host``, without listening.
 
-    As long as it is open the kernel gives the port to no other process, while a server that sets SO_REUSEADDR, as all
+    While the socket is open, the kernel gives the port to no other process, but a server that sets SO_REUSEADDR, as all
     of ours do, may listen on it. Raises ConfigError naming the key if a configured port is taken.
     """
     held: list[socket.socket] = []
@@ -109,7 +112,8 @@ def hold_ports(host: str, wishes: Sequence[PortWish]) -> list[socket.socket]:
 
 
 HOST_OF = re.compile(r"\{([\w-]+)\.host\}")
-THIS_MACHINE: Mapping[str, str] = {}  # empty: every process has the loopback address
+# Processes without a host have the loopback address.
+THIS_MACHINE: Mapping[str, str] = {}
 
 Role = Literal["prepare", "queue", "shard", "engine", "reward-model", "worker", "trainer"]
 
@@ -124,23 +128,27 @@ THREADS = "OMP_NUM_THREADS"
 @dataclass(frozen=True)
 class ProcessSpec:
     """A process to start. In ``argv`` and ``env``, ``{name}`` is replaced by the port of that name, and ``{name.host}``
-    by the address of its host."""
+    by the address of its host. ``memory_bytes`` is None if unknown."""
 
     name: str
     role: Role
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    gpus: tuple[int, ...] = ()  # empty: it computes, if at all, on the CPU
-    ranks: int = 1  # processes that it consists of and that compute: the workers of an engine
+    # A process without GPUs computes on the CPU, if at all.
+    gpus: tuple[int, ...] = ()
+    # The processes of an engine that compute.
+    ranks: int = 1
     max_restarts: int = 0
-    first_argv: tuple[str, ...] = ()  # added when it is started for the first time
-    restart_argv: tuple[str, ...] = ()  # added when it is started again
-    memory_bytes: int | None = None  # None: unknown
-    engine_kind: str = ""  # of an engine, for the registry
+    # Appended to ``argv`` at the first start, and at every later one.
+    first_argv: tuple[str, ...] = ()
+    restart_argv: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    # The registry lists each engine with its kind.
+    engine_kind: str = ""
 
     @property
     def device(self) -> str:
-        """``cpu``, or its GPUs as ``gpu:0,1``."""
+        """The device as ``cpu`` or ``gpu:0,1``."""
         return f"gpu:{','.join(map(str, self.gpus))}" if self.gpus else "cpu"
 
     def command(
@@ -151,7 +159,6 @@ class ProcessSpec:
         return [fill(part, ports, hosts) for part in argv]
 
     def environment(self, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE) -> dict[str, str]:
-        """Return ``env`` with ports and hosts filled in."""
         return {key: fill(value, ports, hosts) for key, value in self.env.items()}
 
     def mentions(self, name: str) -> bool:
@@ -167,21 +174,21 @@ def fill(text: str, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MA
 
 
 def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
-    """Return variables by which an HTTP server that does not read the run folder finds its token and its names, and
-    where its spans go."""
+    """Return variables that give an HTTP server without access to the run folder its token, its host names and the
+    endpoint for its spans."""
     found = {TOKEN_FILE: str(token_file(run_dir, "engines")), HOSTS: ",".join(config.launcher.http_hosts)}
     endpoint = config.tracking.otlp_endpoint
     return found | ({tracing.VARIABLES[0]: endpoint} if endpoint else {})
 
 
 def secrets(config: RunConfig) -> dict[str, Role]:
-    """Return the variables that hold secrets, with the only role that uses each."""
+    """Return the variables that hold secrets, each with the only role that uses it."""
     reader: Role = "worker"
     return {**SECRETS, **dict.fromkeys([*api_key_variables(config), *secret_variables(config.agent.mcp)], reader)}
 
 
 def environment(config: RunConfig, role: Role) -> dict[str, str]:
-    """Return variables that hide other roles' secrets, limit thread pools, and let their threads wait asleep."""
+    """Return variables that hide other roles' secrets, limit thread pools, and keep idle threads from spinning."""
     threads = str(config.launcher.threads or 1)
     return {
         **{name: "" for name, user in secrets(config).items() if user != role},
@@ -193,20 +200,20 @@ def environment(config: RunConfig, role: Role) -> dict[str, str]:
 
 
 def engine_place(config: RunConfig, index: int, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> Place:
-    """Return where engine number ``index`` computes: a GPU for each of its ranks, or (empty) the CPU."""
+    """Return where engine number ``index`` computes."""
     kind, opens = engine_kinds(config)[index], _opened(config, gpus, trainers)
     return Place(f"engine-{index}", gpus, config.mode == "colocated", kind, opens)
 
 
 def lent_place(config: RunConfig, index: int, trainers: tuple[int, ...]) -> Place:
-    """Return where the engine number ``index`` on devices of the ``trainers`` computes (empty: the CPU)."""
+    """Return where the lent engine number ``index`` computes: on GPUs of the ``trainers``, or on the CPU."""
     each = config.rollout.ranks
     gpus = trainers[index * each : (index + 1) * each]
     return Place(f"{LENT}{index}", gpus, True, engine_kinds(config)[0], _opened(config, gpus, trainers))
 
 
 def _opened(config: RunConfig, gpus: tuple[int, ...], trainers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the GPUs of trainer ranks that an engine on ``gpus`` takes weights from, and does not compute on."""
+    """Return the GPUs of trainer ranks from whose memory an engine on other ``gpus`` takes weights."""
     if not gpus or resolve_transport(config) != "ipc":
         return ()
     return tuple(sorted(set(trainers) - set(gpus)))
@@ -236,9 +243,9 @@ def engine_spec(
 def _argv(
     config: RunConfig, run_dir: Path, index: int, place: Place, memory: EngineMemory, *, routes: bool
 ) -> tuple[str, ...]:
-    """Return the command line: an engine of rl-async reads the run's config, other software gets all of it as flags.
+    """Return the command line of an engine: rl-async's own reads the run's config, other software gets flags.
 
-    ``routes``: the model has experts, whose choice the trainer may replay.
+    ``routes`` says whether the model has experts, whose choice the trainer may replay.
     """
     traits, name, on_gpu = ENGINES[place.kind], place.process, bool(place.gpus)
     host = ("--host", f"{{{name}.host}}")
@@ -250,7 +257,8 @@ def _argv(
     argv = own_module(traits.module, *host)
     special = {
         "rollout.port": f"{{{name}}}",
-        "seed": str(config.seed + 10_000 + index),  # else all engines would draw the same samples
+        # With a common seed, all engines would draw the same samples.
+        "seed": str(config.seed + 10_000 + index),
     }
     for flag, key in traits.flags.items():
         argv += (flag, special[key] if key in special else str(attrgetter(key)(config)))
@@ -268,12 +276,13 @@ def _argv(
 
 REWARD_MODEL = "reward-model"
 GATEWAY = "gateway"
-RENDEZVOUS = "rendezvous"  # name of the port where trainer ranks meet
+# The port where trainer ranks meet.
+RENDEZVOUS = "rendezvous"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Processes, in the order in which data flows, and the ports that they need."""
+    """The processes of a run, ordered as data flows through them, and their ports."""
 
     mode: str
     transport: Transport
@@ -287,10 +296,13 @@ class Plan:
     stop_timeout_s: float
     reward_model: ProcessSpec | None = None
     shards: tuple[ProcessSpec, ...] = ()
-    queue_address: str = f"tcp://{HOST}:{{queue}}"  # as this machine's processes reach it, with the port to fill in
-    hosts: Mapping[str, str] = field(default_factory=dict)  # of processes here that do not listen on loopback
+    # The address for processes on this machine, with the port still to be filled in.
+    queue_address: str = f"tcp://{HOST}:{{queue}}"
+    # The hosts of local processes that do not listen on loopback.
+    hosts: Mapping[str, str] = field(default_factory=dict)
     memory: MemoryBudget = field(default_factory=MemoryBudget)
-    prometheus: bool = False  # the run folder lists for it the engines and the reward model
+    # Whether the run folder lists the engines and the reward model for Prometheus.
+    prometheus: bool = False
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
@@ -310,8 +322,8 @@ def plan(
 ) -> Plan:
     """Plan a run in ``run_dir`` on ``gpus`` GPUs, of this machine or of a cluster.
 
-    ``capacity`` is the memory of each GPU in bytes, without GPUs that of the machine; None: unknown. Raises UserError
-    if it does not suffice.
+    ``capacity`` is the memory of each GPU in bytes or, without GPUs, that of the machine, if it is known. Raises
+    UserError if it does not suffice.
     """
     devices = assign_devices(config, gpus)
     places = [engine_place(config, i, devices.engine(i), devices.trainers) for i in range(engines(config))]
@@ -350,37 +362,40 @@ def serves_reward_model(config: RunConfig) -> bool:
 
 
 def engines(config: RunConfig) -> int:
-    """Return how many engines the run starts: none if it replays what others have sampled."""
+    """Return how many engines the run starts; one that replays recorded samples starts none."""
     return 0 if config.rollout.replay else config.rollout.engines
 
 
 def workers(config: RunConfig) -> int:
-    """Return how many agent workers the run starts if it starts no gateway: a replay needs one."""
+    """Return how many agent workers a run without a gateway starts; a replay only needs one."""
     return 1 if config.rollout.replay else config.agent.workers
 
 
 def gateway_of(config: RunConfig) -> GatewayConfig | None:
-    """Return the gateway that the run starts, if it does."""
+    """Return the gateway that the run starts; None without one, and in a replay."""
     return None if config.rollout.replay else config.agent.gateway
 
 
 @dataclass(frozen=True)
 class Devices:
-    """GPU numbers by engine, one for each of its ranks, and by trainer rank; empty: CPU. ``unused`` is the next one."""
+    """The GPU numbers of each engine, one for each of its ranks, and of each trainer rank.
+
+    Processes without GPU numbers compute on the CPU. ``unused`` is the next GPU.
+    """
 
     engines: tuple[tuple[int, ...], ...] = ()
     trainers: tuple[int, ...] = ()
     unused: int | None = None
 
     def engine(self, index: int) -> tuple[int, ...]:
-        """Return the GPU numbers of an engine; empty: CPU."""
+        """Return the GPU numbers of an engine, none on the CPU."""
         return self.engines[index] if self.engines else ()
 
 
 def assign_devices(config: RunConfig, gpus: int) -> Devices:
-    """Colocated: engines and ranks both count from GPU 0. Disaggregated: engines come after the ranks.
+    """Assign GPUs: colocated, engines and trainer ranks both start at GPU 0; disaggregated, engines follow the ranks.
 
-    With too few GPUs the numbers wrap around and processes share, but never two ranks of one engine.
+    With too few GPUs the numbers wrap around, and processes share GPUs, but never two ranks of one engine.
     """
     if gpus == 0:
         return Devices()
@@ -398,7 +413,7 @@ def assign_devices(config: RunConfig, gpus: int) -> Devices:
 
 
 def queue_address(config: RunConfig, run_dir: Path) -> str:
-    """Return the queue's address for processes on this machine, with ``{queue}`` for its port if it has one."""
+    """Return the queue's address for processes on this machine: TCP with ``{queue}`` for its port, or a socket file."""
     host = HOST if config.queue.host == "0.0.0.0" else config.queue.host
     return f"tcp://{host}:{{queue}}" if is_encrypted(config.queue) else _socket_file(run_dir, "queue")
 
@@ -444,7 +459,7 @@ def _shard(config: RunConfig, run_dir: Path, name: str) -> ProcessSpec:
 
 
 def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> ProcessSpec:
-    """Place the reward model on the GPU after those of engines and trainers; with too few GPUs it shares one."""
+    """Place the reward model on the GPU after those of engines and trainers, or share one if there are too few."""
     model = config.reward.model
     assert model is not None
     gpu = None if model.device == "cpu" else devices.unused
@@ -470,7 +485,7 @@ def _reward_model(config: RunConfig, run_dir: Path, devices: Devices) -> Process
 
 
 def _workers(config: RunConfig, run_dir: Path) -> tuple[ProcessSpec, ...]:
-    """Return the processes that play episodes: agent workers, or instead of them a gateway for agent programs."""
+    """Return the processes that play episodes: agent workers, or a gateway and environments that play through it."""
     if (gateway := gateway_of(config)) is not None:
         served = _worker(config, run_dir, GATEWAY, "agent_loop.gateway", "--port", f"{{{GATEWAY}}}")
         url = f"http://{HOST if gateway.host == '0.0.0.0' else gateway.host}:{{{GATEWAY}}}"
@@ -496,7 +511,7 @@ def _worker(config: RunConfig, run_dir: Path, name: str, program: str, *flags: s
 
 
 def _player(config: RunConfig, run_dir: Path, number: int, gateway: str) -> ProcessSpec:
-    """Return the process of an environment that plays through the gateway; it needs none of the run's secrets."""
+    """Return the process of an environment that plays through the gateway, without any of the run's secrets."""
     flags = ("--run", str(run_dir), "--gateway", gateway, "--index", str(number))
     return ProcessSpec(
         name=f"environment-{number}",
@@ -525,7 +540,7 @@ def _trainer(
 
 
 def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[ProcessSpec, ...]:
-    """Return the processes of supervised fine-tuning, which are trainer ranks only."""
+    """Return the processes of supervised fine-tuning: trainer ranks only."""
     devices = assign_devices(config, gpus)
     return tuple(
         ProcessSpec(
@@ -541,7 +556,7 @@ def finetune_ranks(config: RunConfig, run_dir: Path, gpus: int) -> tuple[Process
 
 
 def _rank_environment(config: RunConfig, rank: int, devices: Devices) -> dict[str, str]:
-    """Return the rendezvous and the visible devices of all ranks; a rank picks its own among these."""
+    """Return the rendezvous and the devices of all ranks; each rank picks its own device."""
     env = environment(config, "trainer") | {
         "RANK": str(rank),
         "WORLD_SIZE": str(config.trainer.ranks),
@@ -571,7 +586,7 @@ def _ports(config: RunConfig) -> tuple[PortWish, ...]:
 def endpoints(
     config: RunConfig, run_dir: Path, ports: Mapping[str, int], hosts: Mapping[str, str] = THIS_MACHINE
 ) -> Endpoints:
-    """Return the addresses of those processes of a run to which others connect."""
+    """Return the addresses of the run's servers."""
     gateway = gateway_of(config)
     return Endpoints(
         queue=fill(queue_address(config, run_dir), ports),

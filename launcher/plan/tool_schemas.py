@@ -1,6 +1,6 @@
-"""Writes the schemas of a run's tools, by which its queue counts the tokens of prompts: the queue loads no user code.
+"""Writes the schemas of a run's tools, so that its queue can count the tokens of prompts without loading user code.
 
-User code is loaded in a process of its own: ``python -m rl_async.launcher.plan.tool_schemas``.
+User code is loaded in a separate process: ``python -m rl_async.launcher.plan.tool_schemas``.
 """
 
 import json
@@ -18,7 +18,8 @@ from rl_async.userload import is_user_reference
 def write_tool_schemas(config: RunConfig, folder: Path) -> None:
     """Write the schemas of the config's tools, and of the built-in ones, which tasks may name, into a run's folder.
 
-    Behind a gateway the file is empty: programs offer tools of their own. Raises ConfigError if one cannot be loaded.
+    With a gateway the file lists none, since programs offer their own tools. Raises ConfigError if a tool cannot be
+    loaded.
     """
     from rl_async.agent_loop.tools.tool_registry import TOOLS
 

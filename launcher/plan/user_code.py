@@ -1,7 +1,7 @@
-"""Loads the code that a config names, in a process of its own: ``python -m rl_async.launcher.plan.user_code``.
+"""Loads the code that a config names in a separate process: ``python -m rl_async.launcher.plan.user_code``.
 
-A typing error is then found before the run has a folder, and what the code imports or does stays out of the launcher.
-``run_apart`` starts this module and others that look at what a config names: tools, environments, MCP servers.
+This finds typos before the run has a folder, and keeps the code's imports and side effects out of the launcher.
+``run_apart`` starts this module and its siblings for tools, environments and MCP servers.
 """
 
 import json
@@ -20,17 +20,17 @@ from rl_async.userload import is_user_reference, load_user_object
 
 
 def run_apart(module: str, *arguments: str, what: str, limit_s: float, given: bytes | None = None) -> str:
-    """Run ``rl_async.MODULE`` with ``given`` on standard input; return what it printed.
+    """Run ``rl_async.MODULE`` with ``given`` on standard input; return its output.
 
-    Raises ConfigError with the last line of its standard error if it ends with EXIT_USER. Otherwise the error begins
-    with ``what``, a config key and what is done, such as "agent.mcp: trying the servers".
+    Raises ConfigError with the last line of its standard error if it ends with EXIT_USER. For other failures the error
+    begins with ``what``: a config key and the attempt, such as "agent.mcp: trying the servers".
     """
     try:
         done = subprocess.run(own_module(module, *arguments), input=given, capture_output=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{what} took longer than {limit_s:g} s") from error
     said = done.stderr.decode(errors="replace")
-    # Code of others may have printed warnings above it.
+    # Libraries may have printed warnings above the last line.
     if done.returncode == EXIT_USER and said.strip():
         raise ConfigError(said.splitlines()[-1])
     if done.returncode != 0:
@@ -57,7 +57,7 @@ def check_user_code(config: RunConfig) -> None:
 
 
 def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield each config key whose value may name code, with that value; only those that take effect in this run."""
+    """Yield the config keys that may name code and take effect in this run, each with its value."""
     agent, algorithm = config.agent, config.algorithm
     if agent.gateway is None:
         yield "agent.loop", agent.loop
@@ -71,7 +71,7 @@ def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _load(named: Sequence[tuple[str, str]]) -> None:
-    """Look up each name. Raises ConfigError; a user's code that raises is named with the line where it did."""
+    """Look up each name. Raises ConfigError, which for user code that raises names the line."""
     from rl_async.agent_loop.environments.environment_registry import get_environment
     from rl_async.agent_loop.episode import get_loop
     from rl_async.agent_loop.tools.tool_registry import get_tool
@@ -98,7 +98,7 @@ def _load(named: Sequence[tuple[str, str]]) -> None:
 
 
 def main() -> int:
-    """Load the pairs of key and name that the argument lists; an error is the last line of standard error."""
+    """Load the pairs of key and name in the argument; print an error as the last line of standard error."""
     try:
         _load(json.loads(sys.argv[1]))
     except ConfigError as error:

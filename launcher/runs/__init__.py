@@ -1,6 +1,6 @@
-"""What the commands run: training (``launch``), evaluation, fine-tuning, reward-model training, and the preparation of
-a preset's data and model (``prepare``, ``tiny_model``).
+"""The work behind the commands: training (``launch``), evaluation, fine-tuning, reward-model training, and the
+preparation of a preset's data and model (``prepare``, ``tiny_model``).
 
-In comes a checked config; out goes an exit code and a run or model folder. The command line calls them. To add a kind
+Each takes a checked config from the command line, makes a run or model folder, and returns an exit code. To add a kind
 of run, write a module here and a command for it in ``cli``.
 """

@@ -31,19 +31,21 @@ from rl_async.transfer_queue.client import QueueClient
 
 EVAL_ID = 0
 POLL_S = 5.0
-PROGRESS_S = 30.0  # between two lines that say how far it is
-FETCH_S = 20.0  # for what was finished, when it ends early
+# The interval between lines that report progress.
+PROGRESS_S = 30.0
+# The deadline for fetching finished episodes when an evaluation ends early.
+FETCH_S = 20.0
 
 
 class EvaluationTimeout(RlAsyncError):
-    """No further held-out task was finished within trainer.batch_timeout_s; names what is missing."""
+    """No further held-out task was finished within trainer.batch_timeout_s; the message gives the reason."""
 
 
 def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | None) -> int:
-    """Evaluate ``model.path`` on ``data.eval_path``, print what came of it per data source, and return the exit code.
+    """Evaluate ``model.path`` on ``data.eval_path``, print the results by data source, and return the exit code.
 
-    An episode passes with a reward of ``solved`` or more. ``jsonl``: where to write the episodes. If it ends early, by
-    a signal or an error, the episodes that were complete are written and reported.
+    An episode passes with a reward of ``solved`` or more. The episodes are also written to ``jsonl``. If the evaluation
+    ends early, by a signal or an error, the completed episodes are written and reported.
     """
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
@@ -83,7 +85,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
 
 
 def without_training(config: RunConfig) -> RunConfig:
-    """Reduce the training groups, which the queue always admits too, to one small one that is played."""
+    """Reduce training, whose groups the queue also admits, to a single small group."""
     return msgspec.structs.replace(
         config,
         data=msgspec.structs.replace(config.data, train_batch_groups=1),
@@ -95,10 +97,10 @@ def without_training(config: RunConfig) -> RunConfig:
 
 
 class Outcome:
-    """What there is of an evaluation of ``samples`` episodes a task, kept in files and told.
+    """Collects, writes and reports the episodes of an evaluation with ``samples`` of them for each task.
 
-    ``rows`` are those of the episodes of ``result``, which lacks some unless it is ``whole``. ``unread`` says why what
-    was complete at an early end is not known.
+    ``rows`` belong to the episodes of ``result``, which is complete if ``whole``. ``unread`` says why the episodes that
+    were complete at an early end could not be fetched.
     """
 
     def __init__(self, samples: int, console: Console) -> None:
@@ -108,16 +110,17 @@ class Outcome:
         self.whole = False
         self.unread = ""
         self.kept: list[Path] = []
-        self.exit_code = 0  # 1 once a file could not be written
+        # 1 if a file could not be written.
+        self.exit_code = 0
 
     @property
     def done(self) -> int:
-        """How many episodes are complete."""
+        """The number of complete episodes."""
         return len({(header.group_id, header.sample) for header in self.result.headers})
 
     @property
     def count(self) -> int:
-        """How many episodes there were to be."""
+        """The number of episodes in the whole evaluation."""
         return len(self.result.tasks) * self._samples
 
     def record(self, folder: Path) -> None:
@@ -125,7 +128,7 @@ class Outcome:
         self._keep(evaluation_file(folder, EVAL_ID, whole=self.whole), write_trajectories)
 
     def tell(self, solved: float, jsonl: Path | None) -> None:
-        """Print what came of the rows, write them to ``jsonl``, and say after how many of how many it ended early."""
+        """Print the results, write the rows to ``jsonl``, and report an early end."""
         if self.rows or self.whole:
             print_report(self.result, solved, self._console)
         if jsonl is not None:
@@ -139,7 +142,7 @@ class Outcome:
             say(self._console, f"ended after {self.done} of {self.count} episodes; only these are counted{places}")
 
     def _keep(self, path: Path, write: Callable[[Path, Sequence[Trajectory]], None]) -> None:
-        """Write a file of what there is. A failure is told, and hides neither the results nor why it ended early."""
+        """Write the rows to a file. A failure is printed and sets the exit code, but does not hide the results."""
         if not self.rows and not self.whole:
             return
         try:
@@ -169,13 +172,14 @@ class EvaluationRun:
         finally:
             await engine.close()
         await self._queue.publish(Version(), [record.engine_id])
-        await self._queue.confirm(record.engine_id, Version())  # needed where another engine was published before
+        # If version 0 was already published by another engine, this one is only routable once it confirms it.
+        await self._queue.confirm(record.engine_id, Version())
 
     async def run(self) -> None:
         """Request the evaluation, wait for its last trajectory, and write all of them into the run folder.
 
-        If it is cancelled or fails, what was finished is kept. Raises EvaluationTimeout once no further task was
-        finished within the deadline; the time for which no agent program plays does not count.
+        If it is cancelled or fails, the finished episodes are kept. Raises EvaluationTimeout if no further task is
+        finished within the deadline, not counting the time when no agent program plays.
         """
         await self._queue.evaluate(EVAL_ID)
         try:
@@ -189,13 +193,15 @@ class EvaluationRun:
             await self._fetch_finished()
             raise
         finally:
-            self.outcome.record(self._folder)  # not in a thread, which would go on beside what follows a signal
+            # A thread would go on beside the actions that follow a signal, so this blocks.
+            self.outcome.record(self._folder)
 
     async def _wait(self) -> Reserved:
         deadline, finished, told = 0.0, -1, time.monotonic()
         while not isinstance(reply := await self._queue.eval_result(EVAL_ID, POLL_S), Reserved):
             now = time.monotonic()
-            if reply.unattended_s or reply.finished != finished:  # less, if rows were lost that are played again
+            # The count of finished tasks falls if rows are lost and played again, which is progress too.
+            if reply.unattended_s or reply.finished != finished:
                 deadline, finished = now + self._timeout_s, reply.finished
             if now > deadline:
                 limit = f"trainer.batch_timeout_s={self._timeout_s:g}"
@@ -213,7 +219,7 @@ class EvaluationRun:
         self.outcome.result = msgspec.structs.replace(result, headers=headers)
 
     async def _fetch_finished(self) -> None:
-        """Fetch the episodes that are complete; if the queue no longer answers, the outcome says so."""
+        """Fetch the complete episodes; if the queue no longer answers, note that in the outcome."""
         self.outcome.unread = "interrupted"
         try:
             async with asyncio.timeout(FETCH_S):
@@ -227,7 +233,7 @@ class EvaluationRun:
 
 
 def print_report(result: Reserved, solved: float, console: Console) -> None:
-    """Print avg@k and pass@k by data source and role and over all, and how many episodes were not scored."""
+    """Print avg@k and pass@k by data source and role and over all, and the number of episodes that were not scored."""
     tasks = {group: (task.data_source, task.task_id) for group, task in result.tasks.items()}
     answers = answers_of(result.headers, tasks)
     console.print(summary_table(summarize_with_total(answers, solved), "held-out reward"))

@@ -1,4 +1,4 @@
-"""``rl-async eval --endpoint``: the held-out tasks as a run plays and scores them, played by a model behind a URL.
+"""``rl-async eval --endpoint``: plays and scores the held-out tasks as a run does, but with a model behind a URL.
 
 An agent worker plays them in this process. No engine, trainer or transfer queue runs.
 """
@@ -34,17 +34,18 @@ from rl_async.messages import Done, Leased, LeasedGroup, Renewed, Reserved, Samp
 from rl_async.rollout_server.api import GenerateRequest
 from rl_async.transfer_queue.dataset import held_out_tasks
 
-UNBOUNDED = 1 << 30  # bytes of a conversation: how many tokens there may be is the endpoint's business
+# A conversation's limit in bytes, which is never reached: the endpoint itself limits tokens.
+UNBOUNDED = 1 << 30
 
 
 def evaluate_endpoint(
     config: RunConfig, endpoint: EndpointConfig, name_or_path: str, solved: float, jsonl: Path | None
 ) -> int:
-    """Evaluate a served model on ``data.eval_path`` as ``evaluate`` does a folder's; return the exit code.
+    """Evaluate a served model on ``data.eval_path``, as ``evaluate`` does for a folder; return the exit code.
 
-    Episodes that were played before SIGINT, SIGTERM or an error are written and reported. Raises ConfigError, before
-    any episode, if the endpoint does not answer a first request, and RlAsyncError, once all is written, if no episode
-    was scored.
+    Episodes played before SIGINT, SIGTERM or an error are written and reported. Raises ConfigError, before any episode,
+    if the endpoint does not answer a first request, and RlAsyncError, after writing all files, if no episode was
+    scored.
     """
     _require_playable(config)
     folder = next_folder(Path(config.launcher.run_dir), f"eval-{Path(name_or_path).stem}")
@@ -61,7 +62,8 @@ def evaluate_endpoint(
             outcome.rows, outcome.whole = samples.rows, samples.done == samples.count
             headers = [row.header() for row in outcome.rows]
             outcome.result = Reserved(step=EVAL_ID, headers=headers, tasks=samples.tasks)
-            if outcome.rows or folder.is_dir():  # the endpoint has answered
+            # The folder is made once the endpoint has answered; before that there is nothing to report.
+            if outcome.rows or folder.is_dir():
                 outcome.record(folder)
                 outcome.tell(solved, jsonl)
                 say(console, f"run folder: {folder}")
@@ -71,7 +73,7 @@ def evaluate_endpoint(
 
 
 def _require_playable(config: RunConfig) -> None:
-    """Raise ConfigError for what a run has and an endpoint alone does not."""
+    """Raise ConfigError if the evaluation needs a part of a run that an endpoint cannot replace."""
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: an evaluation needs held-out tasks")
     if config.agent.gateway is not None:
@@ -90,8 +92,8 @@ async def play(
 ) -> None:
     """Play and score all samples; the run folder is made once the endpoint has answered.
 
-    ``tell`` is called with the first failure of a request that is retried.
-    Raises ConfigError if the endpoint does not answer a first request, or for what is wrong in the config.
+    ``tell`` is called with the first failure of a request that is retried. Raises ConfigError if the endpoint does not
+    answer a first request, or for a mistake in the config.
     """
     async with AsyncExitStack() as stack:
         subject = Endpoint(endpoint, tell)
@@ -104,7 +106,7 @@ async def play(
             agent=msgspec.structs.replace(
                 config.agent, max_tokens=UNBOUNDED, past_reasoning="keep", check_rendering=0.0
             ),
-            # The worker leases a group for each ``group_size`` free slots, and one that is played again has one sample.
+            # The worker leases a group for each ``group_size`` free slots, and a retried group has only one sample.
             rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED, group_size=1),
         )
         playing = runner_and_rewards(config, MessageLines(), subject, folder, logs=folder / "logs", owner="evaluation")
@@ -113,8 +115,8 @@ async def play(
 
 
 async def _try(subject: Endpoint, config: RunConfig, endpoint: EndpointConfig, task: Task) -> None:
-    """Ask the endpoint something and offer the task's tools, so that a wrong key or name, or a server without tools, is
-    told once and not by every episode. Tools of MCP servers and environments are not known yet."""
+    """Send a first request with the task's tools, so that a wrong key or name, or a server without tools, is reported
+    once and not by every episode. Tools of MCP servers and environments are not known yet."""
     chat, tools = MessageLines(), [tool.schema for tool in task_tools(config, task)]
     request = GenerateRequest(
         request_id="first",
@@ -132,7 +134,7 @@ async def _try(subject: Endpoint, config: RunConfig, endpoint: EndpointConfig, t
 async def _play_and_tell(
     config: RunConfig, endpoint: EndpointConfig, samples: "HeldOutSamples", folder: Path, console: Console
 ) -> int:
-    """Play all samples, or until SIGINT or SIGTERM; print from time to time how many are done. Return the exit code."""
+    """Play all samples, or until SIGINT or SIGTERM, and print the progress from time to time. Return the exit code."""
     received = cancel_on_signals()
     playing = asyncio.create_task(play(config, endpoint, samples, folder, partial(say, console)))
     try:
@@ -149,9 +151,9 @@ async def _play_and_tell(
 
 
 class HeldOutSamples:
-    """The held-out tasks as a `SampleQueue` that keeps the rows, in the order of tasks and samples.
+    """A `SampleQueue` of the held-out tasks that keeps the rows, in the order of tasks and samples.
 
-    A sample that fails ``queue.max_attempts`` times has a row that was not scored, with the last error.
+    A sample that fails ``queue.max_attempts`` times gets an unscored row with the last error.
     """
 
     def __init__(self, tasks: Sequence[Task], config: RunConfig) -> None:
@@ -165,16 +167,16 @@ class HeldOutSamples:
 
     @property
     def done(self) -> int:
-        """How many samples are played, or have failed for good."""
+        """The number of samples that were played or have failed for good."""
         return len(self._rows)
 
     @property
     def rows(self) -> list[Trajectory]:
-        """The rows of all samples that are done."""
+        """The rows of all finished samples."""
         return [row for key in sorted(self._rows) for row in self._rows[key]]
 
     async def lease(self, max_groups: int, wait_s: float) -> Leased:
-        """Return samples to play; once all are done, that it is over."""
+        """Return samples to play and, once all are done, that the evaluation is finished."""
         if not self._waiting and self.done < self.count:
             self._changed.clear()
             with suppress(TimeoutError):
@@ -184,7 +186,7 @@ class HeldOutSamples:
         return Leased(groups=groups, finished=self.done == self.count)
 
     async def renew(self, held: list[SampleKey]) -> Renewed:
-        """Do nothing: nobody else plays."""
+        """Do nothing, since there is only one worker."""
         return Renewed()
 
     async def put(self, *rows: Trajectory) -> Done:
@@ -195,7 +197,7 @@ class HeldOutSamples:
         return Done()
 
     async def fail(self, group_id: int, sample: int, attempt: int, error: str) -> Done:
-        """Let a sample be played again, or keep its error."""
+        """Queue the sample again, or keep its error after the last attempt."""
         if attempt + 1 < self._max_attempts:
             self._waiting.append(self._group(group_id, attempt + 1, [sample]))
             self._changed.set()
@@ -223,7 +225,7 @@ class HeldOutSamples:
 
 
 def _forget_tokens(row: Trajectory) -> None:
-    """Leave the conversation alone of a row, whose tokens were its bytes."""
+    """Reduce a row to its conversation: its tokens were only the bytes of the messages."""
     row.token_ids, row.loss_mask, row.logprobs = _nothing(np.int32), _nothing(np.bool_), _nothing(np.float32)
     row.versions = []
     for turn in row.turns:

@@ -1,7 +1,7 @@
-"""``rl-async sft``: from conversations and a model folder to a fine-tuned one; what it prints meanwhile.
+"""``rl-async sft``: fine-tunes a model folder on conversations, and prints the progress.
 
-The conversations are checked and encoded here, once; the ranks map what is written. An interrupted run continues from
-its newest checkpoint when the same command is given again. The model of a preset may be made so from a pretrained one
+The conversations are checked and encoded here, once, into files that the ranks map. An interrupted run continues from
+its newest checkpoint when the same command is given again. A preset may make its model this way, from a pretrained one
 and the preset's demonstrations (``warm_start.pretrained``).
 """
 
@@ -43,13 +43,13 @@ from rl_async.reward_loop.scorers.reward_model import load_tokenizer
 from rl_async.trainer.finetune.chat_rows import HELD_OUT, ROWS, ChatRows, total_steps
 
 POLL_S = 0.3
-# So many lines are printed of the whole run, besides those of measurements.
+# A whole run prints this many lines, besides those of measurements.
 LINES = 40
 HEAD = f"{'steps':>7} {'epoch':>6} {'loss':>8} {'held-out':>8} {'tokens/s':>10} {'rate':>8} {'left':>8}"
 
 
 class FinetuneView:
-    """Shows the records that the ranks write, each step once, of ``steps`` in all, the first ``begun`` done before."""
+    """Shows the records that the ranks write, each step once; an earlier start did the first ``begun`` of ``steps``."""
 
     def __init__(self, folder: Path, steps: int, begun: int, console: Console) -> None:
         self._console, self._steps, self._shown = console, steps, begun
@@ -92,7 +92,7 @@ class FinetuneView:
 
 
 def line(records: list[Record], steps: int) -> str:
-    """Format the mean of some steps; the time left assumes that the other steps take as long."""
+    """Format the mean over some steps; the time left assumes that the remaining steps take as long."""
     last = records[-1]
     completed = int(last["step"]) + 1
     trained = sum(r["tokens/trained"] for r in records)
@@ -125,7 +125,7 @@ def row(
 
 
 def summary(folder: Path, out: Path) -> str:
-    """Summarize a run that wrote ``out``: held-out loss before and after, and where its files are."""
+    """Summarize a run that wrote ``out``: held-out loss before and after, and the places of its files."""
     losses = [evaluation["eval/loss"] for evaluation in MetricsTail(folder / "evaluations.jsonl").read()]
     held_out = f"held-out loss per token {losses[0]:.4f} before, {losses[-1]:.4f} after; " if losses else ""
     return f"{held_out}model: {out}; metrics and checkpoints: {folder}"
@@ -141,7 +141,7 @@ KEPT = (
 
 
 class DataRecord(msgspec.Struct, frozen=True):
-    """Describes the encoded conversations beside it: counts, and checksums of their and the tokenizer's files."""
+    """Describes the encoded conversations beside it: counts, and checksums of the data's and the tokenizer's files."""
 
     checksums: dict[str, str]
     conversations: int
@@ -152,7 +152,7 @@ class DataRecord(msgspec.Struct, frozen=True):
 
 
 def finetune(config: RunConfig) -> int:
-    """Fine-tune and show the progress; the exit code. Raises UserError or RoleFailed."""
+    """Fine-tune and show the progress; return the exit code. Raises UserError or RoleFailed."""
     assert config.finetune is not None
     out = Path(config.finetune.out)
     if not out.name:
@@ -184,7 +184,7 @@ def finetune(config: RunConfig) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, console: Console) -> int:
-    """Run the ranks; the exit code, that of a signal if one ended the run."""
+    """Run the ranks; return 0, or the exit code of the signal that ended the run."""
     rows = ChatRows.map(folder / ROWS)
     assert config.finetune is not None
     steps = total_steps(len(rows), config.finetune)
@@ -214,7 +214,7 @@ async def _train(config: RunConfig, folder: Path, console: Console) -> int:
 
 
 def _as_begun(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the config with the compute type of a run to continue that has no record of its machine."""
+    """Return the config, with the compute type of the run to continue if that run lacks a record of its machine."""
     if config.model.dtype != "auto" or not checkpoints(folder) or read_machine(folder) is not None:
         return config
     dtype = load_resolved(folder / "config.yaml").model.dtype
@@ -222,7 +222,7 @@ def _as_begun(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _check(config: RunConfig) -> None:
-    """Raise UserError for what can be checked before the conversations are read."""
+    """Check the model and the trainer's requirements before the conversations are read. Raises UserError."""
     check_model_folder(Path(config.model.path), "model.path")
     gpus = count_gpus()
     if config.model.device == "gpu" and gpus == 0:
@@ -231,9 +231,9 @@ def _check(config: RunConfig) -> None:
 
 
 def _resumes(config: RunConfig, folder: Path) -> bool:
-    """Whether a run of this config was begun. Raises UserError if one of another config was, and has a checkpoint.
+    """Whether the folder holds a run of this config.
 
-    What was encoded for another config is discarded if there is no checkpoint.
+    Raises UserError if a run of another config has a checkpoint there; without one, its encoded data are discarded.
     """
     if not (folder / "config.yaml").is_file():
         if folder.exists() and any(folder.iterdir()):
@@ -263,7 +263,7 @@ def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
 
 
 def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
-    """Encode the conversations, unless an earlier start of the run has. Raises DataError."""
+    """Encode the conversations, unless an earlier start of the run did. Raises DataError."""
     given = (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data)))
     checksums = {
         str(file): checksum(key, file) for key, sources in given for source in sources for file in files_of(source.path)
@@ -284,18 +284,19 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
             raise DataError(f"{changed[0]} is not what {folder} was begun with; restore it, or delete {folder}")
         done.unlink()
     record = _encode(config, folder, checksums)
-    replace_file(done, msgspec.json.encode(record))  # last: the files it describes are complete
+    # Written last, so that it only exists beside complete files.
+    replace_file(done, msgspec.json.encode(record))
     return record
 
 
 def _tokenizer_files(model: Path) -> list[Path]:
-    """Return the files of a model's folder that say how a conversation becomes tokens."""
+    """Return the files of a model's folder that determine the tokens of a conversation."""
     patterns = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
     return sorted(file for pattern in (*patterns, "*.model") for file in model.glob(pattern) if file.is_file())
 
 
 def checksum(key: str, path: Path) -> str:
-    """Return the SHA-256 of a file. Raises DataError, naming ``key``, if there is none."""
+    """Return the SHA-256 of a file. Raises DataError, naming ``key``, if it does not exist."""
     if not path.is_file():
         raise DataError(f"{key}: no file {path}; paths are relative to the working directory")
     with path.open("rb") as file:
@@ -336,7 +337,7 @@ def _named(config: RunConfig) -> str:
 def encode_all(
     sources: Sequence[DataSource], encoder: ChatEncoder, limit: int, own: FinetuneConfig
 ) -> tuple[list[ChatTokens], int]:
-    """Encode the conversations of data sets; returns also how many were skipped. Raises DataError naming the line."""
+    """Encode the conversations of data sets; also return the number skipped. Raises DataError naming the line."""
     rows, skipped = list[ChatTokens](), 0
     for chat in (chat for source in sources for chat in read_chats(source)):
         tokens = encoder.encode(chat)
@@ -353,14 +354,14 @@ def encode_all(
 
 
 def split(rows: list[ChatTokens], share: float, seed: int) -> tuple[list[ChatTokens], list[ChatTokens]]:
-    """Split rows into training and held-out ones; at least one of each, if ``share`` and the rows allow it."""
+    """Split rows into training and held-out ones, at least one of each if ``share`` and their number allow it."""
     count = min(max(1, round(share * len(rows))), len(rows) - 1) if share > 0 and rows else 0
     kept = set(np.random.default_rng([seed & 0xFFFFFFFF, 1]).permutation(len(rows))[:count].tolist())
     return [r for i, r in enumerate(rows) if i not in kept], [r for i, r in enumerate(rows) if i in kept]
 
 
 def longest(config: RunConfig) -> int:
-    """Return the most tokens of a conversation. Raises UserError if the model has too few positions."""
+    """Return the maximal number of tokens of a conversation. Raises UserError if the model has too few positions."""
     assert config.finetune is not None
     wanted = config.finetune.max_tokens
     file = Path(config.model.path) / "config.json"
@@ -392,9 +393,9 @@ KEY = "warm_start.pretrained.path"
 
 
 def fine_tune(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
-    """Fetch the pretrained model, fine-tune it in processes of its own, and save it at ``warm_start.out``.
+    """Fetch the pretrained model, fine-tune it in separate processes, and save it at ``warm_start.out``.
 
-    If it is interrupted, the next call continues. Raises UserError or RoleFailed, and SystemExit on a signal.
+    After an interruption, the next call continues. Raises UserError or RoleFailed, and SystemExit on a signal.
     """
     assert settings.pretrained is not None
     base = model_folder(settings.pretrained.path, KEY)
@@ -409,7 +410,7 @@ def fine_tune(config: RunConfig, settings: WarmStartConfig, report: Callable[[st
 def finetune_config(
     config: RunConfig, settings: WarmStartConfig, pretrained: PretrainedConfig, base: Path
 ) -> RunConfig:
-    """Return the config of the fine-tuning; what a run's ``trainer`` says for reinforcement learning is left out."""
+    """Return the config of the fine-tuning, without the settings of ``trainer`` that only concern RL."""
     ignored = {key: getattr(TrainerConfig(), key) for key in INSTEAD}
     return msgspec.structs.replace(
         config,

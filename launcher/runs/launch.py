@@ -1,7 +1,7 @@
-"""``rl-async launch``: from a checked config to a finished run, or with ``--dry-run`` to its plan on the terminal.
+"""``rl-async launch``: runs a checked config to its end, or prints its plan (``--dry-run``).
 
-Presents the token of a Ray cluster, serves the page beside the run (``tracking.view``), and tells a user who asked the
-run to stop what it waits for and what would be lost.
+Also presents the token of a Ray cluster, serves the page beside the run (``tracking.view``), and, when the user asks
+the run to stop, reports the pending work and the steps that stopping at once would lose.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ _CONNECT_S = 60.0
 
 
 def present_token(environment: MutableMapping[str, str], home: Path, wants_token: Callable[[], bool]) -> bool:
-    """Have Ray present this user's token if the cluster wants it, and return whether it does.
+    """Have Ray present this user's token if the cluster requires one; return whether it does.
 
-    Ray 2.60 presents a token to a cluster that it found by itself, but to an address only if RAY_AUTH_MODE says so. A
-    cluster that wants none takes a client that presents one, and then cancels its actors: hence ``wants_token``, which
-    is asked if there is a token and RAY_AUTH_MODE says nothing. Call this before Ray is imported: Ray reads the
-    variable once.
+    Ray 2.60 presents a token to a cluster that it found by itself, but to a given address only if RAY_AUTH_MODE says
+    so. A cluster without authentication accepts a client that presents a token, and then cancels its actors. Therefore
+    ``wants_token`` is called if there is a token and RAY_AUTH_MODE is unset. Call this before Ray is imported, since
+    Ray reads the variable once.
     """
     if "RAY_AUTH_MODE" not in environment:
         named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
@@ -67,12 +67,12 @@ def present_token(environment: MutableMapping[str, str], home: Path, wants_token
 
 
 def refuses_without_token(address: str) -> bool:
-    """Whether the cluster at ``address``, or without one of RAY_ADDRESS or this machine, refuses clients without token.
+    """Whether the cluster at ``address``, by default that of RAY_ADDRESS or this machine, requires a token.
 
-    Also True if no client can connect for another reason, which Ray then names to the client with the token. Takes
-    about a second, and four if the cluster refuses.
+    Also True if no client can connect for another reason; Ray then reports it to the client with the token. Takes about
+    a second, and four if the cluster refuses.
     """
-    # Ray reads the variable once in a process, so the question takes another one.
+    # Ray reads the variable once per process, so this needs another process.
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     command = [sys.executable, "-P", "-c", _CONNECT, address or "auto"]
     try:
@@ -85,7 +85,7 @@ NOT_IN_A_STEP = ("starting", "waiting for a batch")
 
 
 def stop_text(folder: Path, began: float, number: int) -> str:
-    """Tell the user who sent the signal ``number`` how the run in ``folder``, started at ``began``, will end."""
+    """Describe how the run in ``folder``, started at ``began``, will end after the signal ``number``."""
     # Heartbeats of an earlier start may remain.
     beats = [beat for beat in read_beats(folder) if beat.since >= began]
     return describe_stop(
@@ -98,7 +98,7 @@ def stop_text(folder: Path, began: float, number: int) -> str:
 
 
 def describe_stop(beat: Beat | None, train_s: float | None, saved: int, now: float, key: str) -> str:
-    """Describe the end of a run whose trainer does what ``beat`` says, and whose last step trained for ``train_s``.
+    """Describe the end of a run from its trainer's last heartbeat and the training time of its last step.
 
     ``saved`` counts the steps in the newest checkpoint; ``key`` ends the run at once.
     """
@@ -120,9 +120,9 @@ PAGE_LOG = "view.log"
 
 
 async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
-    """Serve the page on the run in ``folder`` until cancelled; ``tell`` gets its address.
+    """Serve the page on the run in ``folder`` until cancelled; call ``tell`` with its address.
 
-    Raises UserError if the page ends by itself.
+    Raises UserError if the page's process ends by itself.
     """
     with Lifeline() as lifeline, (folder / "logs" / PAGE_LOG).open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -135,7 +135,7 @@ async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
             start_new_session=True,
         )
         try:
-            assert process.stdout is not None  # PIPE
+            assert process.stdout is not None
             address = (await process.stdout.readline()).decode().strip()
             if address:
                 tell(address)
@@ -152,14 +152,14 @@ async def serve_beside(folder: Path, tell: Callable[[str], None]) -> None:
 
 DIAGNOSIS_S = 30.0
 CONNECT_S = 5.0
-# In the run folder.
+# Relative to the run folder.
 LOG = Path("logs", "launcher.log")
 
 
 def launch(
     config: RunConfig, folder: Path, *, resume: bool = False, unnamed: bool = False, fetched: Fetched | None = None
 ) -> int:
-    """Train and show the run; the exit code. ``unnamed``: ``folder`` was chosen, and may be another that is free.
+    """Train and show the run; return the exit code. An ``unnamed`` run may move to another free folder.
 
     Raises UserError or RoleFailed.
     """
@@ -181,7 +181,7 @@ def launch_on_ray(
     unnamed: bool = False,
     fetched: Fetched | None = None,
 ) -> int:
-    """Train on the nodes of the Ray cluster at ``address``; the exit code. Raises NoRoom, and what ``launch`` does."""
+    """Train on the nodes of the Ray cluster at ``address``, as ``launch`` does here. Also raises NoRoom."""
     if find_spec("ray") is None:
         raise UserError("--launcher ray: Ray is not installed here; run `python -m pip install 'rl-async[ray]'`")
     check_reachable(address)
@@ -200,7 +200,7 @@ def launch_on_ray(
 
 @contextmanager
 def held(config: RunConfig, folder: Path, unnamed: bool) -> Iterator[tuple[RunConfig, Path]]:
-    """Keep other launchers out of a run while the block runs; the config and the folder that it has."""
+    """Keep other launchers out of a run while the block runs; yield its config and folder."""
     if unnamed:
         with hold_unnamed(config, folder) as own:
             yield own
@@ -210,7 +210,7 @@ def held(config: RunConfig, folder: Path, unnamed: bool) -> Iterator[tuple[RunCo
 
 
 def note_machine(folder: Path, machine: MachineRecord) -> None:
-    """Keep in the run's folder which machine it starts on and what was chosen for it, and print the choices."""
+    """Record in the run's folder its machine and the choices made for it, and print the choices."""
     write_machine(folder, machine)
     for line in machine.lines:
         print(line, flush=True)
@@ -238,7 +238,7 @@ def check_reachable(address: str) -> None:
     """Raise UserError if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdigit()) or "/" in host:
-        # Another form of address, or the default one.
+        # Only this form of address can be checked here.
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
@@ -250,7 +250,7 @@ def check_reachable(address: str) -> None:
 
 @contextmanager
 def log_into(folder: Path) -> Iterator[None]:
-    """Write the launcher's own log into a file; on the terminal it would disrupt the live view."""
+    """Write the launcher's own log into a file, since on the terminal it would disrupt the live view."""
     log = logging.getLogger("rl_async")
     file = steady_file(folder / LOG)
     handler = logging.StreamHandler(file)
@@ -270,9 +270,9 @@ def log_into(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_deletion(folder: Path) -> Iterator[None]:
-    """Raise UserError, naming the folder, in place of an error of the block if the folder was deleted meanwhile.
+    """Replace an error of the block by a UserError that names the folder, if the folder was deleted meanwhile.
 
-    The run's processes may have made the folder again, but nobody makes the launcher's log and the config again.
+    The run's processes may have recreated the folder, but not the launcher's log and the config.
     """
     try:
         yield
@@ -283,10 +283,9 @@ def naming_deletion(folder: Path) -> Iterator[None]:
 
 
 async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
-    """Make missing data and a missing model in a process of its own, and print its lines.
+    """Make missing data and a missing model in a separate process, and print its lines.
 
-    Raises ConfigError if the model's chat format does not go with the config and engines would take minutes to start
-    before a worker says so.
+    Then check the chat format, since engines may take minutes to start before a worker does. Raises ConfigError.
     """
     if planned.prepare is not None and needs_preparation(config):
         await supervisor.run_once(planned.prepare, lambda line: say(console, line))
@@ -294,17 +293,17 @@ async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, cons
 
 
 def check_chat(config: RunConfig) -> None:
-    """Raise ConfigError if the model's chat format does not go with the config, or a recording to replay is unusable.
+    """Raise ConfigError if the model's chat format does not suit the config, or a recording to replay is unusable.
 
-    A model that is not a folder here cannot be checked. Workers check it, too; the embedded engine starts as fast as
-    they do, so that a check here would only delay them.
+    A model that is not a folder here cannot be checked. Workers also check it, and the embedded engine starts as fast
+    as they do, so with that engine a check here would only cost time.
     """
     agent, replay = config.agent, config.rollout.replay
     asks = agent.tools or agent.environment or agent.mcp or agent.chat_format != "auto"
     wants = replay or (asks and config.rollout.engine != "embedded")
     chat: ChatFormat | None = None
     if wants and Path(config.model.path).is_dir():
-        # Imports Transformers, which takes seconds.
+        # Imported only here, since it imports Transformers, which takes seconds.
         from rl_async.agent_loop.chat_formats.format_registry import load_format
 
         chat = load_format(config.model.path, agent)
@@ -362,7 +361,7 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
 
 
 def unsaved(folder: Path) -> str:
-    """Say which steps were trained and are in no checkpoint, and where a resumed run begins; empty if all are."""
+    """Name the trained steps that no checkpoint has, and the first step of a resumed run; empty if all are saved."""
     trained = int(last_record(folder / "metrics.jsonl").get("step", -1)) + 1
     kept = saved(folder)
     if trained <= kept:
@@ -374,7 +373,7 @@ def unsaved(folder: Path) -> str:
 async def _diagnose(folder: Path, why: str, console: Console) -> None:
     """Print the findings on a run in trouble, and write the whole diagnosis into the run folder.
 
-    If the diagnosis itself fails, that is logged, and the run continues as without it.
+    If the diagnosis itself fails, that is logged and has no other effect.
     """
     log = logging.getLogger("rl_async.launcher")
     try:
@@ -413,11 +412,11 @@ def _print_summary(console: Console, view: View | None) -> None:
 def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
     """Check the files, ports and devices of a run, and print the processes that would be started.
 
-    Raises UserError for what would end the run at once: missing files, a taken port, a missing GPU.
+    Raises UserError if the run could not start, for example for a missing file, a taken port or a missing GPU.
     """
     config, machine = settle_here(config, folder)
     planned = plan_here(config, folder, resume=resume)
-    # Raises UserError for a port that is taken.
+    # Raises UserError if a configured port is taken.
     assign_ports([wish for wish in planned.ports if wish.port])
     console = Console()
     console.print(plan_table(planned))
@@ -440,7 +439,7 @@ def plan_table(planned: Plan) -> Table:
 
 
 def memory_tables(budget: MemoryBudget) -> list[Table]:
-    """Lay out who has how much of a device in which stage, in GiB: a table for all devices that are planned alike."""
+    """Lay out the memory of devices by stage and process, in GiB; devices with equal budgets share a table."""
     alike: dict[tuple[tuple[str, ...], ...], list[DeviceBudget]] = {}
     for device in budget.devices:
         alike.setdefault(tuple(memory_rows(device)), []).append(device)
@@ -460,8 +459,8 @@ def _memory_table(names: list[str], device: DeviceBudget) -> Table:
 
 
 def memory_rows(device: DeviceBudget) -> list[tuple[str, ...]]:
-    """Return stage, holder, GiB and its parts, those of at least 5 MiB; processes that look alike in one row, and all
-    of a device together. The stage stands in its first row."""
+    """Return rows of stage, holder, GiB and the parts of at least 5 MiB, with equal processes in one row and the sum of
+    a device in another. Only the first row of a stage names it."""
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
         first = len(rows)
@@ -483,7 +482,7 @@ def _gib(nbytes: int) -> str:
 
 
 def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
-    """Return the lines below the table: command lines, folder, total memory, what is made first."""
+    """Return the lines below the table: command lines, folder, total memory, and files that are made first."""
     notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
     notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]

@@ -1,6 +1,6 @@
-"""Makes what a run lacks: data, then a warm-started model.
+"""Makes missing data, then a missing warm-started model, before a run.
 
-``python -m rl_async.launcher.runs.prepare --config FILE`` does so in a process of its own, because it imports torch.
+``python -m rl_async.launcher.runs.prepare --config FILE`` does so in a separate process, because it imports torch.
 """
 
 import signal
@@ -46,8 +46,9 @@ def prepare(config: RunConfig, report: Report) -> None:
 
 
 def main() -> int:
-    """Prepare the run whose config is given; the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unlike a role, it fails if interrupted
+    """Prepare the run of the given config; return the exit code."""
+    # Unlike a role, an interrupted preparation has failed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = role_parser("launcher.runs.prepare", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="a resolved config.yaml")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""``rl-async profile``: what the trainer ranks, or another process of a live run, spend their time on."""
+"""``rl-async profile``: profiles the trainer ranks, or samples the stacks of another process, of a live run."""
 
 import subprocess
 import time
@@ -13,13 +13,14 @@ from rl_async.process.role import py_spy
 from rl_async.trainer.profile_request import FOLDER, traces, write_request
 
 POLL_S = 0.2
-ATTACH_S = 60.0  # for py-spy to begin and to write
+# py-spy may take this long to attach and to write its file.
+ATTACH_S = 60.0
 
 
 def profile_steps(run: Path, steps: int, timeout_s: float) -> list[Path]:
-    """Have every trainer rank record its next ``steps``; return the traces, of all steps and ranks.
+    """Have every trainer rank record its next ``steps``; return the traces of all steps and ranks.
 
-    Raises UserError if the run is not live, RlAsyncError if it ends before, or takes longer than ``timeout_s``.
+    Raises UserError if the run is not live, RlAsyncError if it ends early or takes longer than ``timeout_s``.
     """
     _require_live(run)
     wanted, before = steps * load_resolved(run / "config.yaml").trainer.ranks, traces(run)
@@ -40,7 +41,7 @@ def profile_steps(run: Path, steps: int, timeout_s: float) -> list[Path]:
 def sample_process(run: Path, name: str, seconds: float) -> Path:
     """Sample the Python stacks of one process of the run with py-spy; return the file, for https://speedscope.app.
 
-    Raises UserError if py-spy is not installed, or if there is no such process here; RlAsyncError if py-spy fails.
+    Raises UserError if py-spy is not installed or the process does not run here, RlAsyncError if py-spy fails.
     """
     tool = py_spy()
     if tool is None:
@@ -56,7 +57,8 @@ def sample_process(run: Path, name: str, seconds: float) -> Path:
     (run / FOLDER).mkdir(exist_ok=True)
     file = run / FOLDER / f"{name}.speedscope.json"
     command = [tool, "record", "--pid", str(here[name]), "--duration", f"{max(1, round(seconds))}"]
-    command += ["--nonblocking", "--idle"]  # waiting, too, which is most of what some processes do
+    # Idle threads are sampled too, since some processes mostly wait.
+    command += ["--nonblocking", "--idle"]
     try:
         done = subprocess.run(
             [*command, "--format", "speedscope", "--output", str(file)],

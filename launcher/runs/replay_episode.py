@@ -1,6 +1,6 @@
-"""``rl-async replay``: plays a recorded episode again with the answers as they were sampled, without an engine.
+"""``rl-async replay``: plays a recorded episode again with its sampled answers, without an engine.
 
-Tools, environment and rewards run as they are now; what they answer is compared with what was recorded.
+Tools, environment and rewards run in their present versions; their answers are compared with the recorded ones.
 """
 
 import gzip
@@ -29,7 +29,8 @@ from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.transfer_queue.dataset import find_task
 
 EPISODE = re.compile(r"\d+\.\d+(\.\d+)?")
-SHOWN = 300  # characters of a text
+# At most this many characters of a text are shown.
+SHOWN = 300
 
 
 class Fact(NamedTuple):
@@ -51,11 +52,11 @@ class RecordedAnswers:
 
     @property
     def unused(self) -> int:
-        """How many answers were not asked for."""
+        """The number of answers that were not requested."""
         return sum(map(len, self._answers.values()))
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Return the next answer of a conversation, aborted after the last."""
+        """Return the next answer of a conversation; after the last one, an aborted empty answer."""
         if not self._answers.get(session):
             return GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
         answer = self._answers[session].popleft()
@@ -68,9 +69,9 @@ class RecordedAnswers:
 
 
 async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
-    """Play an episode of ``run`` again; return lines that compare the two, and whether all is as it was.
+    """Play an episode of ``run`` again; return lines that compare the two, and whether they are the same.
 
-    Raises UserError if there is no such episode, or its task, model or tools are not here any more.
+    Raises UserError if the episode, its task, its model or its tools cannot be found.
     """
     config = load_resolved(run / "config.yaml")
     _require_playable(run, config)
@@ -99,7 +100,7 @@ async def replay_episode(run: Path, episode: str) -> tuple[list[str], bool]:
 
 
 def _require_playable(run: Path, config: RunConfig) -> None:
-    """Raise UserError if episodes of a run need what only the run itself had."""
+    """Raise UserError if playing an episode needs a part of the live run, such as its policy or reward model."""
     agent, reward = config.agent, config.reward
     if agent.gateway is not None:
         raise UserError(f"{run}: agent programs played its episodes, which cannot be played again without them")
@@ -121,15 +122,16 @@ def _require_playable(run: Path, config: RunConfig) -> None:
 
 
 def find_episode(folder: Path, episode: str) -> list[Trajectory]:
-    """Return the rows of an episode, given as GROUP.SAMPLE or with the attempt behind; of several the newest.
+    """Return the rows of the newest episode called GROUP.SAMPLE or GROUP.SAMPLE.ATTEMPT.
 
-    Raises UserError if none was recorded.
+    Raises UserError if it was not recorded.
     """
     if not EPISODE.fullmatch(episode):
         raise UserError(f"{episode!r} names no episode; give GROUP.SAMPLE, as `rl-async show RUN` lists them")
     sought = f'"episode_id":"{episode}'.encode()
     files = sorted(folder.glob("step-*.jsonl.gz"), key=place_of, reverse=True)
-    for _, of_a_step in groupby(files, place_of):  # a file for each rank
+    # Each rank writes a file per step.
+    for _, of_a_step in groupby(files, place_of):
         rows = [row for path in of_a_step if _mentions(path, sought) for row in read_trajectories(path)]
         if rows := [row for row in rows if f"{row.episode_id}.".startswith(f"{episode}.")]:
             return sorted(rows, key=lambda row: row.segment)
@@ -152,7 +154,7 @@ def facts(rows: Sequence[Trajectory]) -> list[Fact]:
 
 def _facts_of_role(rows: Sequence[Trajectory]) -> list[Fact]:
     last = rows[-1]
-    # Each turn as the row has it that records its reward.
+    # Of the rows that contain a turn, the one that records its reward counts.
     turns = [
         max((row.turns[n] for row in rows if n < len(row.turns)), key=lambda turn: turn.reward is not None)
         for n in range(len(last.turns))
@@ -165,7 +167,7 @@ def _facts_of_role(rows: Sequence[Trajectory]) -> list[Fact]:
 
 
 def compare(before: Sequence[Fact], now: Sequence[Fact]) -> tuple[list[str], bool]:
-    """Return a line for each fact that stayed and three for each that differs, and whether all stayed."""
+    """Return a line for each equal fact and three for each that differs, and whether all are equal."""
     lines, same = list[str](), True
     then, latest = dict(before), dict(now)
     for place in dict.fromkeys([*then, *latest]):
@@ -189,7 +191,7 @@ def _facts_of_turn(number: int, turn: Turn) -> Iterator[Fact]:
 
 
 def _sampled(row: Trajectory) -> Iterator[list[int]]:
-    """Yield the tokens of each answer that was sampled in a row."""
+    """Yield the tokens of each sampled answer in a row."""
     for sampled, places in groupby(range(len(row.token_ids)), key=lambda place: bool(row.loss_mask[place])):
         if sampled:
             yield row.token_ids[np.fromiter(places, int)].tolist()

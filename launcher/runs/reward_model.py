@@ -1,4 +1,4 @@
-"""``rl-async reward-model``: from preference pairs and a model folder to a reward model folder."""
+"""``rl-async reward-model``: trains a reward model on preference pairs, starting from a model folder."""
 
 import json
 import random
@@ -19,7 +19,8 @@ from rl_async.reward_loop.server.classifier import longest
 from rl_async.torch_shared import pick_device
 from rl_async.trainer.finetune.reward_model import PairTraining, TokenPair, accuracy, train_pairs
 
-RECORD_FILE = "reward_model.json"  # beside the weights, with their accuracy
+# Stands beside the weights and records their accuracy.
+RECORD_FILE = "reward_model.json"
 Report = Callable[[str], None]
 
 
@@ -41,7 +42,7 @@ class RewardModelJob:
 
 
 def make_reward_model(job: RewardModelJob, report: Report) -> float:
-    """Train and save a reward model; returns its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
+    """Train and save a reward model; return its accuracy on held-out pairs. Raises UserError and TrainingDiverged."""
     _check(job)
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)
@@ -71,7 +72,7 @@ def make_reward_model(job: RewardModelJob, report: Report) -> float:
 
 
 def split(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Split pairs into training and held-out ones, each prompt on one side. Raises DataError if a side is empty."""
+    """Split pairs by prompt into training and held-out ones. Raises DataError if none is left to train on."""
     prompts = sorted({pair.prompt for pair in pairs})
     random.Random(seed).shuffle(prompts)
     kept = set(prompts[: max(1, round(share * len(prompts)))])
@@ -93,12 +94,13 @@ def _check(job: RewardModelJob) -> None:
 
 
 def _load(path: str) -> Any:
-    """Load a sequence classifier; a causal LM gets a new head. Float32: small updates would vanish in bfloat16."""
+    """Load a sequence classifier in float32, since small updates vanish in bfloat16. A causal LM gets a new head."""
     try:
         return AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the head there has another size
+    # A head of another size raises RuntimeError.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"--model: cannot load {path} as a sequence classifier with one label: {reason}") from error
 
@@ -116,7 +118,8 @@ def _to_tokens(pair: Pair, encoder: ConversationEncoder, limit: int | None, marg
 def _save(path: Path, model: Any, tokenizer: Any, record: dict[str, Any]) -> None:
     """Write the model folder, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # training padded with other tokens
+    # Training padded with other tokens, so the saved config must name the tokenizer's own.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     with written_whole(path) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -1,4 +1,4 @@
-"""``rl-async reward test``: scores answers as a run would, without one, and says what was extracted from each."""
+"""``rl-async reward test``: scores answers as a run would, and shows the text extracted from each."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,19 @@ from rl_async.messages import Sampling, Task, Trajectory, Turn
 from rl_async.reward_loop.service import RewardService, as_conversation, seen_by
 from rl_async.transfer_queue.dataset import open_rows, templated, to_task
 
-SHOWN = 80  # characters of a text
+# At most this many characters of a text are shown.
+SHOWN = 80
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of the answers' file. ``row``: of the data set, from 0; by default the line's own number."""
+    """One line of the answers' file. ``row`` counts rows of the data set from 0; it defaults to the line's number."""
 
     answer: str
     row: int | None = None
 
 
 class Scored(NamedTuple):
-    """One answer with its task and what the scorers made of it."""
+    """One answer's row and task, and its scored trajectory."""
 
     row: int
     task: Task
@@ -52,7 +53,7 @@ async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Sco
 
 
 def report(config: RunConfig, scored: Sequence[Scored]) -> list[str]:
-    """Return lines for each answer: its reward, its parts, what each step of an extraction found; the mean at last."""
+    """Return lines for each answer, with its reward, its parts and the steps of extractions, and the mean reward."""
     lines = []
     for row, task, trajectory in scored:
         failed = "" if trajectory.scored else f"; not scored: {trajectory.error}"
@@ -82,7 +83,7 @@ def _steps(answer: str, chain: Extraction) -> list[str]:
 
 
 def _source(config: RunConfig, data: str) -> DataSource:
-    """Return the data set of the config that has this path, with its templates, or one without; its files are here."""
+    """Return the config's data set with this path, or one without templates, with its files on this machine."""
     sets = [("data.path", part) for part in parts(config.data)]
     sets += [("data.eval_path", part) for part in eval_parts(config.data)]
     key, source = next((found for found in sets if found[1].path == data), ("data.path", DataSource(path=data)))
@@ -120,7 +121,7 @@ def _tasks(source: DataSource, seed: int, numbers: Sequence[int]) -> list[Task]:
 
 
 def _trajectory(task: Task, answer: str) -> Trajectory:
-    """Make the finished episode of an answer that no engine sampled: its turns, without tokens."""
+    """Make a finished episode, without tokens, of an answer that no engine sampled."""
     said = [Turn(role=message["role"], text=said_text(message)) for message in task.prompt]
     return Trajectory(
         task_id=task.task_id,
@@ -139,5 +140,5 @@ def _trajectory(task: Task, answer: str) -> Trajectory:
 
 
 def _short(text: str) -> str:
-    """Return a text in quotes, its end if it is long: answers tend to stand there."""
+    """Quote a text, keeping only the end of a long one, where answers tend to be."""
     return json.dumps(text if len(text) <= SHOWN else f"...{text[-SHOWN:]}", ensure_ascii=False)

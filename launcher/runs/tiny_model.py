@@ -42,7 +42,7 @@ from rl_async.transfer_queue.dataset import make_sources
 
 
 def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
-    """Train a tokenizer and a tiny model on the demonstrations until the gate, and save both at ``model.path``."""
+    """Train a tokenizer and a tiny model on the demonstrations up to the gate, and save both at ``model.path``."""
     torch.set_num_threads(config.launcher.threads or 1)
     torch.manual_seed(settings.seed)
     demos = read_demos(settings.demos_path)
@@ -98,7 +98,8 @@ async def mean_reward(config: RunConfig, engine: LocalEngine, renderer: ChatRend
         toolbox = await stack.enter_async_context(connect_servers(config.agent, Path(logs), "warm-start"))
         runner = EpisodeRunner(config, renderer, engine, toolbox)
         stack.push_async_callback(runner.close)
-        stack.callback(engine.close)  # its thread delivers to this event loop
+        # The engine's thread delivers to this event loop, so it has to end before the loop.
+        stack.callback(engine.close)
         read = functools.partial(reasoning_and_answer, renderer)
         service = RewardService(config.reward, sandbox=config.sandbox, read=read)
         rewards = await stack.enter_async_context(service)
@@ -129,7 +130,7 @@ def save(
 ) -> None:
     """Write the model folder, whole or not at all; another launch may have written it first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    disable_progress_bar()  # the file is written in milliseconds
+    disable_progress_bar()
     try:
         with written_whole(path) as partial:
             model.save_pretrained(partial)
@@ -140,5 +141,6 @@ def save(
             }
             (partial / SFT_FILE).write_text(json.dumps(record) + "\n")
     except OSError as error:
+        # If the folder exists, another launch was faster, and `prepare` checks its model.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise  # else another launch was faster; `prepare` checks what it made
+            raise
