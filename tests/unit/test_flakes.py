@@ -108,7 +108,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "workers"])
 def test_a_test_that_fails_once_is_named_with_its_first_failure(
     there: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
@@ -119,6 +119,7 @@ def test_a_test_that_fails_once_is_named_with_its_first_failure(
     assert "FLAKY: test_them.py::test_once[a b]" in capfd.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_twice_fails_the_run(there: Path, capfd: pytest.CaptureFixture[str]) -> None:
     record, report = first_session(there, "once or twice"), there / "flakes.txt"
     assert run_again(record, report) == 1
@@ -126,29 +127,34 @@ def test_a_test_that_fails_twice_fails_the_run(there: Path, capfd: pytest.Captur
     assert "FAILED TWICE: test_them.py::test_twice" in capfd.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_second_try_that_is_skipped_does_not_pass(there: Path) -> None:
     record = first_session(there, "skips_later")
     (there / "mended").touch()
     assert run_again(record, there / "flakes.txt") == 1
 
 
+@pytest.mark.slow
 def test_a_session_records_failures_and_its_end(there: Path) -> None:
     recorded = read_session(first_session(there, "twice"))
     assert list(recorded.failures) == ["test_them.py::test_twice"] and recorded.status == FAILED
 
 
+@pytest.mark.slow
 def test_a_session_within_a_test_does_not_write_into_the_record(there: Path) -> None:
     recorded = read_session(first_session(there, "twice or nested"))
     assert sorted(recorded.failures) == ["test_them.py::test_nested", "test_them.py::test_twice"]
     assert recorded.status == FAILED
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_fails_the_run(there: Path) -> None:
     (there / "test_broken.py").write_text("import nowhere_to_be_found\n")
     record = first_session(there, "passes or broken")
     assert run_again(record, there / "flakes.txt") == 1
 
 
+@pytest.mark.slow
 def test_slow_tests_and_listed_ones_are_selected(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p tests.support.outcomes\nmarkers = slow\n")
     (tmp_path / "test_one.py").write_text(

@@ -1,9 +1,10 @@
 """Imports point one way between packages and inside them, and heavy packages stay where they belong."""
 
 import ast
+import functools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -46,7 +47,8 @@ HOME_OF = {
 FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path, *, at_once: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, *, at_once: bool = False) -> frozenset[str]:
     """Every module that a file imports, at any depth of its code; ``at_once``: only those that importing it imports."""
     later = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If)  # if TYPE_CHECKING
     kept = [node for node in ast.parse(path.read_text()).body if not (at_once and isinstance(node, later))]
@@ -57,15 +59,15 @@ def imports(path: Path, *, at_once: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[Path, set[str]]:
+def imported() -> dict[Path, frozenset[str]]:
     return {path: imports(path) for path in FILES}
 
 
-def our_files(modules: set[str]) -> set[Path]:
+def our_files(modules: Set[str]) -> set[Path]:
     """The files of this project among ``modules``; a name inside a module counts as the module."""
     found = set()
     for module in modules:
@@ -89,7 +91,7 @@ def first_cycle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def test_packages_import_one_way(imported: dict[Path, set[str]]) -> None:
+def test_packages_import_one_way(imported: dict[Path, frozenset[str]]) -> None:
     for path, modules in imported.items():
         folder = path.relative_to(ROOT).parts[0]
         if folder == "launcher" or (path.name == "__main__.py" and folder != "transfer_queue"):
@@ -98,12 +100,12 @@ def test_packages_import_one_way(imported: dict[Path, set[str]]) -> None:
         assert used <= MAY_IMPORT[folder] | {folder}, f"{path}: {folder} must not import {used - MAY_IMPORT[folder]}"
 
 
-def test_modules_import_one_way(imported: dict[Path, set[str]]) -> None:
+def test_modules_import_one_way(imported: dict[Path, frozenset[str]]) -> None:
     graph = {str(path): {str(file) for file in our_files(modules)} for path, modules in imported.items()}
     assert first_cycle(graph) == []
 
 
-def test_folders_import_one_way(imported: dict[Path, set[str]]) -> None:
+def test_folders_import_one_way(imported: dict[Path, frozenset[str]]) -> None:
     """A folder is a node, with what stands directly in it; composition roots are nodes of their own."""
     graph: dict[str, set[str]] = {}
     for path, modules in imported.items():
@@ -112,7 +114,7 @@ def test_folders_import_one_way(imported: dict[Path, set[str]]) -> None:
     assert first_cycle(graph) == []
 
 
-def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, set[str]]) -> None:
+def test_heavy_packages_are_imported_at_home_alone(imported: dict[Path, frozenset[str]]) -> None:
     for path, modules in imported.items():
         where = path.relative_to(ROOT).as_posix()
         for heavy in {module.split(".")[0] for module in modules} & set(HOME_OF):
@@ -184,8 +186,14 @@ MAKE = re.compile(
 
 
 def _words(path: Path) -> set[str]:
-    """Every name and text in a file's code; docstrings and comments may explain what they like."""
-    tree = ast.parse(path.read_text())
+    """Every name and text in a file's code; docstrings and comments may explain what they like.
+
+    None of a file whose text does not name a make at all.
+    """
+    text = path.read_text()
+    if not MAKE.search(text):
+        return set()
+    tree = ast.parse(text)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         id(node.body[0].value)

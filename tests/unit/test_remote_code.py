@@ -57,7 +57,8 @@ def test_every_auto_class_is_told_to_run_no_code() -> None:
         (file, call)
         for package in PACKAGES
         for file in sorted((ROOT / package).rglob("*.py"))
-        for call in ast.walk(ast.parse(file.read_text()))
+        if "from_" in (text := file.read_text())
+        for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("from_pretrained", "from_config"))
     ]
     autos = [(file, call) for file, call in found if ast.unparse(call.func).startswith(("Auto", "kind."))]

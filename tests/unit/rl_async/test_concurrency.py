@@ -128,7 +128,9 @@ MAKES_TASKS = ("asyncio.create_task(", "asyncio.ensure_future(")
 
 
 def test_no_task_in_the_package_outlives_its_function_without_an_owner() -> None:
-    found = [f"{file}:{line}" for file in package_sources() for line in _unowned(ast.parse(file.read_text()))]
+    texts = {file: file.read_text() for file in package_sources()}
+    makers = {file: text for file, text in texts.items() if any(call in text for call in MAKES_TASKS)}
+    found = [f"{file}:{line}" for file, text in makers.items() for line in _unowned(ast.parse(text))]
     assert found == []
     begin = "async def f():\n    task = asyncio.create_task(g())\n"
     lost, held = f"{begin}    await h()\n    await task\n", f"{begin}    try: await h()\n    finally: task.cancel()\n"

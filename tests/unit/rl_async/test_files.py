@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -162,9 +163,13 @@ def decoders(tree: ast.Module) -> set[str]:
     return {
         ast.unparse(target)
         for node in made
-        if node.value is not None and "Decoder(" in ast.unparse(node.value)
+        if node.value is not None and any(makes_decoder(inner) for inner in ast.walk(node.value))
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     }
+
+
+def makes_decoder(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Decoder")
 
 
 def is_decode(node: ast.AST, named: set[str]) -> bool:
@@ -210,7 +215,9 @@ def too_narrow(tree: ast.Module) -> list[int]:
 
 
 def test_no_decode_is_guarded_against_some_of_its_errors_alone() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    # Other files neither decode nor guard a decode.
+    concerned = re.compile("decode|msgspec|UNDECODABLE|DAMAGE")
+    trees = {path: ast.parse(text) for path in FILES if concerned.search(text := path.read_text())}
     assert [f"{path}:{line}" for path, tree in trees.items() for line in too_narrow(tree)] == []
     kinds = [kinds for tree in trees.values() for _, _, kinds in guards(tree)]
     assert sum(bool(found & WHOLE) for found in kinds) > 40

@@ -47,7 +47,7 @@ ENGINE, TRAINER = ["rollout_server", "--port", "0"], ["trainer", "--queue", "ipc
     ("role", "asked"),
     [
         (ENGINE, ""),
-        (TRAINER, "active"),
+        pytest.param(TRAINER, "active", marks=pytest.mark.slow),
         pytest.param(ENGINE, "active", marks=pytest.mark.slow),
         pytest.param(TRAINER, "", marks=pytest.mark.slow),
     ],
