@@ -1,8 +1,9 @@
-"""Diagnoses a run: a pure function of an observation, whose types stand first.
+"""Diagnoses a run: a pure function of an observation, whose types come first.
 
-Causes come before effects. A process that cannot run explains what waits for it; a full disk explains a process that
-ended; a rank outside a collective explains the ranks inside. Only when nothing is found is the run called slow or fine.
-To add a rule, write a function from an ``Observation`` to sentences and enter it in ``RULES``, causes before effects.
+Causes come before effects. A process that cannot run explains the processes that wait for it; a full disk explains a
+process that ended; a rank outside a collective explains the ranks inside. Only if no rule finds anything is the run
+called slow or fine. To add a rule, write a function from an ``Observation`` to sentences and enter it in ``RULES``,
+causes before effects.
 """
 
 import statistics
@@ -20,12 +21,12 @@ from rl_async.process.role import Frame
 
 
 class ObservedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process as the kernel, its log and its stacks show it."""
+    """One process as seen in the kernel, its log and its stacks."""
 
     record: ProcessRecord
     # A letter as in ps, or gone, or remote.
     state: str
-    # The kernel function in which it waits.
+    # The kernel function that it waits in.
     waits_in: str = ""
     age_s: float = float("inf")
     # Cores used while it was observed.
@@ -75,7 +76,7 @@ class ObservedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservedQueue(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue's answers. ``oldest`` has, for each state, the group that has been longest in it."""
+    """The queue's answers. ``oldest`` holds, for each state, the group that has been in it longest."""
 
     report: Inspection
     oldest: tuple[GroupRecord, ...] = ()
@@ -94,23 +95,23 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was observed of a run at one moment."""
 
     run: str
-    # The launcher's pid, or None without a living launcher.
+    # The launcher's pid, or None if it does not live.
     launcher: int | None
     launcher_state: str = "S"
     processes: tuple[ObservedProcess, ...] = ()
     ranks: tuple[ObservedRank, ...] = ()
-    # None if it did not answer.
+    # None if the queue did not answer.
     queue: ObservedQueue | None = None
     engines: tuple[ObservedEngine, ...] = ()
     deadlines: Deadlines = Deadlines()
     max_restarts: int = 3
     steps: int = 0
     steps_done: int = 0
-    # Whether a run of `rl-async eval`, which trains nothing, has recorded all episodes, or only those that were
-    # complete when it ended early.
+    # Whether a run of `rl-async eval`, which trains nothing, has recorded all episodes, or only those completed before
+    # an early end.
     evaluated: bool = False
     evaluated_in_part: bool = False
-    # The median of the last steps, and a sentence if they are much slower than earlier ones.
+    # The median length of the last steps, and a sentence if they are much slower than earlier ones.
     usual_step_s: float | None = None
     slowdown: str = ""
     # Bytes left in the run's folder and in /dev/shm.
@@ -130,13 +131,13 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 # With fewer free bytes a checkpoint or the journal fails.
 LEAST_FREE = 64 << 20
-# A step is slow if it takes so many times as long as usual, and longer than QUIET_S.
+# A step is slow if it takes this many times as long as usual, and longer than QUIET_S.
 SLOW_FACTOR, QUIET_S = 3.0, 30.0
-# Characters of a log line that a finding quotes.
+# A finding quotes at most this many characters of a log line.
 LINE = 400
-# A process that ended so often will probably end again, unless it has run for SETTLED_S since.
+# A process that has ended this often will probably end again, unless it has run for SETTLED_S since.
 AGAIN, SETTLED_S = 2, 60.0
-# An engine answers slowly from here on, if others answer SLOW_FACTOR times as fast.
+# An engine is slow if its answers take longer than this, and SLOW_FACTOR times as long as those of others.
 SLOW_ANSWER_S = 0.2
 SLOW_FLUSH_S = 1.0
 # A younger process may still be importing.
@@ -146,7 +147,7 @@ Health = Literal["fine", "slow", "stuck", "failed", "over"]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The health of a run. ``findings`` are sentences, the cause first; ``waits`` says what waits for what."""
+    """The health of a run. ``findings`` are sentences, the cause first; ``waits`` describes the observed waits."""
 
     health: Health
     findings: tuple[str, ...]
@@ -158,7 +159,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(seen: Observation) -> Diagnosis:
-    """Apply all rules to an observation, then classify what is left as slow or fine."""
+    """Apply all rules to an observation; if they find nothing, classify the run as slow or fine."""
     # Without a launcher, the last heartbeats of ranks are out of date, so nothing waits.
     if seen.launcher is None:
         return _over(seen)
@@ -182,20 +183,20 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 
 def _is_ending(seen: Observation) -> bool:
-    """Whether all is trained and the trainer has ended, so that the launcher ends all other processes, too."""
+    """Whether all steps are trained and the trainer has ended, so that the launcher ends the other processes."""
     ranks = seen.of_role("trainer")
     return 0 < seen.steps <= seen.steps_done and bool(ranks) and all(p.ended and not p.record.exit for p in ranks)
 
 
 def needs_stacks(seen: Observation) -> bool:
-    """Whether stacks would explain an observation made without them: something is silent or late."""
+    """Whether stacks would explain an observation made without them, since a process is silent or late."""
     if seen.launcher is None or _is_ending(seen):
         return False
     return bool(_silent_queue(seen) or _silent_engines(seen) or _late(seen))
 
 
 def who_waits(seen: Observation) -> list[str]:
-    """Return one line per wait that was observed, from the trainer back to the engines."""
+    """Return one line per observed wait, from the trainer back to the engines."""
     lines = []
     for process in seen.of_role("trainer"):
         rank = seen.rank_of(process)
@@ -260,7 +261,7 @@ def _gone(seen: Observation) -> list[str]:
 
 
 def _restarted(seen: Observation) -> list[str]:
-    """Find processes that end again and again: they never run for long."""
+    """Find processes that end again and again, without running for long."""
     return [
         f"{_named(seen, process)} keeps ending: it has ended {_ends(process)} times, and "
         + ("starts again" if process.ended else f"was started again {process.age_s:.0f} s ago")
@@ -272,12 +273,11 @@ def _restarted(seen: Observation) -> list[str]:
 
 
 def _ends(process: ObservedProcess) -> int:
-    """Count how often the process ended."""
     return process.record.restarts + process.ended
 
 
 def _keeps_ending(process: ObservedProcess) -> bool:
-    """Whether the process ended more than once, and was just started again or will be."""
+    """Whether the process ended more than once, and was just restarted or will be."""
     unsettled = process.record.state in ("restarting", "starting") or (
         process.record.state == "running" and not process.ended and process.age_s < SETTLED_S
     )
@@ -308,7 +308,6 @@ def _badly(process: ObservedProcess) -> bool:
 
 
 def _end(process: ObservedProcess) -> str:
-    """Say how a process ended."""
     how = describe(process.state) if process.record.exit is None else f"ended ({describe_exit(process.record.exit)})"
     return f"{how} and is not started again" if process.record.state == "failed" else how
 
@@ -318,7 +317,7 @@ def _said(process: ObservedProcess) -> str:
 
 
 def _recovering(seen: Observation) -> str:
-    """Describe the processes that the launcher is restarting; may be empty."""
+    """Describe the processes that the launcher is restarting; empty if it restarts none."""
     again = [process for process in seen.processes if process.record.state == "restarting"]
     starting = [p for p in seen.processes if p.record.state == "starting" and p.record.restarts and not p.ended]
     return "; ".join(
@@ -365,7 +364,7 @@ def _silent_engines(seen: Observation) -> list[str]:
 
 
 def _ranks_apart(seen: Observation) -> list[str]:
-    """Find ranks that are not in the collective in which the others wait."""
+    """Find ranks outside the collective that the other ranks wait in."""
     placed = [(process, rank) for process in seen.of_role("trainer") if (rank := seen.rank_of(process)) is not None]
     if len(placed) < 2 or any(process.halted or process.ended for process, _ in placed):
         return []
@@ -373,7 +372,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
     absent = [
         (process, rank)
         for process, rank in placed
-        # While rank 0 publishes, it tells the others each second that it still does.
+        # While rank 0 publishes, it signals each second to the waiting ranks that it still does.
         if not in_collective(process) and process.stack and (rank.rank, rank.phase) != (0, "publishing")
     ]
     longest = max((rank.for_s for _, rank in waiting), default=0.0)
@@ -389,7 +388,7 @@ def _ranks_apart(seen: Observation) -> list[str]:
 
 
 def _all_given_up(seen: Observation) -> list[str]:
-    """Find that no group has been completed, and that as many were given up as may be on their way at once."""
+    """Find a run that has completed no group and has given up as many as it may have in flight."""
     if seen.queue is None or seen.steps_done or not seen.of_role("trainer"):
         return []
     status = seen.queue.report.status
@@ -402,7 +401,7 @@ def _all_given_up(seen: Observation) -> list[str]:
 
 
 def _starved(seen: Observation) -> list[str]:
-    """Find why no batch is made while the trainer waits for one: draining, no workers, no engines or paused ones."""
+    """Find why the waiting trainer gets no batch: the queue is drained, or workers or running engines are missing."""
     waiting = next((rank for rank in seen.ranks if rank.phase == "waiting for a batch"), None)
     if waiting is None or seen.queue is None or waiting.for_s < QUIET_S:
         return []
@@ -461,7 +460,7 @@ def _doing(process: ObservedProcess) -> str:
 
 
 def _effect(seen: Observation, process: ObservedProcess) -> str:
-    """Name the processes that wait for one that makes no progress."""
+    """Describe the effect of a process that makes no progress on the others."""
     role = process.record.role
     if role == "trainer":
         if process.ended and process.record.exit in (EXIT_USER, EXIT_FAILED):
@@ -488,14 +487,14 @@ def _effect(seen: Observation, process: ObservedProcess) -> str:
 
 
 def _wait(process: ObservedProcess, rank: ObservedRank) -> str:
-    """Say how a rank waits, or waited, for another one."""
+    """Describe how a rank waits, or waited, for another one."""
     call = next((frame.name for frame in process.stack if frame.file.endswith(COLLECTIVES)), "")
     verb = "waited" if process.ended else f"waits in {call}" if call else "waits"
     return f"{verb} for it, {rank.phase} of step {rank.step} for {rank.for_s:.0f} s"
 
 
 def _is(process: ObservedProcess, worker: str) -> bool:
-    """Whether the name that a worker has in the queue (``Session``) is that of this process."""
+    """Whether this process is the worker of this name in the queue (``Session``)."""
     return f"-{process.record.pid}-" in worker
 
 
@@ -509,7 +508,7 @@ def _batch(seen: Observation) -> str:
 
 
 def _late(seen: Observation) -> str:
-    """Say how long a rank has been in its phase, if that is much longer than usual."""
+    """Describe a rank that has been in its phase much longer than usual; empty if none has."""
     slowest = max(seen.ranks, key=lambda rank: rank.for_s, default=None)
     if slowest is None:
         return ""
@@ -529,7 +528,7 @@ def _late(seen: Observation) -> str:
 
 
 def _slow_engines(seen: Observation) -> list[str]:
-    """Name engines that answer much later than others, or serve older weights than these."""
+    """Describe engines that answer much later, or serve older weights, than others."""
     found = []
     newest = str(seen.queue.report.status.published) if seen.queue else ""
     for engine in seen.engines:
@@ -553,7 +552,7 @@ def _slow_engines(seen: Observation) -> list[str]:
 
 
 def _slow_disk(seen: Observation) -> str:
-    """Say how long the queue's disk takes; empty if it is fast enough."""
+    """Describe a queue whose disk is slow to flush; empty if it is fast enough."""
     flush_s = seen.queue.report.status.flush_s if seen.queue else 0.0
     if flush_s < SLOW_FLUSH_S:
         return ""
@@ -564,7 +563,7 @@ def _slow_disk(seen: Observation) -> str:
 
 
 def _held_up(seen: Observation) -> str:
-    """Say how often the queue stood still; empty if it did not."""
+    """Describe how often the queue stood still; empty if it did not."""
     times = seen.queue.report.status.counters.get("held_up", 0) if seen.queue else 0
     if not times:
         return ""

@@ -1,8 +1,8 @@
-"""``rl-async doctor RUN``: observes a run from outside, has it diagnosed, and prints both.
+"""``rl-async doctor RUN``: observes a run from outside, diagnoses it, and prints both.
 
-Looks at the kernel, the run's files, its queue and its engines, and changes nothing. Every request has a deadline
-(ANSWER_S), so that an observation takes seconds however stuck the run is. A run in trouble does the same and keeps the
-report.
+Reads the kernel, the run's files, its queue and its engines, and changes nothing. Every request has a deadline
+(ANSWER_S), so that an observation takes seconds however stuck the run is. A run in trouble diagnoses itself in the same
+way and keeps the report.
 """
 
 import asyncio
@@ -49,21 +49,21 @@ from rl_async.transfer_queue.client import SyncQueueClient
 
 ANSWER_S = 3.0
 STACK_S = 1.0
-# The time for which an engine's tokens are counted.
+# An engine's tokens are counted for this time.
 SPEED_S = 0.5
-# A process's file of stacks is emptied when it is larger.
+# A larger file of a process's stacks is emptied.
 MOST_STACK_BYTES = 1 << 20
 POLL_S = 0.05
 TAIL_BYTES = 8192
-# The usual length of a step is the median of so many.
+# The usual length of a step is the median over this many.
 USUAL_STEPS = 10
 LISTED = 1000
 
 
 def observe(run: Path, *, stacks: bool = True) -> Observation:
-    """Observe the run in this folder, without ``stacks`` without a signal to its processes.
+    """Observe the run in this folder. Its processes get a signal only if ``stacks`` are wanted.
 
-    Raises UserError if no run was ever started there, or only a fine-tuning.
+    Raises UserError if no run, or only a fine-tuning, was ever started there.
     """
     records = read_roster(run)
     config = load_resolved(run / "config.yaml")
@@ -110,27 +110,27 @@ def evaluates_only(roles: Collection[str]) -> bool:
 
 
 def is_evaluated(run: Path, roles: Collection[str]) -> bool:
-    """Whether such a run has recorded its whole evaluation, which it does at its end."""
+    """Whether an evaluation-only run has recorded its whole evaluation."""
     return evaluates_only(roles) and is_recorded(run)
 
 
 def is_evaluated_in_part(run: Path, roles: Collection[str]) -> bool:
-    """Whether such a run has recorded only the episodes that were complete when it ended early."""
+    """Whether an evaluation-only run ended early and has recorded only its complete episodes."""
     return evaluates_only(roles) and bool(_wholeness(run)) and not is_recorded(run)
 
 
 def is_recorded(run: Path) -> bool:
-    """Whether a whole evaluation is in the run folder."""
+    """Whether the run folder has a whole evaluation."""
     return any(_wholeness(run))
 
 
 def _wholeness(run: Path) -> list[bool]:
-    """Return for each recorded evaluation whether it is whole."""
+    """Return, for each recorded evaluation, whether it is whole."""
     return [is_whole(file) for file in (run / "trajectories").glob("eval-*.jsonl.gz")]
 
 
 def launcher_of(run: Path) -> int | None:
-    """Return the process that holds the run's lock (``run_folder.hold``), or None without a living launcher."""
+    """Return the pid of the launcher, which holds the run's lock (``run_folder.hold``), or None if it does not live."""
     with suppress(FileNotFoundError, ValueError):
         pid = int(run.with_name(f".{run.name}.lock").read_text())
         return pid if state_of(pid) not in ENDED else None
@@ -143,7 +143,7 @@ def launcher_of(run: Path) -> int | None:
 def observe_processes(
     run: Path, records: Sequence[ProcessRecord], *, stacks: bool = True
 ) -> tuple[ObservedProcess, ...]:
-    """Observe every process, with its main thread's stack if ``stacks`` are wanted and it answers within STACK_S."""
+    """Observe every process; with ``stacks``, also the main thread's stack if the process answers within STACK_S."""
     before = {record.pid: _stat(record) for record in records}
     began = time.monotonic()
     able = [record for record in records if before[record.pid].state not in (REMOTE, *ENDED, *HALTED)]
@@ -171,7 +171,7 @@ def observe_processes(
 
 
 def _stat(record: ProcessRecord) -> ProcStat:
-    """Return the state of a process: gone if its pid belongs to another one, REMOTE if it is on another machine."""
+    """Return the state of a process: REMOTE on another machine, gone if its pid now belongs to another process."""
     if record.host:
         return ProcStat(REMOTE if record.exit is None else GONE)
     stat = read_stat(record.pid)
@@ -179,9 +179,9 @@ def _stat(record: ProcessRecord) -> ProcStat:
 
 
 def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tuple[Frame, ...]]:
-    """Signal each process that handles the signal, and read the stacks that it wrote within STACK_S, by name.
+    """Signal the processes that handle the signal; return the stacks that they write within STACK_S, by name.
 
-    A stack counts when two reads in a row give the same: a process writes it line by line.
+    A process writes its stack line by line, so it is complete when two reads in a row agree.
     """
     signalled: dict[str, tuple[Path, int]] = {}
     for record in records:
@@ -210,7 +210,7 @@ def request_stacks(run: Path, records: Iterable[ProcessRecord]) -> dict[str, tup
 
 
 def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
-    """Read the main thread of a process that cannot answer, if py-spy is installed and permitted to."""
+    """Read the main thread's stack of a process that cannot answer, if py-spy is installed and permitted."""
     tool = py_spy()
     if tool is None or state in (REMOTE, *ENDED):
         return ()
@@ -233,12 +233,12 @@ class _SpyFrame(msgspec.Struct):
 
 class _SpyThread(msgspec.Struct):
     frames: list[_SpyFrame]
-    # Threads are told apart by id: names of a stopped process's threads cannot be read.
+    # Threads are identified by id, since names of a stopped process's threads cannot be read.
     os_thread_id: int | None = None
 
 
 def _log(path: Path, failing: bool) -> tuple[float | None, str]:
-    """Return the seconds since the log grew, and its last line, or of a failing process its last error."""
+    """Return the seconds since the log grew, and its last line or, for a failing process, its last error."""
     if not path.is_file() or path.stat().st_size == 0:
         return None, ""
     with path.open("rb") as file:
@@ -249,7 +249,7 @@ def _log(path: Path, failing: bool) -> tuple[float | None, str]:
 
 
 def _ranks(run: Path, pids: set[int]) -> tuple[ObservedRank, ...]:
-    """Read the heartbeats of these processes; files of earlier ones may remain."""
+    """Read the heartbeats of these processes and ignore those left by earlier ones."""
     now = time.time()
     return tuple(
         ObservedRank(rank=beat.rank, pid=beat.pid, step=beat.step, phase=beat.phase, for_s=max(0.0, now - beat.since))
@@ -277,7 +277,7 @@ def _observe_queue(
 
 
 def oldest_groups(groups: Sequence[GroupRecord]) -> tuple[GroupRecord, ...]:
-    """Return, for each state, the training group that has been longest in it."""
+    """Return, for each state, the training group that has been in it longest."""
     oldest: dict[str, GroupRecord] = {}
     for group in groups:
         if group.partition == "train" and group.age_s > (oldest[group.state].age_s if group.state in oldest else -1):
@@ -325,7 +325,7 @@ async def _observe_engine(record: EngineRecord, token: str) -> ObservedEngine:
     except TimeoutError:
         return silent
     except EngineError:
-        # It is alive, but of a version without these routes.
+        # The engine is alive, but its version lacks these routes.
         return answering
     finally:
         await client.close()
@@ -339,13 +339,13 @@ class _Paused(msgspec.Struct):
 # --- the report -------------------------------------------------------------------------------------------------------
 
 REPORT_FILE = "doctor.txt"
-# So many calls of a stack and characters of a log line are shown.
+# At most this many calls of a stack and characters of a log line are shown.
 FRAMES = 6
 LINE = 100
 
 
 def doctor(run: Path, *, as_json: bool = False) -> int:
-    """Print the diagnosis of a run; the exit code, 1 if something is wrong. Raises UserError if it never ran."""
+    """Print the diagnosis of a run; return 1 if it is stuck or failed, else 0. Raises UserError if it never ran."""
     seen = observe(run.absolute())
     verdict = diagnose(seen)
     if as_json:
@@ -367,7 +367,7 @@ def write_report(run: Path, why: str) -> str:
 
 
 def report(seen: Observation, verdict: Diagnosis) -> str:
-    """Compose the whole report for a terminal, with the verdict last so that it stands just above the prompt."""
+    """Compose the whole report for a terminal, with the verdict last, just above the prompt."""
     sections = [
         process_lines(seen),
         stage_lines(seen),
@@ -404,7 +404,7 @@ def _where(seen: Observation, process: ObservedProcess) -> str:
 
 
 def stage_lines(seen: Observation) -> list[str]:
-    """Describe the oldest group in each state on one line of a table."""
+    """Describe the oldest group of each state on one line of a table."""
     if seen.queue is None:
         return []
     lines = [f"{'stage':12}{'oldest group':>14}{'age':>9}{'here':>8}  worker"]

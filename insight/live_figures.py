@@ -1,4 +1,4 @@
-"""Computes what the live view shows, without a terminal: metrics so far, bars, summaries, one conversation."""
+"""Computes the contents of the live view, independently of a terminal: metrics, bars, summaries, a conversation."""
 
 import gzip
 import itertools
@@ -24,10 +24,11 @@ from rl_async.transfer_queue import book as state_book
 BARS = "▁▂▃▄▅▆▇█"
 UNSCORED = "reward/unscored_fraction"
 GIVEN_UP = "queue/dead_letters"
-# So many of the newest steps are compared with earlier ones. A run is slower from this factor and these seconds on.
+# This many of the newest steps are compared with earlier ones. A run is slower if its steps take SLOWER times as long
+# and SLOWER_S longer.
 NEWEST = 10
 SLOWER, SLOWER_S = 3.0, 1.0
-# At most so many earlier steps are kept, evenly spaced.
+# At most this many earlier steps are kept, evenly spaced.
 EARLIER = 100
 PHASES = {"waiting": "waiting for a batch", "training": "training", "syncing": "publishing weights to engines"}
 TIMED = ("step_s", *PHASES, "tokens_per_s")
@@ -43,7 +44,7 @@ class RecordedConversation(msgspec.Struct):
 
 
 class Kept(msgspec.Struct):
-    """The part of a record that is kept of every step; other metrics of the line are skipped."""
+    """The metrics that are kept of every step; others in the line are skipped."""
 
     step: int
     reward: float = msgspec.field(name="reward/mean", default=math.nan)
@@ -58,14 +59,14 @@ class Kept(msgspec.Struct):
 
 
 class Speeds:
-    """How long the newest steps took, and a bounded number of earlier ones, to be compared with them."""
+    """The timings of the newest steps and, for comparison, of a bounded number of earlier ones."""
 
     def __init__(self) -> None:
         self._newest, self._earlier = ({name: array("f") for name in TIMED} for _ in range(2))
         self._every, self._passed = 1, 0
 
     def add(self, step: Kept) -> None:
-        """Take in the next step; the oldest of the newest ones becomes an earlier one."""
+        """Add the next step; the oldest of the newest ones becomes an earlier one."""
         for name, column in self._newest.items():
             column.append(getattr(step, name))
             if len(column) > NEWEST:
@@ -79,9 +80,9 @@ class Speeds:
 
     @property
     def slowdown(self) -> str:
-        """Say how much slower the newest steps are than earlier ones, and in which phase; empty if they are not.
+        """Describe by how much and by which phase the newest steps are slower than earlier ones; empty if they are not.
 
-        Longer answers alone do not count: the tokens per second must have fallen as well.
+        Longer answers alone do not count, so the tokens per second must have fallen as well.
         """
         if len(self._earlier["step_s"]) < NEWEST:
             return ""
@@ -104,9 +105,9 @@ def _median(values: Sequence[float]) -> float:
 
 
 class History:
-    """A few numbers of every step, and the newest record whole.
+    """A few numbers of every step, and the newest whole record.
 
-    After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
+    After a resume, steps are trained again: the newest record of a step counts, and records of later steps are dropped.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class History:
         return msgspec.json.decode(self._last, type=Record) if self._last else None
 
     def values(self, name: Literal["reward", "staleness", "held_out", "unscored"]) -> list[float]:
-        """Return a number of each step that has it, oldest first."""
+        """Return the values of the steps that have this number, oldest first."""
         return [value for value in self._columns[name] if not math.isnan(value)]
 
 
@@ -176,7 +177,7 @@ def bar(parts: Sequence[float], width: int, fills: str = "░█▒") -> str:
 
 
 def position(record: Record, steps: int) -> str:
-    """Format a step's number, which counts from 0 as everywhere, and how many of ``steps`` are done with it."""
+    """Format a step's number, counted from 0, and how many of ``steps`` are done with it."""
     step = int(record["step"])
     return f"{step} ({step + 1} of {steps} done)"
 
@@ -212,9 +213,9 @@ def no_tool_works(record: Record) -> bool:
 
 
 def given_up_text(report: StatusReport | None, record: Record | None) -> str:
-    """Say how many groups were given up because their episodes failed, and why the last was; empty for none.
+    """Describe how many groups were given up because their episodes failed, and the last failure; empty for none.
 
-    The newest of the queue's report and a step's record counts; either may be missing.
+    Both the queue's report and a step's record count them, and the larger number is newer; either may be missing.
     """
     reported = 0 if report is None else report.counters.get("dead_letters", 0)
     count = max(reported, int(record.get(GIVEN_UP, 0.0)) if record else 0)
@@ -225,21 +226,21 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
 
 
 def nothing_scored_text(report: StatusReport) -> str:
-    """Say that no sample has been scored, long before the first step does; empty if one was, or none was put."""
+    """Say, long before the first step does, that no sample has been scored; empty if one was, or none was put."""
     if report.scored or not report.unscored:
         return ""
     return f"none of {report.unscored} samples could be scored; logs/worker-*.log says why"
 
 
 def unscored_text(share: float) -> str:
-    """Say which share of episodes has no reward, and where the errors are."""
+    """Describe the share of episodes without reward, and where to find their errors."""
     return f"{share:.1%} of episodes could not be scored and are in no mean; `rl-async show RUN` has the errors"
 
 
 def summary_lines(
     history: History, folder: Path, seconds: float, bound: int, report: StatusReport | None = None
 ) -> list[str]:
-    """Summarize a run that ended; ``report`` is the queue's last one."""
+    """Summarize an ended run; ``report`` is the queue's last one."""
     failed = given_up_text(report, history.last)
     failures = [f"given up: {failed}"] if failed else []
     if not len(history):
@@ -266,7 +267,7 @@ def summary_lines(
 
 
 def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[str]:
-    """Say that the final weights were not evaluated, if that takes agent programs and none played."""
+    """Say if the final weights were not evaluated because no agent program played."""
     record = history.last
     if config.agent.gateway is None or not config.data.eval_path or record is None:
         return []
@@ -279,15 +280,15 @@ def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[st
 
 
 def away_text(report: StatusReport) -> str:
-    """Say for how long no agent program has played."""
+    """Describe the absence of agent programs."""
     return f"no program has asked for an episode for {report.unattended_s:.0f} s"
 
 
 def conversation_of(folder: Path, record: Record, ranks: int) -> RecordedConversation | None:
-    """Return the first trajectory that was recorded of a step, by the lowest of ``ranks`` ranks that records any.
+    """Return a step's first recorded trajectory, from the lowest of ``ranks`` ranks that recorded any.
 
-    None while there is none: files are written after the step's record. Their names are known, since listing the
-    folder takes longer the more steps there were.
+    Returns None until a file is written, which is after the step's record. File names are computed, since listing the
+    folder takes longer with every step.
     """
     step, lineage = int(record["step"]), int(record["lineage"])
     for rank in range(ranks):
@@ -298,7 +299,7 @@ def conversation_of(folder: Path, record: Record, ranks: int) -> RecordedConvers
 
 
 def arguments_text(arguments: str) -> str:
-    """Format the arguments of a tool call as ``name=value``, or as they are if they are no JSON object."""
+    """Format the arguments of a tool call as ``name=value``, or unchanged unless they are a JSON object."""
     try:
         values = msgspec.json.decode(arguments)
     except UNDECODABLE:

@@ -44,14 +44,14 @@ from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport
 
 REFRESH_S = 0.5
-# Without a panel, the queue is asked less often.
+# Without a panel, the queue is queried less often.
 ASK_S = 5.0
-# A line reports that no agent program has asked for an episode for so long.
+# After this long without a request from agent programs, a line reports their absence.
 AWAY_S = 15.0
 # The same line is repeated at most this often.
 REMIND_S = 600.0
 STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow", "ended": "dim"}
-# Columns by which the text of a turn is indented.
+# The indentation of a turn's text.
 INDENT = 10
 MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
 ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -77,7 +77,7 @@ class View:
         self._history = History()
         # The queue's last answer.
         self._report: StatusReport | None = None
-        # When a line of each kind was last printed.
+        # The time when a line of each kind was last printed.
         self._said: dict[str, float] = {}
         self._began = time.monotonic()
         # Records of an earlier start are not shown again.
@@ -114,7 +114,7 @@ class View:
         known: dict[str, ProcessState] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                # A task of its own, since the queue may take long to answer.
+                # In a separate task, since the queue may take long to answer.
                 group.create_task(self._print_troubles())
                 while True:
                     self._print_news(known)
@@ -178,7 +178,7 @@ class View:
     def _newest_conversation(
         self, shown: tuple[int, RecordedConversation] | None
     ) -> tuple[int, RecordedConversation] | None:
-        """Return a step and a conversation of it: the newest step, or the one shown while the newest has none yet."""
+        """Return a conversation of the newest step, with the step, or the shown one until the newest step has one."""
         record = self._history.last
         if record is None or (shown is not None and shown[0] == record["step"]):
             return shown
@@ -186,7 +186,7 @@ class View:
         return shown if found is None else (int(record["step"]), found)
 
     async def _queue_report(self) -> StatusReport | None:
-        """Ask the queue; return None, shown as "no answer", if it is lost, which the supervisor handles."""
+        """Query the queue. The supervisor handles a lost queue, so here it only gives None, shown as "no answer"."""
         try:
             self._report = await self._status()
         except QueueLost:
@@ -267,7 +267,7 @@ def _processes_text(states: Iterable[ProcessState]) -> Text:
 
 
 def render_conversation(recorded: RecordedConversation) -> Text:
-    """Render a conversation; each tool call is one line with its result, instead of markup and tool message."""
+    """Render a conversation, with one line for each tool call and its result in place of markup and tool messages."""
     text = Text()
     for turn in recorded.turns:
         if turn.role == "tool" and any(turn.tool_calls for turn in recorded.turns):

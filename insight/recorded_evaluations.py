@@ -1,9 +1,9 @@
-"""Recorded evaluations: read, compared task by task, and laid out as tables.
+"""Reads recorded evaluations, compares them task by task, and lays them out as tables.
 
-In go the held-out episodes of a run, as they were just played (``rl-async eval``), as its folder has them, or as JSON
-lines, one for each episode and role (``rl-async eval --jsonl``). Out come changes, and whether they are more than
-chance, and tables for the terminal: ``rl-async show RUN --eval`` prints a run's first and last evaluation by data
-source, and their answers side by side. ``rl_async.evaluation`` has the statistics.
+The held-out episodes come from ``rl-async eval`` as they are played, from a run's folder, or as JSON lines, one for
+each episode and role (``rl-async eval --jsonl``). A comparison gives the changes and whether they are more than chance;
+``rl-async show RUN --eval`` prints a run's first and last evaluation by data source, and their answers side by side.
+``rl_async.evaluation`` has the statistics.
 """
 
 import gzip
@@ -45,7 +45,7 @@ Prompt = Sequence[tuple[str, str]]
 
 
 class EpisodeLine(msgspec.Struct, kw_only=True):
-    """One held-out episode; of an episode of several roles, one of them."""
+    """One held-out episode, or one role of an episode with several."""
 
     source: str
     task: str
@@ -61,7 +61,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
 
 
 def write_lines(path: Path, rows: Iterable[Trajectory]) -> None:
-    """Write a line for each episode and role, in the order of their groups, whole or not at all."""
+    """Write a line for each episode and role, ordered by group; the file is written whole or not at all."""
     rows = sorted(rows, key=lambda row: row.key)
     rewards = role_rewards(row.header() for row in rows)
     last = {(row.group_id, row.sample, row.role): row for row in rows}
@@ -84,7 +84,7 @@ def write_lines(path: Path, rows: Iterable[Trajectory]) -> None:
 
 
 def read_lines(path: Path) -> list[EpisodeLine]:
-    """Read what ``write_lines`` wrote. Raises UserError, naming the line that is no episode."""
+    """Read a file of ``write_lines``. Raises UserError, naming the first invalid line."""
     found = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -101,7 +101,7 @@ def prompt_of(turns: Sequence[Turn]) -> Prompt:
 
 
 def number_of(prompt: Prompt) -> int:
-    """Return a number that the same prompts share."""
+    """Return a checksum of a prompt."""
     return zlib.crc32(msgspec.json.encode(prompt))
 
 
@@ -120,11 +120,11 @@ TaskKey = tuple[str, str, str]
 
 
 class Evaluation(NamedTuple):
-    """A recorded evaluation: of a version of a run, or by ``rl-async eval``.
+    """A recorded evaluation of a version of a run, or by ``rl-async eval``.
 
-    ``means`` has the mean reward of each task, and ``unscored`` counts episodes that could not be scored and count as
-    0. ``asked`` has a number of each task's prompt, by which two are told apart, ``questions`` the user's last message
-    in it, and ``replies`` the last answer of the first recorded sample.
+    ``means`` holds the mean reward of each task, where the ``unscored`` episodes count as 0. ``asked`` holds a checksum
+    of each task's prompt, ``questions`` the user's last message in it, and ``replies`` the last answer of the first
+    recorded sample.
     """
 
     name: str
@@ -136,10 +136,7 @@ class Evaluation(NamedTuple):
 
 
 def read_evaluation(where: str) -> Evaluation:
-    """Read the evaluation that ``RUN``, ``RUN@VERSION`` (without a version: the newest) or a file of JSON lines names.
-
-    Raises UserError.
-    """
+    """Read an evaluation given as ``RUN`` (its newest), ``RUN@VERSION`` or a file of JSON lines. Raises UserError."""
     if where.endswith(".jsonl") and Path(where).is_file():
         return _of_lines(Path(where))
     name, at, version = where.rpartition("@")
@@ -170,7 +167,7 @@ def read_evaluation(where: str) -> Evaluation:
 
 
 def _answers(rows: Sequence[Trajectory]) -> list[Answer]:
-    """Return the episodes of these rows, role by role."""
+    """Return an answer for each episode and role in these rows."""
     tasks = {row.group_id: (row.data_source, row.task_id) for row in rows}
     return answers_of([row.header() for row in rows], tasks)
 
@@ -191,7 +188,7 @@ def _of_lines(path: Path) -> Evaluation:
 
 
 def _rewards(answers: Sequence[Answer]) -> tuple[dict[TaskKey, float], int]:
-    """Return the mean reward of each task, and how many episodes could not be scored."""
+    """Return the mean reward of each task, and the number of episodes that could not be scored."""
     rewards: dict[TaskKey, list[float]] = {}
     for answer in answers:
         rewards.setdefault((answer.source, answer.role, answer.task), []).append(answer.reward)
@@ -204,17 +201,18 @@ def _key(row: Trajectory) -> TaskKey:
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """How the tasks of one data source that both evaluations have were answered before and after."""
+    """Rewards before and after for the tasks of one data source that both evaluations have.
+
+    ``change`` is the change of the mean, estimated from the change of each task; ``p`` is that of ``paired_p``.
+    """
 
     source: str
     tasks: int
     before: Interval
     after: Interval
-    # Of the mean, from each task's own change.
     change: Interval
     better: int
     worse: int
-    # By ``paired_p``.
     p: float
 
 
@@ -231,23 +229,23 @@ class TaskChange(msgspec.Struct, kw_only=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """Data sources by name, with several also all of them; tasks, the worst changes first."""
+    """The changes of each data source and, if there are several, of all; and of each task, the worst changes first."""
 
     before: str
     after: str
     sources: list[Change]
     tasks: list[TaskChange]
-    # Tasks that only one of both has, or that have another prompt in each.
+    # Tasks that only one evaluation has, or whose prompts differ.
     left_out: int
-    # Episodes before and after that could not be scored, and count as 0.
+    # Episodes before and after that could not be scored and count as 0.
     unscored: tuple[int, int]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """Compare task by task. Raises UserError if they have no task with the same prompt in common."""
+    """Compare task by task. Raises UserError if the evaluations share no task with the same prompt."""
     first, second = before.means, after.means
     common = first.keys() & second.keys()
-    # A prompt in a game may quote another role's answer, so only tasks without roles must ask the same.
+    # In a game, a prompt may quote another role's answer, so prompts must only be equal for tasks without roles.
     both = sorted(key for key in common if before.asked[key] == after.asked[key] or key[1] != "")
     if not both:
         raise UserError(f"{before.name} and {after.name} have no task in common that asks the same")
@@ -255,7 +253,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     for key in both:
         sources.setdefault(line_of(*key[:2]), []).append(key)
     lines = [_change(source, first, second, [[key] for key in keys]) for source, keys in sources.items()]
-    # In the total a task counts once, with the mean of its roles.
+    # In the total, a task counts once, with the mean of its roles.
     if len(sources) > 1:
         tasks: dict[tuple[str, str], list[TaskKey]] = {}
         for key in both:
@@ -289,7 +287,7 @@ Means = Mapping[TaskKey, float]
 
 
 def _change(source: str, first: Means, second: Means, tasks: Sequence[Sequence[TaskKey]]) -> Change:
-    """Compare tasks, each given by its keys, of which it has one for each role."""
+    """Compare tasks, each given by its keys, one for each role."""
     before = [average([first[key] for key in keys]) for keys in tasks]
     after = [average([second[key] for key in keys]) for keys in tasks]
     changes = list(map(change_of, before, after))
@@ -305,9 +303,9 @@ def _change(source: str, first: Means, second: Means, tasks: Sequence[Sequence[T
     )
 
 
-# So many tasks that became worse are shown, and as many that became better.
+# At most this many tasks that became worse are shown, and as many that became better.
 SHOWN = 5
-# Characters of a prompt or an answer that are shown; the files have all.
+# At most this many characters of a prompt or an answer are shown; the files hold the whole texts.
 LONGEST = 120
 
 
@@ -376,7 +374,7 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
-# As LONGEST, in a table whose columns fold.
+# Like LONGEST, for a table whose columns fold.
 LONGEST_ANSWER = 160
 
 
@@ -392,8 +390,7 @@ class HeldOut(msgspec.Struct):
 
 
 def show_evaluations(run: Path, console: Console | None = None) -> None:
-    """Print the rewards of each data source in the first and the last evaluation, and then their answers side by side,
-    tasks that changed most first.
+    """Print the rewards of the first and the last evaluation by data source, and then their answers side by side.
 
     Raises UserError unless the run has recorded two.
     """
@@ -416,7 +413,7 @@ def show_evaluations(run: Path, console: Console | None = None) -> None:
 
 
 def _solved(run: Path) -> float:
-    """Return the run's ``eval.solved``; the default if its config is missing or of another version."""
+    """Return the run's ``eval.solved``, or the default if its config is missing or of another version."""
     try:
         return load_resolved(run / "config.yaml").eval.solved
     except UserError:
@@ -424,7 +421,7 @@ def _solved(run: Path) -> float:
 
 
 def side_by_side(first: Path, last: Path, *names: str) -> Table:
-    """Lay out two evaluations with one line per task, sample and role that both have, and their mean rewards below."""
+    """Lay out two evaluations: a line per common task, sample and role, the largest loss first, and mean rewards."""
     before, after = _read(first), _read(last)
     both = sorted(before.keys() & after.keys(), key=lambda key: (before[key].reward - after[key].reward, key))
     means = [sum(rows[key].reward for key in both) / max(len(both), 1) for rows in (before, after)]
@@ -444,7 +441,7 @@ def _read(file: Path) -> dict[tuple[str, int, str], HeldOut]:
     with gzip.open(file, "rb") as lines:
         rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
     rows.sort(key=lambda row: row.segment)
-    # The last row of each remains.
+    # The last segment of each episode and role counts.
     return {(row.task_id, row.sample, row.role): row for row in rows}
 
 

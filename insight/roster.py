@@ -15,12 +15,13 @@ from rl_async.errors import EXIT_SIGNAL, EXIT_STOPPED, UserError
 from rl_async.files import DAMAGE
 
 ROSTER_FILE = "processes.json"
-_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")  # the second: rl_async.process.role
+# ``rl_async.process.role`` sets the format of log lines, the last alternative.
+_ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process, one word: waiting, starting, running, restarting, ended or failed."""
+    """The state of a process: waiting, starting, running, restarting, ended or failed."""
 
     name: str
     state: str
@@ -28,20 +29,24 @@ class ProcessState:
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``RUN/processes.json``."""
+    """One entry of ``RUN/processes.json``, with a state of ``ProcessState``.
+
+    ``started`` is the start time in /proc/PID/stat, which exposes a reused pid. ``exit`` is that of
+    ``Popen.returncode``. An empty ``host`` is the launcher's own.
+    """
 
     name: str
     role: str
     pid: int
-    started: int  # of /proc/PID/stat, so that a reused pid is recognized
-    state: str  # running, restarting, ended, failed
+    started: int
+    state: str
     restarts: int = 0
-    exit: int | None = None  # as Popen.returncode
-    host: str = ""  # empty: the launcher's own
+    exit: int | None = None
+    host: str = ""
 
 
 def read_roster(run: Path) -> list[ProcessRecord]:
-    """Every process that the run started, its newest start each. Raises UserError if it never started any."""
+    """Return the newest start of every process of the run. Raises UserError if it never started any."""
     try:
         return msgspec.json.decode((run / ROSTER_FILE).read_bytes(), type=list[ProcessRecord])
     except (OSError, *DAMAGE) as error:
@@ -49,7 +54,7 @@ def read_roster(run: Path) -> list[ProcessRecord]:
 
 
 def describe_exit(code: int) -> str:
-    """Render an exit code as text, naming the signal if there was one."""
+    """Describe an exit code, naming the signal that caused it."""
     if code in EXIT_STOPPED:
         return f"exit code {code}: asked to stop by {signal.Signals(code - EXIT_SIGNAL).name}"
     if code >= 0:
@@ -61,7 +66,7 @@ def describe_exit(code: int) -> str:
 
 
 def said_last(output: str) -> str:
-    """Return the last error in a process's output, on one line; without one its last line that is not empty."""
+    """Return the line of the last error in a process's output or, without an error, its last line that is not empty."""
     last = error = ""
     traceback = False
     for line in output.splitlines():

@@ -1,4 +1,4 @@
-"""``rl-async show``: the recorded trajectories of a step, and why each token of one trained as it did."""
+"""``rl-async show``: shows the recorded trajectories of a step, and how the tokens of one were corrected."""
 
 import gzip
 import itertools
@@ -21,8 +21,10 @@ from rl_async.insight.view.trajectories import tokenizer_of
 from rl_async.messages import Explanation, Trajectory
 from rl_async.reward_loop.api import REWARD
 
-LESS = 0.9  # a weight below this is marked
-ERRORS = 3  # most errors of a step's rows that are shown
+# A token whose weight is below this is marked.
+LESS = 0.9
+# At most this many errors of a step's rows are shown.
+ERRORS = 3
 LEGEND = (
     "[dim]not sampled[/]  trained  [red]{masked}(rule)[/]  [magenta]{weight 0}(band)[/]  "
     f"[yellow]{{weight below {LESS:g}}}(smallest)[/]"
@@ -56,19 +58,22 @@ class RecordedRow(msgspec.Struct):
 
 
 class Mark(NamedTuple):
-    """How a token was corrected; adjacent tokens with the same mark are shown together."""
+    """How a token was corrected; adjacent tokens with the same mark are shown together.
+
+    ``name`` is that of a rule, or "less" for a smaller weight.
+    """
 
     style: str
-    name: str = ""  # of the rule, or "less"
+    name: str = ""
 
 
 CONTEXT, TRAINED, LESSENED = Mark("dim"), Mark(""), Mark("yellow", "less")
 
 
 def show(run: Path, step: int | None, group: int | None, sample: int | None, console: Console | None = None) -> None:
-    """Print the groups of a step (default: the newest) or the rows of a group, and the most corrected row in full.
+    """Print the groups of a step, by default the newest, or the rows of a group, and the most corrected row in full.
 
-    Raises UserError if there is no such run, step or row.
+    Raises UserError if the run, the step or the row does not exist.
     """
     console = console or Console()
     if not run.is_dir():
@@ -99,9 +104,9 @@ def show(run: Path, step: int | None, group: int | None, sample: int | None, con
 
 
 def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
-    """Read a step's number and rows, of the newest lineage and all ranks; None: the newest step.
+    """Return the number of a step, by default the newest, and its rows of the newest lineage and all ranks.
 
-    Raises UserError if there is none, and for a damaged file.
+    Raises UserError if the step was not recorded, or for a damaged file.
     """
     recorded = list(folder.glob("step-*.jsonl.gz"))
     if not recorded:
@@ -123,13 +128,13 @@ def read_step(folder: Path, step: int | None) -> tuple[int, list[RecordedRow]]:
 
 
 def reward_text(reward: float, reason: str) -> str:
-    """Format a reward with its reason, on one line: a judge's text could look like further lines of ours."""
+    """Format a reward with its reason on one line, since a judge's text could imitate further lines of output."""
     line = " ".join(reason.split())
     return f"reward {reward:g}" + (f" ({line})" if line else "")
 
 
 def reward_parts(row: RecordedRow | Trajectory) -> list[str]:
-    """Describe the parts of the row's reward, or the whole, that have a reason."""
+    """Describe those parts of the row's reward, and the whole, that have a reason."""
     given = {REWARD: row.reward} | row.reward_parts
     return [
         printable(f"{name}: {reward_text(given[name], reason)}")
@@ -139,13 +144,13 @@ def reward_parts(row: RecordedRow | Trajectory) -> list[str]:
 
 
 def error_lines(rows: Sequence[RecordedRow]) -> list[str]:
-    """Return the errors of the rows, such as a scorer's, with how many have each: the most frequent ERRORS."""
+    """Return the ERRORS most frequent errors of the rows, such as a scorer's, with their counts."""
     counts = Counter(" ".join(row.error.split()) for row in rows if row.error)
     return [f"error of {count} of {len(rows)} rows: {printable(error)}" for error, count in counts.most_common(ERRORS)]
 
 
 def turn_rewards(row: RecordedRow) -> list[str]:
-    """Describe the rewards of the row's turns, which are numbered from 0, with their reasons."""
+    """Describe the rewards of the row's turns, numbered from 0, with their reasons."""
     return [
         printable(f"turn {n}: {reward_text(turn.reward, turn.reason)}")
         for n, turn in enumerate(row.turns)
@@ -170,7 +175,6 @@ def render(row: RecordedRow, decode: Callable[[Sequence[int]], str]) -> Text:
 
 
 def marks(row: RecordedRow) -> list[Mark]:
-    """Return the mark of each token of the row."""
     found = [CONTEXT] * len(row.token_ids)
     places = _sampled(row)
     for place in places:
@@ -221,8 +225,8 @@ def _table(title: str, rows: Sequence[RecordedRow], key: Callable[[RecordedRow],
 
 
 def _episode_rewards(rows: Sequence[RecordedRow]) -> list[float]:
-    """Return the reward of each episode that was scored with its turns' rewards, counting one with several rows once,
-    as metrics do: the mean of what its roles earned."""
+    """Return the reward of each scored episode as metrics count it: the mean over its roles, each with its turns' own
+    rewards."""
     unscored = {(row.group_id, row.sample) for row in rows if not row.scored}
     earned: dict[tuple[int, int], dict[str, float]] = {}
     for row in (row for row in rows if (row.group_id, row.sample) not in unscored):

@@ -1,4 +1,4 @@
-"""Reads files that another process appends to, from where the last call ended."""
+"""Reads files that another process appends to, continuing where the last call ended."""
 
 import math
 import os
@@ -26,9 +26,9 @@ def last_record(metrics: Path) -> Record:
 
 
 class LineTail:
-    """Reads the complete lines that were added since the last call, beginning anew when another file replaced this one.
+    """Reads the complete lines added since the last call, starting over when another file has replaced this one.
 
-    ``count`` is the number of lines read of the present file, ``replacements`` of files that another took the place of.
+    ``count`` is the number of lines read from the present file, ``replacements`` the number of replaced files.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -60,9 +60,9 @@ class LineTail:
 
 
 class MetricsTail:
-    """Reads the records that were added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call.
+    """Reads the records added to ``metrics.jsonl`` or ``evaluations.jsonl`` since the last call.
 
-    It begins anew with a file that replaced the last one, as ``LineTail`` does.
+    Like ``LineTail``, it starts over with a file that replaced the last one.
     """
 
     def __init__(self, path: Path) -> None:

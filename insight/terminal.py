@@ -1,10 +1,10 @@
-"""Text of models, tools and programs for a terminal, which would obey the escape sequences in it."""
+"""Prints text of models, tools and programs to a terminal without the escape sequences that it would obey."""
 
 import re
 
 from rich.console import Console
 
-# Control characters but tab and line break, and those that change the direction of writing.
+# Control characters except tab and line break, and characters that change the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -14,5 +14,5 @@ def printable(text: str) -> str:
 
 
 def say(console: Console, text: str) -> None:
-    """Print lines of any origin as they are, but for their control characters."""
+    """Print lines of any origin unchanged, except for their control characters."""
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

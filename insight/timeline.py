@@ -1,9 +1,10 @@
-"""The timeline of a run, what each process did when, for the page (``rl-async view``) and ``rl-async trace``.
+"""The timeline of a run: the activities of each process over time, for the page (``rl-async view``) and ``rl-async
+trace``.
 
-Lanes of spans are pure functions of what was recorded, and are read in part: the page draws a window of bounded size
-however long the run is and however many play; a trace has some steps, in the format that Perfetto reads
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). To show another kind of time, record
-it (``rl_async.process.run_files``, or an ``Activity`` of an episode) and give it a lane.
+Lanes of spans are pure functions of the records, and only parts are read: the page draws a window of bounded size
+however long the run is and however many episodes play at once; a trace covers some steps, in Perfetto's format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). To show another kind of activity,
+record it (``rl_async.process.run_files``, or an ``Activity`` of an episode) and give it a lane.
 """
 
 import gzip
@@ -43,7 +44,7 @@ PHASES: dict[str, Kind] = {
 }
 STATES: dict[str, Kind] = {"starting": "start", "restarting": "down", "failed": "down"}
 ENDED = ("restarting", "ended", "failed")
-# Process and row of each kind of activity.
+# The process and the title of the lane for each kind of activity.
 ROWS: dict[str, tuple[str, str]] = {
     "tool": (AGENTS, "tools"),
     "environment": (AGENTS, "environments"),
@@ -52,21 +53,22 @@ ROWS: dict[str, tuple[str, str]] = {
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A time (Unix, in seconds) in which one thing was done."""
+    """One activity, from ``began`` to ``ended`` in Unix seconds.
+
+    ``step`` is the step that it belongs to, or that trained its episode; ``key`` is the page's key of its trajectory.
+    """
 
     began: float
     ended: float
     kind: Kind
     name: str
-    # The step that it belongs to, or that trained its episode.
     step: int = -1
-    # The page's key of its trajectory.
     key: str = ""
     about: str = ""
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Spans of one process; those of a row do not overlap."""
+    """Spans of one process, in rows without overlaps."""
 
     process: str
     title: str
@@ -74,7 +76,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """A recorded row, as far as the timeline reads it."""
+    """The part of a recorded row that the timeline reads."""
 
     group_id: int
     sample: int
@@ -83,9 +85,9 @@ class Played(msgspec.Struct, frozen=True):
 
 
 def process_lanes(entered: Sequence[Entered], until: float) -> list[Lane]:
-    """Return the lanes of everything that was ``entered`` (oldest first), in the order of ``place``.
+    """Return the lanes of all entries, given oldest first, sorted by ``place``.
 
-    A span without a recorded end lasts until its process ended, or ``until``.
+    A span without a recorded end lasts until the end of its process, or ``until``.
     """
     ends: dict[str, list[float]] = {}
     by_lane: dict[tuple[str, str], list[Entered]] = {}
@@ -121,7 +123,7 @@ def _spans(
 
 
 def _kind_of_rest(title: str, stage: str) -> Kind | None:
-    """Return the kind of a stage without one of its own, or None if it is not drawn."""
+    """Return the kind of a stage that the tables do not name, or None if it is not drawn."""
     if title == "process" or not stage:
         return None
     if title == "weights":
@@ -130,7 +132,7 @@ def _kind_of_rest(title: str, stage: str) -> Kind | None:
 
 
 def episode_lanes(spans: Iterable[tuple[str, Span]]) -> list[Lane]:
-    """Return lanes of what ``activities`` gave, each with as many rows as were busy at once."""
+    """Return lanes of the spans of ``activities``, each with as many rows as were busy at once."""
     found: dict[tuple[str, str], list[Span]] = {}
     for engine, span in spans:
         lane = ROWS.get(span.kind, (process_of(engine) or ENGINES, "generate"))
@@ -139,7 +141,7 @@ def episode_lanes(spans: Iterable[tuple[str, Span]]) -> list[Lane]:
 
 
 def activities(played: Played, partition: str, step: int) -> list[tuple[str, Span]]:
-    """Return the spans of an episode, each with the engine that sampled it (empty for others)."""
+    """Return the spans of an episode, each with the engine that sampled it, or an empty string for other kinds."""
     key = f"{partition}-{step}-{played.group_id}-{played.sample}-{played.segment}"
     episode = f"{played.group_id}.{played.sample}"
     return [
@@ -160,7 +162,7 @@ def activities(played: Played, partition: str, step: int) -> list[tuple[str, Spa
 
 
 def packed(spans: Iterable[Span]) -> list[list[Span]]:
-    """Deal spans to rows in which none overlaps another, each to the first row that is free."""
+    """Distribute spans over rows without overlaps, each to the first row that is free."""
     rows: list[list[Span]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -176,8 +178,8 @@ def packed(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def thinned(spans: Sequence[Span], width: float) -> list[Span]:
-    """Join neighbours that are shorter than ``width`` (seconds) and less than that apart, so that at most about two
-    spans remain per ``width``. A joined one has the kind that took most of its time."""
+    """Join neighbours that are shorter than ``width`` seconds and less than that apart, so that about two spans at most
+    remain per ``width``. A joined span has the kind that took most of its time."""
     found: list[Span] = []
     short: list[Span] = []
     for span in spans:
@@ -205,7 +207,7 @@ def _joined(spans: Sequence[Span]) -> Span:
 
 
 def process_of(lane: str) -> str:
-    """Return the process of an engine's id, such as engine-0 of engine-0.1, which is its second start."""
+    """Return the process of an engine's id, such as engine-0 for engine-0.1, its second start."""
     return lane.partition(".")[0]
 
 
@@ -214,26 +216,28 @@ TITLES = ("process", "phase", "weights", "generate", "tools", "environments", "r
 
 
 def place(lane: Lane) -> tuple[int, int, str, int]:
-    """Return what lanes are sorted by: trainer ranks first, then engines, then who plays episodes."""
+    """Return the sort key of a lane: trainer ranks first, then engines, then processes that play episodes."""
     role, _, number = lane.process.partition("-")
     first = next((place for place, name in enumerate(ORDER) if role.startswith(name)), len(ORDER))
     return first, int(number) if number.isdigit() else 0, lane.process, TITLES.index(lane.title)
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest update of one engine's weights."""
+    """The newest update of one engine's weights.
+
+    ``stage`` is empty once the update is over; ``began`` and ``ended`` are the Unix times of its first and its last
+    recorded stage.
+    """
 
     process: str
     version: str
-    # Empty once the update is over.
     stage: str
-    # Unix times of its beginning and of its last recorded stage.
     began: float
     ended: float
 
 
 def newest_updates(entered: Iterable[Entered]) -> list[Update]:
-    """Return the newest update of each engine, by its process, from what was entered, oldest first."""
+    """Return the newest update of each engine, sorted by process, from entries given oldest first."""
     newest: dict[str, Update] = {}
     for one in entered:
         if one.writer != WEIGHTS:
@@ -246,9 +250,9 @@ def newest_updates(entered: Iterable[Entered]) -> list[Update]:
     return [newest[process] for process in sorted(newest)]
 
 
-# A span with the engine that sampled it.
+# A span with the engine that sampled it, as ``activities`` returns them.
 Placed = tuple[str, Span]
-# So many files, and spans of each, are kept to be shown again.
+# This many files, and spans of each, are cached.
 FILES = 64
 MOST = 4000
 FROM_METRICS: tuple[tuple[str, Kind, str], ...] = (
@@ -260,19 +264,22 @@ FROM_METRICS: tuple[tuple[str, Kind, str], ...] = (
 
 
 class Timeline(NamedTuple):
-    """The lanes of all processes, and when each step was trained: from its wait for a batch to its report."""
+    """The lanes of all processes, and the time of each step, from its wait for a batch to its report.
+
+    ``until`` is the present time or, for an ended run, the end of its records.
+    """
 
     lanes: list[Lane]
     steps: dict[int, tuple[float, float]]
-    # Now, or the end of an ended run's records.
     until: float
     running: bool
 
 
 def read_processes(run: Path, entered: Sequence[Entered]) -> Timeline:
-    """Return what the processes of a run did, from what they ``entered``.
+    """Return the timeline of a run's processes from the entries in its timeline files.
 
-    Of what is too old for that, ``metrics.jsonl`` has the steps of rank 0; runs of older versions have only these.
+    Earlier steps, which these files no longer hold, are taken from ``metrics.jsonl``, for rank 0 only. Runs of older
+    versions have no other record.
     """
     running = launcher_of(run) is not None
     old = _before(run / "metrics.jsonl", next((one for one in entered if one.step >= 0), None))
@@ -288,13 +295,14 @@ def read_processes(run: Path, entered: Sequence[Entered]) -> Timeline:
     for span in next((lane.rows[0] for lane in lanes if lane.title == "phase"), ()):
         if span.step >= 0 and span.kind != "start":
             began, ended = steps.get(span.step, (span.began, span.ended))
-            again = span.kind == "wait" and span.began > ended + 1e-6  # after a restart
+            # After a restart, a step begins again with its wait for a batch.
+            again = span.kind == "wait" and span.began > ended + 1e-6
             steps[span.step] = (span.began, span.ended) if again else (began, max(ended, span.ended))
     return Timeline(lanes, steps, until, running)
 
 
 def _before(metrics: Path, first: Entered | None) -> Sequence[Span]:
-    """Return the steps of rank 0 that the timeline no longer has, or never had."""
+    """Return the steps of rank 0 that the timeline files no longer have, or never had."""
     if (first is not None and first.step <= 0) or not metrics.is_file():
         return ()
     return _from_metrics(metrics, first.at if first else float("inf"), 0 if first else metrics.stat().st_size)
@@ -302,7 +310,7 @@ def _before(metrics: Path, first: Entered | None) -> Sequence[Span]:
 
 @lru_cache(FILES)
 def _from_metrics(metrics: Path, before: float, size: int) -> Sequence[Span]:
-    """Read the steps that ended ``before``; ``size`` is another where there may be more of them."""
+    """Read the steps that ended ``before``; ``size`` is part of the cache's key, so that a grown file is read again."""
     spans: list[Span] = []
     for record in MetricsTail(metrics).read():
         if "time" not in record or "time/step_s" not in record or record["time"] >= before:
@@ -316,10 +324,10 @@ def _from_metrics(metrics: Path, before: float, size: int) -> Sequence[Span]:
 
 
 def episodes(run: Path, steps: Iterable[int], most: int | None = None) -> tuple[list[Lane], int]:
-    """Read what the episodes of some steps did, and of the evaluations of the versions of these numbers.
+    """Read the activities of the episodes of some steps, and of the evaluations of the versions with these numbers.
 
-    Of each file at most ``most`` spans are taken: of whole episodes, evenly chosen by when they ended, with the last
-    one. The second value counts the spans that were left out.
+    From each file about ``most`` spans are taken: those of whole episodes, evenly chosen by their ends and including
+    the last one. Also return the number of spans left out.
     """
     held_out, found, left = evaluations(run / "trajectories"), list[Placed](), 0
     for step in steps:
@@ -337,7 +345,7 @@ def episodes(run: Path, steps: Iterable[int], most: int | None = None) -> tuple[
 def _played(
     file: Path, changed: tuple[int, int], partition: str, step: int, most: int | None
 ) -> tuple[Sequence[Placed], int]:
-    """Read one file; ``changed`` is another once it was written again, as a resumed run does with an evaluation."""
+    """Read one file. ``changed`` is part of the cache's key: a resumed run rewrites its evaluations."""
     with undamaged(file), gzip.open(file, "rb") as opened:
         rows = [activities(msgspec.json.decode(line, type=Played), partition, step) for line in opened]
     rows = sorted((row for row in rows if row), key=lambda row: row[-1][1].ended)
@@ -347,19 +355,19 @@ def _played(
     return kept, total - len(kept)
 
 
-# The page shows so many steps at first, and the episodes of at most DETAILED.
+# The page shows this many steps at first, and the episodes of at most DETAILED steps.
 NEWEST_OF_PAGE = 6
 DETAILED = 24
-# Episodes of so many steps behind a window may have begun within it.
+# Episodes that are trained up to this many steps after a window may have begun within it.
 LATER = 4
-# A window is divided into so many parts, and nothing shorter is drawn alone.
+# A window is divided into this many parts, and no span shorter than one is drawn alone.
 PIXELS = 2000
 
 
 def window(run: Path, entered: Sequence[Entered], began: float | None, ended: float | None) -> dict[str, Any]:
-    """Return the lanes between two times (Unix), by default around the newest steps. ``entered``: by its processes.
+    """Return the lanes between two Unix times, by default around the newest steps, from the entries of processes.
 
-    Episodes are in it unless it has more than DETAILED steps. ``left_out`` counts their spans that are not.
+    Episodes are included unless the window has more than DETAILED steps. ``left_out`` counts their missing spans.
     """
     timeline = read_processes(run, entered)
     known = sorted(timeline.steps)
@@ -394,13 +402,13 @@ def _cut(lane: Lane, since: float, until: float) -> Lane:
     return Lane(lane.process, lane.title, [row for row in rows if row])
 
 
-# A trace has so many steps unless others are asked for.
+# A trace has this many steps by default.
 NEWEST_OF_TRACE = 20
 Event = dict[str, Any]
 
 
 def write_trace(run: Path, out: Path, steps: range | None) -> str:
-    """Write the trace of ``steps``, or of the newest, and describe its content. Raises UserError if none is known."""
+    """Write the trace of ``steps``, or of the newest, and describe its content. Raises UserError if it is empty."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is no run folder; name one, such as runs/NAME")
     timeline = read_processes(run, read_timeline(run))
@@ -441,8 +449,9 @@ def trace_events(lanes: Sequence[Lane]) -> Iterator[Event]:
     spans = [span for lane in lanes for row in lane.rows for span in row]
     zero = min((span.began for span in spans), default=0.0)
     processes = list(dict.fromkeys(lane.process for lane in lanes))
-    trained: dict[int, Event] = {}  # by step, of the first rank
-    last: dict[str, Event] = {}  # of each trained episode
+    # The first rank's training of each step, and the last span of each trained episode.
+    trained: dict[int, Event] = {}
+    last: dict[str, Event] = {}
     for order, process in enumerate(processes, start=1):
         yield _named("process_name", order, 0, name=process)
         yield _named("process_sort_index", order, 0, sort_index=order)
@@ -472,7 +481,8 @@ def trace_events(lanes: Sequence[Lane]) -> Iterator[Event]:
 
 def _slice(span: Span, zero: float, process: int, thread: int) -> Event:
     about = {"step": span.step, "trajectory": span.key, "about": span.about}
-    began, ended = (round((at - zero) * 1e9) for at in (span.began, span.ended))  # so that neighbours stay neighbours
+    # Both ends are rounded, and not the duration, so that neighbours stay neighbours.
+    began, ended = (round((at - zero) * 1e9) for at in (span.began, span.ended))
     return {
         "ph": "X",
         "pid": process,
@@ -486,7 +496,7 @@ def _slice(span: Span, zero: float, process: int, thread: int) -> Event:
 
 
 def _inside(event: Event) -> Event:
-    """Return a place within a slice, to which a flow is bound."""
+    """Return a point inside a slice for a flow to bind to."""
     return {"pid": event["pid"], "tid": event["tid"], "ts": round(event["ts"] + event["dur"] / 2, 3)}
 
 

@@ -1,9 +1,9 @@
-"""A table of all recorded trajectories of a run, made once and extended while the run goes on.
+"""Keeps a table of all recorded trajectories of a run, which grows with the run.
 
-It is an SQLite file beside the run's own, ``RUN/view.sqlite``: a cache that may be deleted at any time. A row has what
-lists, filters and sorts need, and the place of the trajectory's line, which alone has its tokens. Text is searched by
-words, through an index without the text itself; a word is what SQLite's unicode61 takes for one, and each sign of a
-script without spaces. ``insight/view/web/src/embedded.ts`` does the same where a report has no server.
+It is an SQLite file beside the run's own, ``RUN/view.sqlite``: a cache that may be deleted at any time. A row has the
+columns for lists, filters and sorting, and the place of the trajectory's line, which alone has its tokens. Text is
+searched by words, through an index without the text itself. Words are those of SQLite's unicode61, and single signs of
+scripts without spaces. ``insight/view/web/src/embedded.ts`` does the same in a report, which has no server.
 """
 
 import logging
@@ -25,25 +25,24 @@ from rl_async.errors import RequestRefused
 from rl_async.insight.view.trajectories import RecordedFile, RecordedRow, lines
 from rl_async.messages import ToolCall
 
-# Each term of a search is looked up.
+# Each term of a search costs a lookup, so their number is limited.
 MOST_TERMS = 64
-# Han, kana, and the marks that stand among them.
+# Han, kana, and the marks between them.
 _SIGN = re.compile(
     "[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
 )
 
 
 def searchable(text: str) -> str:
-    """Return the text with spaces around signs of Chinese and Japanese, which make each a word."""
+    """Return the text with spaces around Chinese and Japanese signs, so that each becomes a word."""
     return text if text.isascii() else _SIGN.sub(r" \g<0> ", text)
 
 
 def words(text: str) -> str:
-    """Return the full-text query for rows that contain each of these words, the last also as a beginning.
+    """Return the full-text query for rows that contain each of these words; the last word may be a prefix.
 
-    What stands in quotes, what has punctuation inside such as ``total_price``, and signs that follow one another must
-    occur in that order. Nothing of it is an operator. Raises RequestRefused for a text without a letter or digit, or of
-    too many words.
+    Quoted phrases, words with punctuation such as ``total_price``, and adjacent signs must occur in that order. The
+    text cannot contain operators. Raises RequestRefused for a text without letters and digits, or with too many words.
     """
     # SQLite's query would end at a NUL.
     parts = text.replace("\0", " ").split('"')
@@ -63,7 +62,7 @@ log = logging.getLogger("rl_async.view")
 FILE = "view.sqlite"
 # A file whose tables have another format is made anew.
 FORMAT = 5
-# Characters of a trajectory that are searched, and of a prompt or an answer that a list shows.
+# At most this many characters of a trajectory are searched, and of a prompt or an answer shown in a list.
 SEARCHED = 1 << 16
 PREVIEW = 200
 POLL_S = 2.0
@@ -92,28 +91,27 @@ CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, first_step INTEGER);
 """
 
 
-# Size and time of change of a file.
+# A file's size and modification time.
 Stat = tuple[int, int]
 
 
 class Progress(NamedTuple):
-    """How many of the run's files are in the index."""
+    """How many of the run's files are in the index. ``looked`` is False until the files have been counted."""
 
     indexed: int
     files: int
-    # False until the files were counted.
     looked: bool = True
 
 
 class Damage(NamedTuple):
-    """A file that could not be read: it is read again once it changes."""
+    """A file that could not be read, and that is read again once it changes."""
 
     stat: Stat
     why: str
 
 
 class TrajectoryIndex:
-    """The index of the run in ``folder``. ``update`` belongs to one thread, ``connect`` to any."""
+    """The index of the run in ``folder``. Only one thread calls ``update``; any may call ``connect``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,13 +126,13 @@ class TrajectoryIndex:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make the file unless it is there and of this format."""
+        """Make the file unless it exists and has this format."""
         with self._making:
             try:
                 with closing(sqlite3.connect(self.path)) as connection:
                     (found,) = connection.execute("PRAGMA user_version").fetchone()
             except sqlite3.DatabaseError:
-                # Another program wrote the file, or it is damaged.
+                # The file is damaged, or of another program.
                 found = None
             if found != FORMAT:
                 self._make()
@@ -153,7 +151,7 @@ class TrajectoryIndex:
         self.progress, self.damaged = Progress(0, 0, looked=False), {}
 
     def state(self) -> dict[str, Any]:
-        """Return how far the index is, the files that could not be read, and why the last update failed."""
+        """Return the progress of the index, the files that could not be read, and the reason if the update failed."""
         damaged = {name: damage.why for name, damage in dict(self.damaged).items()}
         return {"progress": self.progress._asdict(), "damaged": damaged, "problem": self.problem}
 
@@ -164,7 +162,7 @@ class TrajectoryIndex:
 
     @contextmanager
     def connect(self) -> Iterator[sqlite3.Connection]:
-        """Open the index for one thread. One that was deleted is made anew."""
+        """Open the index for one thread; make it anew if it was deleted."""
         if self._making.locked() or not self.path.is_file():
             self._prepare()
         with closing(sqlite3.connect(self.path, timeout=60.0)) as connection:
@@ -174,7 +172,7 @@ class TrajectoryIndex:
             yield connection
 
     def update(self, stopping: threading.Event) -> None:
-        """Index the files that are new or were replaced, the newest step first, until ``stopping``."""
+        """Index new and replaced files, the newest step first, until ``stopping``."""
         with self.connect() as connection:
             known = {name: (size, changed) for name, size, changed in connection.execute("SELECT * FROM files")}
             found = self._files()
@@ -191,7 +189,7 @@ class TrajectoryIndex:
                 self.progress = self.progress._replace(indexed=self.progress.indexed + 1)
 
     def _files(self) -> dict[str, Stat]:
-        """Return size and time of change of each recorded file."""
+        """Return the size and modification time of each recorded file."""
         if not self._trajectories.is_dir():
             return {}
         with os.scandir(self._trajectories) as entries:
@@ -218,7 +216,7 @@ class TrajectoryIndex:
                     )
                 connection.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *stat))
         except FileNotFoundError:
-            # The run deleted it meanwhile.
+            # The run has deleted the file meanwhile.
             return
         except sqlite3.DatabaseError:
             raise
@@ -301,8 +299,10 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
 
 
 def _tools(calls: Sequence[ToolCall]) -> Iterator[tuple[str, str, int, float, float]]:
-    """Yield each tool and error of a row (empty: the call succeeded) with the number of calls, and the seconds of all
-    and of the slowest."""
+    """Yield, for each tool and error of a row, the number of calls, their seconds, and those of the slowest.
+
+    Successful calls have an empty error.
+    """
     found: dict[tuple[str, str], list[float]] = {}
     for call in calls:
         found.setdefault((call.name, _preview(call.error)), []).append(call.seconds)
@@ -311,11 +311,12 @@ def _tools(calls: Sequence[ToolCall]) -> Iterator[tuple[str, str, int, float, fl
 
 
 def _engines(row: RecordedRow) -> Iterator[tuple[str, int, float, float, int, float]]:
-    """Yield each engine of a conversation with its turns, the seconds of all and of the slowest, and the tokens that
-    turns sampled within how many seconds, of the turns that this row has."""
+    """Yield, for each engine of a conversation, its turns, their seconds, those of the slowest turn, and the tokens and
+    seconds of the turns whose tokens are in this row."""
     asked = [one for one in row.activities if one.kind == "generate" and one.name]
     sampled = [n for turn in row.turns if turn.role == "assistant" and (n := sum(row.loss_mask[turn.start : turn.end]))]
-    tokens = sampled if len(sampled) == len(asked) else [0] * len(asked)  # else other rows have some of them
+    # If the numbers differ, other rows hold some of the turns, and tokens cannot be assigned to requests.
+    tokens = sampled if len(sampled) == len(asked) else [0] * len(asked)
     found: dict[str, list[tuple[float, int]]] = {}
     for one, count in zip(asked, tokens, strict=True):
         found.setdefault(one.name, []).append((one.seconds, count))
@@ -328,7 +329,7 @@ def _engines(row: RecordedRow) -> Iterator[tuple[str, int, float, float, int, fl
 def _difference(row: RecordedRow) -> float | None:
     """Return the largest difference between the engine's and the trainer's log-probability of a token.
 
-    A grammar's mask changes the engine's distribution, so such tokens do not count. Returns None if no other is left.
+    A grammar's mask changes the engine's distribution, so such tokens do not count. Returns None without other tokens.
     """
     if row.correction is None or not row.correction.logprobs:
         return None
@@ -344,9 +345,9 @@ def _preview(text: str) -> str:
 
 
 class Indexer:
-    """A thread that keeps the indexes of the runs up to date that somebody has looked at.
+    """A thread that updates the indexes of runs whose trajectories have been viewed.
 
-    Consumes the files in ``trajectories/``; produces the indexes. Waits POLL_S between looks. Runs until ``close``.
+    Consumes the files in ``trajectories/``; produces the indexes. Waits POLL_S between updates. Runs until ``close``.
     """
 
     def __init__(self) -> None:
@@ -357,7 +358,7 @@ class Indexer:
         self._thread.start()
 
     def of(self, folder: Path) -> TrajectoryIndex:
-        """Return the index of a run, which from now on follows it."""
+        """Return the index of a run, and update it from now on."""
         with self._lock:
             if folder not in self._indexes:
                 self._indexes[folder] = TrajectoryIndex(folder)
@@ -365,12 +366,12 @@ class Indexer:
             return self._indexes[folder]
 
     def progress(self, folder: Path) -> Progress | None:
-        """Return how far the index of a run is, or None if nobody has looked at its trajectories."""
+        """Return the progress of a run's index, or None if its trajectories have not been viewed."""
         with self._lock:
             return self._indexes[folder].progress if folder in self._indexes else None
 
     def close(self) -> None:
-        """Stop the thread after the file that it reads."""
+        """Stop the thread once it has read its current file."""
         self._stopping.set()
         self._wanted.set()
         self._thread.join()
@@ -387,7 +388,7 @@ class Indexer:
             self._wanted.wait(POLL_S)
 
     def _update(self, index: TrajectoryIndex) -> None:
-        """Update one index. A failure does not affect the others, and the index is made anew, once."""
+        """Update one index. After a failure, which does not affect the others, the index is made anew, once."""
         if not index.folder.is_dir():
             with self._lock:
                 del self._indexes[index.folder]
@@ -401,6 +402,7 @@ class Indexer:
             if again:
                 return
             log.warning("the index of %s is made anew: %s", index.folder, index.problem)
-            with suppress(OSError, sqlite3.Error):  # the next update says what is wrong
+            # If this fails, too, the next update reports the problem.
+            with suppress(OSError, sqlite3.Error):
                 index.remake()
                 self._wanted.set()

@@ -1,11 +1,10 @@
 """Serves the page on runs, its files and JSON (``rl-async view``), and writes it with a run into one file (``report``).
 
-The address that is printed holds a token and sets a cookie, so that the token is in no link and no history entry of
-the page. As on every server of a run, a request needs a host name by which the server may be called, which stops DNS
-rebinding, and has no ``Origin``. Only ``diagnosis`` asks a run's processes; it has them write their stacks if it is
-asked for them, or if something is silent or late. In a report, the page's own script and style stand in the file, and a
-policy with their hashes keeps anything else from running and the file from loading anything. Its data is JSON, in which
-no ``<`` occurs.
+The printed address contains a token and sets a cookie, so that no link or history entry of the page has the token. As
+on every server of a run, a request must use an allowed host name, which stops DNS rebinding, and have no ``Origin``.
+Only ``diagnosis`` contacts a run's processes; it has them write their stacks on request, or if a process is silent or
+late. A report contains the page's script and style, and a policy with their hashes lets nothing else run or load. Its
+data is JSON without any ``<``.
 
 GET /open/TOKEN                          sets the cookie and leads to the page
 GET /, /app.js, /app.css                 the page
@@ -16,11 +15,11 @@ GET /api/runs/RUN/evaluations            ?solved=0.5 (or eval.solved): records, 
 GET /api/runs/RUN/compare                ?before=STEP&after=STEP&with=RUN: two evaluations, the other of another run
 GET /api/runs/RUN/diagnosis              ?stacks=1: what `rl-async doctor` sees, and the newest weight updates
 GET /api/runs/RUN/timeline               ?from=T&to=T: the lanes between two times (Unix), by default the newest steps
-GET /api/runs/RUN/choices                the values that filters may take, and how far the index is
+GET /api/runs/RUN/choices                the values that filters may take, and the progress of the index
 GET /api/runs/RUN/trajectories           filters of queries.py, order, offset, limit: one page
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
 GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
-GET /api/events                          server-sent events: what changed in which run
+GET /api/events                          server-sent events: the new state of each run that changed
 """
 
 import asyncio
@@ -57,7 +56,8 @@ from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Sen
 from rl_async.process.http_server import application, server_of
 from rl_async.process.role import bind, heeded, watch_lifeline
 
-OPEN = "/open/"  # followed by the token
+# The path that the token is appended to.
+OPEN = "/open/"
 SECURITY_HEADERS = (
     (
         b"content-security-policy",
@@ -74,15 +74,16 @@ SECURITY_HEADERS = (
 
 
 class PageAccess(Access):
-    """Lets a browser in that has the token in its cookie, or opens OPEN with it."""
+    """Admits a browser that has the token in its cookie, or opens OPEN with it."""
 
     def __init__(self, token: str, port: int) -> None:
         super().__init__(token)
         self.token = token
-        self.cookie = f"rl-async-view-{port}"  # cookies of all ports of a host are one set
+        # All ports of a host share their cookies, so the name has the port.
+        self.cookie = f"rl-async-view-{port}"
 
     def refusal(self, method: str, path: str, address: str | None, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and the reason with which to refuse a request; None if it may pass."""
+        """Return the status and the reason for refusing a request; None if it may pass."""
         given = list(headers)
         offered = path.removeprefix(OPEN) if path.startswith(OPEN) else self._of_cookie(given)
         if offered:
@@ -105,14 +106,12 @@ class PageAccess(Access):
 
 
 class SecurityHeaders:
-    """ASGI middleware that adds SECURITY_HEADERS to every answer."""
+    """ASGI middleware that adds SECURITY_HEADERS to every response."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
@@ -129,15 +128,19 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-LOOK_S = 1.0  # between two looks at the files of the runs
-QUIET_S = 15.0  # after which a stream of events says that it is alive
-DIAGNOSIS_S = 1.5  # for which a diagnosis is given again
-STACKS_S = 15.0  # for which one is that needed stacks
-GROUP = 64  # rows of a group that are shown
+# The interval for polling the files of the runs.
+LOOK_S = 1.0
+# After this long without an event, a stream sends a keep-alive comment.
+QUIET_S = 15.0
+# A diagnosis is cached for this time, and one with stacks for longer, since it interrupts the processes.
+DIAGNOSIS_S = 1.5
+STACKS_S = 15.0
+# At most this many rows of a group are shown.
+GROUP = 64
 
 
 class ViewServer:
-    """Answers the routes. What reads files runs on threads."""
+    """Handles the routes. Functions that read files run on threads."""
 
     def __init__(self, runs: ViewedRuns, access: PageAccess) -> None:
         self._runs, self._access = runs, access
@@ -146,7 +149,6 @@ class ViewServer:
         self._diagnosing = asyncio.Lock()
 
     def application(self) -> Starlette:
-        """Return the application."""
         answers: dict[str, Callable[[ViewedRun, Request], Any]] = {
             "config": lambda run, _: run.config(),
             "metrics": self._metrics,
@@ -171,7 +173,6 @@ class ViewServer:
         )
 
     def close(self) -> None:
-        """End the thread that indexes."""
         self._indexer.close()
 
     async def _open(self, request: Request) -> Response:
@@ -198,8 +199,9 @@ class ViewServer:
 
     async def _list(self, request: Request) -> Response:
         def summaries() -> list[dict[str, Any]]:
+            # The page opens the first run, which should be one that trains.
             found = [_refreshed(run, run.summary) for run in self._runs.all()]
-            return sorted(found, key=lambda run: run["evaluates"])  # the page opens the first one
+            return sorted(found, key=lambda run: run["evaluates"])
 
         return _json(await asyncio.to_thread(summaries))
 
@@ -266,7 +268,8 @@ class ViewServer:
     async def _diagnosis(self, request: Request) -> Response:
         run = await asyncio.to_thread(self._runs.named, request.path_params["run"])
         asked = "stacks" in request.query_params
-        async with self._diagnosing:  # each asks the queue and all engines of the run
+        # Each diagnosis queries the queue and all engines of the run, so they take turns.
+        async with self._diagnosing:
             until, body = self._diagnoses.get(run.name, (0.0, b""))
             if asked or time.monotonic() > until:
                 body, lasts = await asyncio.to_thread(_diagnosed, run, asked)
@@ -277,7 +280,7 @@ class ViewServer:
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        """Yield an event for each run that has changed. Waits LOOK_S between looks. Runs until the page is closed."""
+        """Yield an event for each run that has changed. Waits LOOK_S between polls. Runs until the page is closed."""
         known: dict[str, dict[str, Any]] = {}
         said = time.monotonic()
         while True:
@@ -294,7 +297,7 @@ class ViewServer:
         return [_refreshed(run, partial(self._state, run)) for run in self._runs.all()]
 
     def _state(self, run: ViewedRun) -> dict[str, Any]:
-        """Return what the page follows of a run."""
+        """Return the state of a run that the page follows."""
         summary = run.summary()
         progress = self._indexer.progress(run.folder)
         return {
@@ -309,15 +312,16 @@ class ViewServer:
 
 
 def _refreshed(run: ViewedRun, look: Callable[[], Any]) -> Any:
-    """Read what the run wrote, then look at it."""
+    """Read the new records of the run, then call ``look``, under the run's lock."""
     with run.lock:
         run.refresh()
         return look()
 
 
 def _diagnosed(run: ViewedRun, asked: bool) -> tuple[bytes, float]:
-    """Diagnose a run, and say for how long that holds. Stacks are wanted if they are ``asked`` for or say more."""
-    updates = newest_updates(run.timeline.read())  # read first: no engine seems behind one that it took since
+    """Diagnose a run; return the JSON and the seconds to cache it. Stacks are read if ``asked`` for or helpful."""
+    # Read first, so that no engine seems to lag behind an update that it received meanwhile.
+    updates = newest_updates(run.timeline.read())
     try:
         seen = observe(run.folder, stacks=asked)
         wanted = not asked and needs_stacks(seen)
@@ -344,9 +348,9 @@ HOST = "127.0.0.1"
 
 
 def serve(places: Sequence[Path], port: int) -> None:
-    """Serve the runs in ``places`` on the loopback interface; port 0 takes a free one.
+    """Serve the runs in ``places`` on the loopback interface; port 0 stands for a free one.
 
-    Prints the address to open. Raises UserError for a place without runs, and if the port is taken.
+    Prints the address to open. Raises UserError for a place without runs, or if the port is taken.
     """
     watch_lifeline()
     runs = ViewedRuns(places)
@@ -364,7 +368,7 @@ def serve(places: Sequence[Path], port: int) -> None:
             ended_by.append(signal.SIGHUP)
             http.should_exit = True
 
-        # Uvicorn does so for SIGINT and SIGTERM; an exception in a handler would be taken for one of a request.
+        # Uvicorn itself handles SIGINT and SIGTERM. Raising in a handler here would look like an error of a request.
         for ending in heeded(signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(ending, hang_up)
         try:
@@ -380,18 +384,20 @@ def serve(places: Sequence[Path], port: int) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Leave through ``finally``, which a signal alone would not."""
+    """Exit through ``finally`` blocks, which the signal's default action would skip."""
     raise SystemExit(128 + number)
 
 
-STEPS = 50  # of which a group is in the file
-COMPARED = 20  # tasks whose answers of two versions are
-MOST_BYTES = 32 << 20  # of trajectories
-MOST_NUMBERS = 1 << 20  # of metrics
+# The most steps with a group, tasks with the answers of two versions, bytes of trajectories and numbers of metrics that
+# a report contains.
+STEPS = 50
+COMPARED = 20
+MOST_BYTES = 32 << 20
+MOST_NUMBERS = 1 << 20
 
 
 def write_report(folder: Path, out: Path) -> str:
-    """Write the report of the run in ``folder``, and say what it holds. Raises UserError if there is no such run."""
+    """Write the report of the run in ``folder``, and describe its content. Raises UserError if it is not a run."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no run folder; name one, such as runs/NAME")
     (run,) = ViewedRuns([folder]).all()
@@ -417,7 +423,7 @@ def write_report(folder: Path, out: Path) -> str:
 
 
 def page(data: str) -> str:
-    """Return the file with this JSON."""
+    """Return the HTML of a report with this JSON."""
     style, script = ((STATIC / name).read_text(encoding="utf-8") for name in ("app.css", "app.js"))
     if "</script" in script.lower() or "</style" in style.lower():
         raise ValueError("the built page cannot stand inline")
@@ -440,7 +446,7 @@ def _hash(text: str) -> str:
 
 
 def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the answers that the page will ask for, under the names by which ``web/src/embedded.ts`` knows them."""
+    """Return the responses that the page will request, under the names used in ``web/src/embedded.ts``."""
     table = queries.table(connection, run.solved)
     data: dict[str, Any] = {
         "config": run.config(),
@@ -450,7 +456,8 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
         "trajectories": {},
     }
     steps = sorted({line["step"] for line in table})
-    groups: dict[tuple[int, int], list[sqlite3.Row]] = {}  # the compared ones first; several roles share one
+    # The compared groups come first; several roles may share one.
+    groups: dict[tuple[int, int], list[sqlite3.Row]] = {}
     if len(steps) > 1:
         data[f"compare {steps[0]} {steps[-1]}"] = compared = _compared(run, connection, steps[0], steps[-1])
         for place, step in enumerate((steps[0], steps[-1])):
@@ -465,12 +472,13 @@ def _data(run: ViewedRun, connection: sqlite3.Connection) -> dict[str, Any]:
             break
         data["rows"] += map(queries.listed, rows)
         data["trajectories"].update(zip(map(queries.key_of, rows), told, strict=True))
-    data["rows"].sort(key=lambda row: (-row["step"], row["grp"], row["sample"], row["segment"]))  # as ORDERS["newest"]
+    # The same order as ORDERS["newest"].
+    data["rows"].sort(key=lambda row: (-row["step"], row["grp"], row["sample"], row["segment"]))
     return data
 
 
 def _thinned(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Leave as many steps as make MOST_NUMBERS, evenly spread, with the last."""
+    """Keep evenly spread steps, including the last, so that at most about MOST_NUMBERS numbers remain."""
     every = -(-len(metrics["steps"]) * len(metrics["columns"]) // MOST_NUMBERS) or 1
     kept = slice((len(metrics["steps"]) - 1) % every if metrics["steps"] else 0, None, every)
     columns = {name: column[kept] for name, column in metrics["columns"].items()}
@@ -478,7 +486,7 @@ def _thinned(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(run: ViewedRun, connection: sqlite3.Connection, before: int, after: int) -> dict[str, Any]:
-    """Return the tasks that became worse most between two versions; none if these have none in common."""
+    """Return the tasks that became worse most between two versions; none if the versions share no task."""
     sides = [queries.recorded(connection, run.name, step) for step in (before, after)]
     try:
         found = queries.compared(*sides)
@@ -500,9 +508,9 @@ def _told(run: ViewedRun, rows: Sequence[sqlite3.Row], tokenizer: TokenTexts) ->
 
 
 def _groups(connection: sqlite3.Connection) -> Iterator[list[sqlite3.Row]]:
-    """Yield the rows of one group of each of STEPS steps, evenly spread, the newest first.
+    """Yield the rows of one group for each of STEPS evenly spread steps, the newest first.
 
-    It is the one whose rewards differ most, and of those the one with the most masked tokens.
+    The group is the one whose rewards differ most or, among equals, the one with the most masked tokens.
     """
     found = connection.execute(
         f"SELECT step, grp FROM rows WHERE partition = 'train' AND {queries.CURRENT} GROUP BY step, grp "

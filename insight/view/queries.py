@@ -1,7 +1,7 @@
-"""Queries over the index of a run's trajectories: filters, order and pages, and evaluations by data source.
+"""Queries the index of a run's trajectories: filters, order and pages, and evaluations by data source.
 
-Evaluations have avg@k and pass@k with intervals, and two may be compared. SQLite adds up the episodes, by an index:
-what is held here grows with the tasks of an evaluation, not with episodes.
+Evaluations have avg@k and pass@k with intervals, and two may be compared. SQLite adds up the episodes through an index,
+so that memory here grows with the tasks of an evaluation, not with its episodes.
 """
 
 import math
@@ -23,7 +23,7 @@ MOST = (1 << 63) - 1
 
 
 def integer(name: str, text: str) -> int:
-    """Parse the whole number that ``name`` gives. Raises RequestRefused for what is none that SQLite has."""
+    """Parse the whole number in parameter ``name``. Raises RequestRefused, also for a number too large for SQLite."""
     try:
         found = int(text)
     except ValueError:
@@ -34,7 +34,7 @@ def integer(name: str, text: str) -> int:
 
 
 def number(name: str, text: str) -> float:
-    """Parse the number that ``name`` gives. Raises RequestRefused for what is none, infinite or NaN."""
+    """Parse the finite number in parameter ``name``. Raises RequestRefused."""
     try:
         found = float(text)
     except ValueError:
@@ -48,12 +48,12 @@ def _refused(name: str, text: str, kind: str) -> RequestRefused:
     return RequestRefused(f"{name}: {text[:100]!r} is no {kind}", code="no_number", param=name)
 
 
-# The most rows of a page, values offered for a filter, and kinds of errors shown of a tool.
+# The most rows on a page, values offered for a filter, and kinds of errors shown for a tool.
 PAGE = 100
 CHOICES = 200
 SHOWN_ERRORS = 3
 TOTAL = "rows.reward + rows.turn_reward"
-# Trained rows that a later lineage trained again are left out. An evaluation has no lineage: its file is written anew.
+# Leaves out rows that a later lineage trained again. An evaluation has no lineage, since its file is rewritten.
 CURRENT = (
     "(rows.partition != 'train' OR NOT EXISTS "
     "(SELECT 1 FROM lineages l WHERE l.lineage > rows.lineage AND l.first_step <= rows.step))"
@@ -66,7 +66,7 @@ LISTED = (
     *("calls", "failed_calls", "seconds", "prompt", "answer"),
 )
 
-# What a filter demands, with one value. A range is two filters.
+# The condition of each filter, with a placeholder for its value. A range consists of two filters.
 FILTERS: dict[str, str] = {
     "partition": "rows.partition = ?",
     "step": "rows.step = ?",
@@ -95,7 +95,7 @@ NUMBERS = {
     "reward_to",
     "staleness_from",
 }
-# What a flag demands; it has no value.
+# The condition of each flag, a filter without a value.
 FLAGS: dict[str, str] = {
     "error": "rows.error",
     "failed_call": "rows.failed_calls > 0",
@@ -119,7 +119,7 @@ OTHERS = {"text", "order", "offset", "limit"}
 
 
 class Query(NamedTuple):
-    """Conditions of SQL with their values."""
+    """SQL conditions with their values."""
 
     where: str
     values: list[Any]
@@ -128,7 +128,7 @@ class Query(NamedTuple):
 def query(given: Mapping[str, str]) -> Query:
     """Translate filters, such as ``{"tool": "shell", "reward_to": "0.5", "error": "1"}``.
 
-    Raises RequestRefused, naming the filter, for one that does not exist and for a number that is none.
+    Raises RequestRefused, naming the filter, if it is unknown or its value is not a number.
     """
     conditions, values = [CURRENT], list[Any]()
     for name, value in given.items():
@@ -146,7 +146,7 @@ def query(given: Mapping[str, str]) -> Query:
 
 
 def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return one page of the rows that match, and how many match. Raises RequestRefused as ``query`` does."""
+    """Return one page of matching rows, and the number of all. Raises RequestRefused as ``query`` does."""
     wanted = query(given)
     order = given.get("order", "newest")
     if order not in ORDERS:
@@ -154,7 +154,8 @@ def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, 
     offset = integer("offset", given.get("offset", "0"))
     limit = integer("limit", given.get("limit", str(PAGE)))
     (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {wanted.where}", wanted.values).fetchone()
-    rows = connection.execute(  # sorts the ids alone, as rows are long
+    # Rows are long, so only their ids are sorted.
+    rows = connection.execute(
         f"SELECT * FROM rows WHERE id IN (SELECT rows.id FROM rows WHERE {wanted.where} ORDER BY {ORDERS[order]} "
         f"LIMIT ? OFFSET ?) ORDER BY {ORDERS[order]}",
         [*wanted.values, max(0, min(limit, PAGE)), max(0, offset)],
@@ -163,15 +164,15 @@ def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, 
 
 
 def listed(row: sqlite3.Row) -> dict[str, Any]:
-    """Return what a list shows of a row."""
+    """Return the columns of a row that a list shows."""
     return {name: row[name] for name in LISTED}
 
 
 def choices(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the values that filters may take: each with how many rows have it, the most frequent first, and tools and
-    engines with how they did.
+    """Return the values that filters may take, each with its number of rows, the most frequent first, and statistics of
+    tools and engines.
 
-    Rows that were trained again do not count, as they are not found either.
+    Like searches, the counts leave out rows that were trained again.
     """
 
     def counted(column: str) -> list[dict[str, Any]]:
@@ -199,8 +200,10 @@ def choices(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def _tools(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Return each tool with its calls, those that failed and why most did, and their seconds; what failed most comes
-    first."""
+    """Return each tool with its calls, their seconds, and its failures with their most frequent errors.
+
+    The tool with the most failures comes first.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, error, calls, seconds, slowest in connection.execute(
         "SELECT name, tools.error, sum(tools.calls), sum(tools.seconds), max(tools.slowest) FROM tools "
@@ -218,8 +221,7 @@ def _tools(connection: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def _engines(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Return each engine with the turns that it sampled, their seconds and tokens per second; the slowest comes
-    first."""
+    """Return each engine with its sampled turns, their seconds and tokens per second; the slowest comes first."""
     found = connection.execute(
         "SELECT name AS value, count(*) AS rows, sum(engines.turns) AS turns, sum(engines.seconds) AS seconds, "
         "max(engines.slowest) AS slowest, sum(engines.tokens) AS tokens, sum(engines.tokens) / sum(timed) AS speed "
@@ -235,7 +237,7 @@ def key_of(row: sqlite3.Row) -> str:
 
 
 def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
-    """Return the row of a key such as ``train-5-48-0-0``: partition, step, group, sample and segment.
+    """Return the row with a key such as ``train-5-48-0-0``: partition, step, group, sample and segment.
 
     Raises RequestRefused, with 404 for an unknown row and 400 for a key with a part that is not a number.
     """
@@ -253,7 +255,7 @@ def row_of_key(connection: sqlite3.Connection, key: str) -> sqlite3.Row:
 
 
 def rows_of_group(connection: sqlite3.Connection, partition: str, step: int, group: int) -> list[sqlite3.Row]:
-    """Return the rows of a group by sample and segment. Raises RequestRefused (404) for an unknown group."""
+    """Return the rows of a group, ordered by sample and segment. Raises RequestRefused (404) for an unknown group."""
     found = connection.execute(
         f"SELECT * FROM rows WHERE {CURRENT} AND partition = ? AND step = ? AND grp = ? ORDER BY sample, segment",
         (partition, step, group),
@@ -265,8 +267,8 @@ def rows_of_group(connection: sqlite3.Connection, partition: str, step: int, gro
 
 # The most tasks of a comparison.
 SHOWN = 500
-# What each role of each held-out episode earned, as ``role_rewards`` has it: a role of several rows has the rewards of
-# all their turns, rows that could not be scored left out, and one without a scored row has 0.
+# Selects the reward of each role of each held-out episode, as ``role_rewards`` computes it: a role with several rows
+# gets the rewards of all turns of its scored rows, and 0 without a scored row.
 EPISODES = (
     "SELECT step, source, role, task, max(scored) AS scored, "
     "coalesce(min(iif(scored, reward, NULL)) + sum(iif(scored, turn_reward, 0.0)), 0.0) AS earned "
@@ -290,9 +292,8 @@ def table(connection: sqlite3.Connection, solved: float) -> list[dict[str, Any]]
 
 
 class Place(NamedTuple):
-    """Where the first answer to a task is: ids of the first and the last row of its first sample."""
+    """The first answer to a task: ids of the first and last row of its first sample, and the first row's key."""
 
-    # The key of the first row's trajectory.
     key: str
     first: int
     last: int
@@ -307,9 +308,9 @@ class Recorded(NamedTuple):
 
 
 def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
-    """Return what the version after ``step`` of the run ``name`` answered, without questions and answers."""
+    """Return the evaluation of version ``step`` of the run ``name``, without questions and answers."""
     if not connection.in_transaction:
-        # All reads then see one state, while the indexer adds and removes files.
+        # In one transaction all reads see the same state, while the indexer adds and removes files.
         connection.execute("BEGIN")
     means, unscored = dict[TaskKey, float](), 0
     for source, role, task, mean, failed in connection.execute(
@@ -334,7 +335,7 @@ def recorded(connection: sqlite3.Connection, name: str, step: int) -> Recorded:
 
 
 def _first_sample(rows: Iterable[sqlite3.Row]) -> tuple[sqlite3.Row, sqlite3.Row]:
-    """Return the first and the last row of the first sample; the others are passed over."""
+    """Return the first and the last row of the first sample, and ignore the others."""
     _, sample = next(groupby(rows, key=lambda row: row["sample"]))
     first = next(sample)
     newest = deque(sample, maxlen=1)
@@ -342,10 +343,10 @@ def _first_sample(rows: Iterable[sqlite3.Row]) -> tuple[sqlite3.Row, sqlite3.Row
 
 
 def compared(before: Recorded, after: Recorded) -> dict[str, Any]:
-    """Return a ``Comparison``, of which ``tasks`` are the SHOWN that became worse most, with previews of their texts;
-    ``keys`` of a task are those of its trajectories before and after.
+    """Return a ``Comparison`` as a dictionary, with the SHOWN tasks that became worse most and previews of their texts.
 
-    Raises RequestRefused (409) if both have no task in common.
+    ``keys`` of a task are those of its trajectories before and after. Raises RequestRefused (409) if the evaluations
+    share no task.
     """
     try:
         found = compare(before.evaluation, after.evaluation)
@@ -365,6 +366,6 @@ def compared(before: Recorded, after: Recorded) -> dict[str, Any]:
 
 
 def _text(connection: sqlite3.Connection, column: str, row: int) -> str:
-    """Return a preview; empty if the row's file has been read anew since."""
+    """Return a preview; empty if the row's file has been reindexed meanwhile."""
     found = connection.execute(f"SELECT {column} FROM rows WHERE id = ?", (row,)).fetchone()
     return "" if found is None else str(found[0])

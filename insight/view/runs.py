@@ -1,4 +1,4 @@
-"""The runs that a page shows, what it lists of each, and its metrics as columns, followed while the run writes them."""
+"""Finds the runs for the page, summarizes each, and follows its metrics as columns while the run writes them."""
 
 import math
 import threading
@@ -25,9 +25,9 @@ Record = Mapping[str, float | None]
 
 
 class StepRecords:
-    """The records that were added to a file since the last call, also when the file is replaced by another.
+    """Reads the records added to a file since the last call, also when another file has replaced it.
 
-    ``key`` names the metric with a record's step. Other lines are left out; ``problem`` names the last one.
+    ``key`` names the metric with a record's step. Invalid lines are left out; ``problem`` describes the last one.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -54,19 +54,19 @@ class StepRecords:
 class MetricColumns:
     """One number per step and metric, 8 bytes each; NaN where a step lacks a metric.
 
-    After a resume, steps are trained again: the newest record of a step counts, and those behind it are dropped.
-    ``epoch`` counts how often that happened, so that a reader that kept a part knows when to read it all again.
+    After a resume, steps are trained again: the newest record of a step counts, and records of later steps are dropped.
+    ``epoch`` counts such resumes, so that a reader that kept a part knows when to read everything again.
     """
 
     def __init__(self, path: Path) -> None:
         self.records = StepRecords(path, "step")
         self.epoch = 0
         self.steps = array("q")
-        # By name, in the order in which the metrics appeared.
+        # Columns by name, in the order of their first appearance.
         self.columns: dict[str, array[float]] = {}
 
     def refresh(self) -> None:
-        """Read what was added to the file."""
+        """Read the new records of the file."""
         for step, record in self.records.read():
             if self.steps and step <= self.steps[-1]:
                 kept = bisect_left(self.steps, step)
@@ -86,7 +86,7 @@ class MetricColumns:
         return next((value for value in reversed(self.columns.get(name, ())) if math.isfinite(value)), None)
 
     def since(self, names: Iterable[str], epoch: int, after: int) -> dict[str, Any]:
-        """Return the columns ``names`` behind the first ``after`` records, or all records of another epoch.
+        """Return the columns ``names`` after the first ``after`` records, or all records if the epoch has changed.
 
         A value that a step lacks, or that is not finite, is null.
         """
@@ -108,7 +108,7 @@ CONFIG = "config.yaml"
 
 
 class ViewedRun:
-    """One run folder. ``refresh`` reads what is new; its other methods only look at what was read.
+    """One run folder. ``refresh`` reads new records; other methods only use records that were read.
 
     Methods may be called on several threads, one at a time: hold ``lock``.
     """
@@ -118,16 +118,16 @@ class ViewedRun:
         self.lock = threading.Lock()
         self.metrics = MetricColumns(folder / "metrics.jsonl")
         self._evaluations = StepRecords(folder / "evaluations.jsonl", "eval/step")
-        # By the step that was evaluated; the newest record of a step counts.
+        # The newest record of each evaluated step.
         self._evaluated: dict[int, Record] = {}
-        # Needs no lock.
+        # May be used without the lock.
         self.timeline = TimelineReader(folder)
         self._config: tuple[int, dict[str, Any], str] = (-1, {}, "")
-        # Why the last refresh failed.
+        # The reason if the last refresh failed.
         self._unread = ""
 
     def refresh(self) -> None:
-        """Read what the run has written since the last call. ``problem`` says what cannot be read."""
+        """Read the run's new records. Unreadable files are reported by ``problem``."""
         self._unread = ""
         try:
             self.metrics.refresh()
@@ -137,29 +137,29 @@ class ViewedRun:
 
     @property
     def problem(self) -> str:
-        """The files of the run that cannot be read, and why; empty if all can."""
+        """The unreadable files of the run, with the reasons; empty if all can be read."""
         found = (self._read_config()[2], self._unread, self.metrics.records.problem, self._evaluations.problem)
         return "; ".join(filter(None, found))
 
     def evaluations(self) -> list[Record]:
-        """Return the records of the run's evaluations by step."""
+        """Return the records of the run's evaluations, ordered by step."""
         return [self._evaluated[step] for step in sorted(self._evaluated)]
 
     def config(self) -> dict[str, Any]:
         """Return the keys and values of the run's config, such as ``trainer.steps``.
 
-        It is shown as it stands, so that runs of other versions can be read too; empty if it cannot be read.
+        Values are not checked, so that runs of other versions can be shown too; empty if the file cannot be read.
         """
         return self._read_config()[1]
 
     @property
     def solved(self) -> float:
-        """The reward with which a held-out episode passes: the run's ``eval.solved``, 1 if its config has none."""
+        """The least reward of a held-out episode that passes: the run's ``eval.solved``, or 1 if that is not set."""
         solved = self.config().get("eval.solved", 1.0)
         return float(solved) if isinstance(solved, int | float) else 1.0
 
     def _read_config(self) -> tuple[int, dict[str, Any], str]:
-        """Return the time of its last change, its keys and values, and why it cannot be read."""
+        """Return the modification time of the config, its keys and values, and the reason if it cannot be read."""
         file = self.folder / CONFIG
         try:
             changed = file.stat().st_mtime_ns
@@ -237,7 +237,7 @@ def _parsed(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _roster(folder: Path) -> Sequence[ProcessRecord]:
-    """Return the processes that the run started. A folder that was copied in part may lack their list."""
+    """Return the processes of the run, or none: a partly copied folder may lack their list."""
     try:
         return read_roster(folder)
     except UserError:
@@ -245,7 +245,7 @@ def _roster(folder: Path) -> Sequence[ProcessRecord]:
 
 
 def _changed(run: ViewedRun) -> float:
-    """Return the time of the last change of a run's config; 0 if it is gone."""
+    """Return the modification time of a run's config, or 0 if it is gone."""
     try:
         return (run.folder / CONFIG).stat().st_mtime
     except OSError:

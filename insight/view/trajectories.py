@@ -1,6 +1,6 @@
-"""Recorded trajectories as the page shows them: lines of files in ``trajectories/``, and the story of each token.
+"""Reads recorded trajectories for the page: lines of files in ``trajectories/``, and all properties of each token.
 
-The text of tokens comes from the run's tokenizer, without importing transformers.
+Tokens are decoded with the run's tokenizer, without importing transformers.
 """
 
 import gzip
@@ -21,16 +21,16 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TokenTexts(NamedTuple):
-    """How to turn token ids into text; without ``decode``, ``problem`` says why that cannot be done."""
+    """A function that decodes token ids, or the ``problem`` that prevents it."""
 
     decode: Decode | None
     problem: str = ""
 
 
 def tokenizer_of(run: Path, model: str) -> TokenTexts:
-    """Return the tokenizer of a run: of a checkpoint, else in the folder ``model`` of its config.
+    """Return the tokenizer of a run, from its newest checkpoint or else from the folder ``model`` of its config.
 
-    A relative ``model`` is looked for here, and in the folders that hold the run.
+    A relative ``model`` is looked up in the working directory, and in the folders above the run.
     """
     folders = sorted(run.glob("checkpoints/*/model"), reverse=True)
     if model:
@@ -42,7 +42,8 @@ def tokenizer_of(run: Path, model: str) -> TokenTexts:
         )
     try:
         return TokenTexts(_decode_of(file, file.stat().st_mtime_ns))
-    except Exception as error:  # the library raises nothing more specific
+    # The library raises nothing more specific.
+    except Exception as error:
         return TokenTexts(None, f"token texts: {file} cannot be read: {error}")
 
 
@@ -54,12 +55,12 @@ def _decode_of(file: Path, changed: int) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-# Several times the bytes of the longest rows.
+# A limit of several times the bytes of the longest rows.
 MOST_LINE = 1 << 27
 
 
 class RecordedRow(msgspec.Struct, dict=True):
-    """The part of a line that the page shows; other fields are skipped. Fields with defaults are not in all files."""
+    """The part of a line that the page shows; other fields are skipped. Older files lack some fields with defaults."""
 
     task_id: str
     group_id: int
@@ -100,7 +101,8 @@ class RecordedRow(msgspec.Struct, dict=True):
 
     @property
     def explained(self) -> list[int]:
-        """The places of the tokens to which ``correction`` refers: the first of a row is predicted by none."""
+        """The places of the tokens that ``correction`` covers: the sampled ones except a row's first, which has no
+        prediction."""
         return self.sampled[1:] if self.sampled[:1] == [0] else self.sampled
 
     @property
@@ -124,16 +126,12 @@ class RecordedRow(msgspec.Struct, dict=True):
         return "\n".join([self.error, *said, *calls, *self.reward_reasons.values(), self.ground_truth])
 
     def asked(self) -> int:
-        """Return a number that rows share whose prompts, all turns before the policy's first, are the same."""
+        """Return the checksum of the prompt, all turns before the policy's first."""
         return number_of(prompt_of(self.turns))
 
     def said_last(self, role: str) -> str:
         """Return the last turn of a role, or an empty string."""
         return next((turn.text for turn in reversed(self.turns) if turn.role == role), "")
-
-    def said_first(self, role: str) -> str:
-        """Return the first turn of a role, or an empty string."""
-        return next((turn.text for turn in self.turns if turn.role == role), "")
 
 
 class RecordedFile(NamedTuple):
@@ -142,9 +140,9 @@ class RecordedFile(NamedTuple):
     name: str
     # ``train`` or ``eval``.
     partition: str
-    # The step that trained the rows, or of the version that was evaluated.
+    # The step that trained the rows, or the version that was evaluated.
     step: int
-    # Names of evaluations have none, which counts as 0.
+    # Evaluations have no lineage in their names, and get 0.
     lineage: int
 
     @classmethod
@@ -161,7 +159,7 @@ class RecordedFile(NamedTuple):
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each line of a file with its place in the decompressed text.
+    """Yield each line of a file with its offset in the decompressed text.
 
     Raises ValueError for a line of more than MOST_LINE bytes.
     """
@@ -175,14 +173,13 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def row_at(file: Path, place: int) -> RecordedRow:
-    """Read the row whose line begins at ``place`` of the decompressed text, which is decompressed up to there."""
+    """Read the row whose line begins at offset ``place`` of the decompressed text."""
     (row,) = rows_at(file, [place])
     return row
 
 
 def rows_at(file: Path, places: Iterable[int]) -> list[RecordedRow]:
-    """Read several rows of a file in one pass, in the order of their places. No line is longer than those of
-    ``lines``."""
+    """Read several rows of a file in one pass, in the order of their offsets, with lines bounded as in ``lines``."""
     with gzip.open(file, "rb") as opened:
         rows = []
         for place in sorted(places):
@@ -192,7 +189,7 @@ def rows_at(file: Path, places: Iterable[int]) -> list[RecordedRow]:
 
 
 def rows_in(folder: Path, places: Sequence[tuple[str, int]]) -> list[RecordedRow]:
-    """Read rows by file and place, each file once; return them in the order given."""
+    """Read rows by file and offset, each file once; return them in the given order."""
     found: dict[tuple[str, int], RecordedRow] = {}
     for file in {file for file, _ in places}:
         there = sorted({place for name, place in places if name == file})
@@ -202,18 +199,18 @@ def rows_in(folder: Path, places: Sequence[tuple[str, int]]) -> list[RecordedRow
 
 # When more tokens than this share a character, their text is shown incomplete.
 WINDOW = 8
-# Decoders put it in place of an incomplete character.
+# Decoders put this in place of an incomplete character.
 REPLACEMENT = "\ufffd"
 
 
 def story(row: RecordedRow, step: int | None, decode: Decode | None) -> dict[str, Any]:
-    """Return everything that was recorded of a row; ``step``, which trained it, is None for a held-out one.
+    """Return all recorded properties of a row; ``step``, which trained it, is None for a held-out one.
 
-    ``tokens`` has a list for each property, with one entry for each token, null where a token has none:
-    ``id``, ``text``, ``logprob`` (the engine's) and ``trained_logprob`` (the trainer's), ``version`` that sampled it as
-    [lineage, step], ``staleness``, ``weight``, ``rule`` that masked it and ``advantage``; ``constrained``, whether a
-    grammar restricted what could be sampled, so that ``logprob`` is of another distribution than ``trained_logprob``;
-    and ``turn``, the number of its turn, of messages that have their tokens in common the last.
+    ``tokens`` has a list for each property, with one entry for each token, null where a token lacks it:
+    ``id``, ``text``, ``logprob`` (the engine's), ``trained_logprob`` (the trainer's), ``version`` that sampled it as
+    [lineage, step], ``staleness``, ``weight``, ``rule`` that masked it, ``advantage``; ``constrained``, whether a
+    grammar restricted the sampling, so that ``logprob`` is of another distribution than ``trained_logprob``; and
+    ``turn``, the number of its turn, or of the last one if several share the token.
     """
     count = len(row.token_ids)
     tokens: dict[str, list[Any]] = {
@@ -243,7 +240,8 @@ def _add_correction(row: RecordedRow, tokens: Mapping[str, list[Any]]) -> None:
     places, found = row.explained, row.correction
     advantages = found.advantages * len(places) if len(found.advantages) == 1 else found.advantages
     for name, values in (("weight", found.weights), ("trained_logprob", found.logprobs), ("advantage", advantages)):
-        for place, value in zip(places, values, strict=False):  # older runs recorded weights alone
+        # Older runs only recorded weights, so the other lists may be empty.
+        for place, value in zip(places, values, strict=False):
             tokens[name][place] = value
     for run in found.rules:
         for place in places[run.start : run.end]:
@@ -251,12 +249,13 @@ def _add_correction(row: RecordedRow, tokens: Mapping[str, list[Any]]) -> None:
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text that each token adds to those before it.
+    """Return the text that each token adds to its predecessors.
 
-    Of the tokens that share a character, the last has its text and the others have none.
+    Of several tokens that make up a character, the last one gets its text, and the others get none.
     """
     texts: list[str] = []
-    begin = shown = 0  # decoding starts at ``begin``, as the text of a token may depend on the one before it
+    # Decoding starts at ``begin``, since the text of a token may depend on its predecessor.
+    begin = shown = 0
     for end in range(1, len(ids) + 1):
         before, now = decode(ids[begin:shown]), decode(ids[begin:end])
         if now.endswith(REPLACEMENT) and end - shown < WINDOW and end < len(ids):
