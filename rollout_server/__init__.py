@@ -1,11 +1,11 @@
-"""Rollout engines: what the system needs of one, a client for each HTTP dialect, and the pool in front of them.
+"""Rollout engines: their common interface, a client for each HTTP dialect, and the pool in front of them.
 
-Token ids with sampling parameters come in; sampled tokens, each with its log-probability and weight version, go out
-(``api.py``). Agent workers call the pool (``pool.engine_pool``), which routes requests and replays what an engine
-lost; the trainer's weight sync and the command line call one engine's client (``pool.connect``).
+An engine takes token ids with sampling parameters and returns sampled tokens, each with its log-probability and weight
+version (``api.py``). Agent workers call the pool (``pool.engine_pool``), which routes requests and replays those lost
+with an engine; the trainer's weight sync and the command line call one engine's client (``pool.connect``).
 
     embedded/   our own engine, a Transformers model with continuous batching, behind vLLM's HTTP dialect
-    vllm/       the client of that dialect, and what runs inside a vLLM server
+    vllm/       the client of that dialect, and our code inside a vLLM server
     sglang/     the client of SGLang's native API, and the process around an SGLang server
 
 To add a kind of engine, write a package here with its client and its ``__main__.py``, add the client to

@@ -8,7 +8,7 @@ from rl_async.process.role import add_run, role_parser, run_role
 
 
 def main() -> int:
-    """Serve until SIGTERM; the exit code."""
+    """Serve until SIGTERM; return the exit code."""
     parser = role_parser("rollout_server", __doc__)
     add_run(parser)
     parser.add_argument("--index", type=int, default=0, help="number of this engine in the run")

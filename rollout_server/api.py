@@ -1,11 +1,11 @@
-"""One generation: its request, its result, and the Protocol by which agent loops ask for it.
+"""The request and the result of one generation, and the Protocol of agent loops for it.
 
-Every consumer of an engine has a narrow Protocol of its own: agent loops generate (``Generator`` below), the pool
-streams and probes (``pool.py``), the weight-sync coordinator updates (``weight_sync/protocol.py``). The clients in
-``vllm/`` and ``sglang/`` implement all of them.
+Every consumer of an engine has its own narrow Protocol: agent loops generate (``Generator`` below), the pool streams
+and probes (``pool.py``), the weight-sync coordinator updates (``weight_sync/protocol.py``). The clients in ``vllm/``
+and ``sglang/`` implement all of them.
 
-``IncomingAnswer`` makes the checks by which an answer of any dialect is fit to be trained on. ``join`` joins the parts
-of a stream, and ``continuation`` is the request that continues a partial answer on another engine.
+``IncomingAnswer`` checks that an answer of any dialect can be trained on. ``join`` joins the parts of a stream, and
+``continuation`` is the request that continues a partial answer on another engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ Heard = Callable[[Sequence[int]], None]
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt as token ids, and how to continue it. ``max_tokens`` bounds the sampled tokens of this request.
 
-    With a ``json_schema`` (JSON text) engines mask tokens that would break it: the answer fits it unless it is cut
-    short, and log-probabilities are those of the masked distribution, renormalised.
+    With a ``json_schema`` (JSON text) engines mask tokens that would violate it. The answer then fits the schema unless
+    it is cut short, and log-probabilities are those of the masked distribution, renormalised.
     """
 
     request_id: str
@@ -37,18 +37,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int]
     seed: int | None = None
     min_version: Version = Version()
-    # If empty, any text fits.
+    # Without a schema, any text fits.
     json_schema: str = ""
-    # Experts are wanted from this token on, if the engine records them.
+    # The first token whose experts are wanted, if the engine records them.
     routed_from: int = 0
-    # The parent (W3C) of the engine's spans. If empty, the engine adds none.
+    # The parent (W3C) of the engine's spans. Without one, the engine adds no spans.
     traceparent: str = ""
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """The experts of a mixture that the tokens from ``start`` on went through, counted from the prompt's first one.
+    """The experts of a mixture that computed the tokens from ``start`` on, counted from the prompt's first one.
 
-    ``experts`` is uint8 or uint16 [tokens, layers, k]. The last sampled token was not fed to the model and has none.
+    ``experts`` is uint8 or uint16 [tokens, layers, k]. The last sampled token was not fed to the model and is missing.
     """
 
     start: int
@@ -58,23 +58,23 @@ class Routes(msgspec.Struct, frozen=True):
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens: ``token_ids`` and ``logprobs`` have one entry per sampled token, the stop token included.
 
-    ``versions`` covers ``[0, len(token_ids))`` in order. ``finish_reason`` is ``abort`` for a request that was given
-    up, whose result is what had been sampled by then, and for every part of a stream but the last, which alone may have
-    ``routes``, of prompt and answer.
+    ``versions`` covers ``[0, len(token_ids))`` in order. ``finish_reason`` is ``abort`` for an aborted request, with
+    the tokens sampled by then, and for every part of a stream except the last. Only the last part may have ``routes``,
+    those of prompt and answer.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionRun]
     finish_reason: FinishReason
-    # A pool names the engine that sampled last.
+    # Set by a pool to the engine that sampled last.
     engine: str = ""
-    # Absent unless the engine records them.
+    # Set if the engine records experts.
     routes: Routes | None = None
 
 
 class EngineTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens since the engine's start. Of ``looked_up`` prompt tokens, ``found`` were in the cache."""
+    """Counts of tokens since the engine's start. Of ``looked_up`` prompt tokens, ``found`` were in the cache."""
 
     prompt: int
     sampled: int
@@ -83,10 +83,10 @@ class EngineTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an engine reports to be, over all its clients.
+    """The load that an engine reports, over all its clients.
 
     ``running`` requests are being decoded. ``cache_usage`` is the used share of the KV cache, 0 to 1. Engines report
-    either ``preemptions`` since the start, those by a pause included, or ``preempted``, the requests that wait now
+    either ``preemptions`` since the start, including those by a pause, or ``preempted``, the requests that now wait
     after one.
     """
 
@@ -99,17 +99,17 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> int:
-        """Requests that are decoded or wait."""
+        """The number of requests that are running or waiting."""
         return self.running + self.waiting
 
 
 class Generator(Protocol):
-    """What an agent loop samples from: one engine, a pool of them, or an engine in its own process."""
+    """A source of samples for agent loops: an engine, a pool of engines, or an engine in the loop's own process."""
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
         """Sample a continuation. ``session`` names the conversation, for stickiness.
 
-        Raises EngineRejected for a request that no engine will accept, EngineLost when none could serve it in time.
+        Raises EngineRejected for a request that no engine will accept, EngineLost if none could serve it in time.
         """
         ...
 
@@ -122,7 +122,8 @@ class StreamingGenerator(Protocol):
         ...
 
 
-ReadVersion = Callable[[str], Version]  # raises ValueError for a name that is not ours
+# Parses an engine's name for its weights. Raises ValueError for a name that this project did not give.
+ReadVersion = Callable[[str], Version]
 
 EMPTY = GenerateResult(token_ids=[], logprobs=[], versions=[], finish_reason="abort")
 
@@ -139,7 +140,7 @@ class IncomingAnswer:
     """Collects the answer to ``request`` as it arrives, in one part or in several.
 
     Tokens whose weight version is not yet known are held back. The embedded engine, and vLLM with our plugin, report
-    versions with every part; plain vLLM and SGLang only with the last one.
+    versions with every part, but plain vLLM and SGLang only with the last one.
     """
 
     def __init__(self, url: str, request: GenerateRequest, read_version: ReadVersion) -> None:
@@ -147,7 +148,8 @@ class IncomingAnswer:
         self._prompt, self._routed_from = len(request.token_ids), request.routed_from
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._returned = 0  # tokens that earlier parts held
+        # The number of tokens in earlier parts.
+        self._returned = 0
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append sampled tokens. Raises EngineRejected unless each has one log-probability."""
@@ -163,9 +165,9 @@ class IncomingAnswer:
 
         ``experts`` [tokens, layers, k] are those of prompt and answer from the request's ``routed_from`` on.
 
-        Raises EngineRejected unless each token has exactly one version, and for experts of other tokens. Raises
-        EngineLost for versions that this run did not send, and for versions older than the request's ``min_version``:
-        vLLM and SGLang do not enforce it.
+        Raises EngineRejected unless each token has exactly one version, or if ``experts`` has the wrong shape. Raises
+        EngineLost for versions that this run did not send, and for versions older than the request's ``min_version``,
+        which vLLM and SGLang do not enforce.
         """
         runs = [
             VersionRun(parse_version(self._url, span.version, self._read_version), span.start, span.end)
@@ -203,7 +205,7 @@ def parse_version(url: str, name: str, read_version: ReadVersion = Version.parse
 
 
 def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
-    """Append ``second`` to the ``first`` part of the same answer; the result has the finish reason of ``second``."""
+    """Append ``second`` to the ``first`` part of the same answer, with the finish reason of ``second``."""
     offset = len(first.token_ids)
     runs = list(first.versions)
     for run in second.versions:
@@ -216,15 +218,16 @@ def join(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         logprobs=first.logprobs + second.logprobs,
         versions=runs,
         finish_reason=second.finish_reason,
-        routes=second.routes or first.routes,  # the last part's are of all tokens
+        # The routes of the last part cover all tokens.
+        routes=second.routes or first.routes,
     )
 
 
 def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
-    """Build the request for the tokens that ``done`` lacks: the prompt is extended by what was sampled.
+    """Build the request for the tokens that ``done`` lacks, with the sampled tokens appended to the prompt.
 
-    The request id changes with the prompt, so that an engine never takes it for the request that it already knows.
-    Raises EngineLost if the answer must fit a JSON schema: engines match what follows a prompt from its beginning.
+    The request id changes with the prompt, so that an engine never takes it for a request that it already knows. Raises
+    EngineLost if the answer must fit a JSON schema, since engines match an answer from its beginning.
     """
     if not done.token_ids:
         return request

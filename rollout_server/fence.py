@@ -1,20 +1,22 @@
-"""Keeps a trainer that another has replaced away from an engine: an ASGI middleware around the engine's routes.
+"""Fences off a replaced trainer from an engine: an ASGI middleware around the engine's routes.
 
-A trainer's client names its lineage in every request; agent workers name none.
+A trainer's client names its lineage in every request; agent workers do not.
 """
 
 from rl_async.process.http_auth import HEALTH, App, Receive, Scope, Send, answer
 
 LINEAGE_HEADER = "X-Trainer-Lineage"
-REPLACED = 412  # no engine answers with this status for another reason
-_DIGITS = 18  # more are no count of resumes, and Python refuses to read thousands of them
+# Engines do not use this status for any other purpose.
+REPLACED = 412
+# A longer number cannot count resumes, and Python refuses to parse thousands of digits.
+_DIGITS = 18
 
 
 class LineageFence:
-    """Refuses requests of an older lineage than the newest that was named to this process so far.
+    """Refuses requests of an older lineage than the newest one seen by this process.
 
-    So a successor fences its predecessor off with its first request, which every publication begins with. An engine
-    that was restarted has forgotten the newest lineage; it serves nobody before the successor has updated it.
+    A successor thus fences off its predecessor with the first request of its first publication. A restarted engine has
+    forgotten the newest lineage, but is not routed to until the successor has updated it.
     """
 
     def __init__(self, app: App) -> None:
@@ -22,9 +24,10 @@ class LineageFence:
         self._newest = -1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 412 (400 if its lineage is no number)."""
+        """Pass the request on, or answer 412, or 400 for a lineage that is not a number."""
         named = dict(scope["headers"]).get(LINEAGE_HEADER.lower().encode()) if scope["type"] == "http" else None
-        if named is None or scope["path"] == HEALTH:  # a probe, which needs no token, must fence nobody off
+        # Health probes need no token, so they must not be able to fence off a trainer.
+        if named is None or scope["path"] == HEALTH:
             return await self._app(scope, receive, send)
         if not named.isdigit() or len(named) > _DIGITS:
             return await _refuse(send, 400, f"{LINEAGE_HEADER} is not a number")

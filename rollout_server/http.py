@@ -1,5 +1,4 @@
-"""The HTTP side of engine clients, whatever their dialect: one session, and EngineLost or EngineRejected for every
-failure."""
+"""HTTP requests for engine clients of any dialect: one session, and EngineLost or EngineRejected for every failure."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,22 +12,24 @@ from rl_async.files import UNDECODABLE
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.fence import LINEAGE_HEADER, REPLACED
 
-KEEP_ALIVE_S = 4.0  # servers close idle connections after 5 s; a request sent at that moment would be lost
+# Servers close idle connections after 5 s, and a request sent at that moment would be lost.
+KEEP_ALIVE_S = 4.0
 HEALTH_S = 5.0
-SHOWN = 500  # characters of an engine's message
+# At most this many characters of an engine's message are shown.
+SHOWN = 500
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class EngineHttp:
-    """Requests to one engine at ``url``, with ``token`` (empty: without one; only health probes need none).
+    """Requests to one engine at ``url``, with an optional ``token``, which all requests but health probes need.
 
-    ``timeout_s`` bounds each; a caller with a shorter deadline cancels it.
+    ``timeout_s`` bounds each request; a caller with a shorter deadline cancels it.
     """
 
     def __init__(self, url: str, timeout_s: float | None, lineage: int | None = None, *, token: str = "") -> None:
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
-        # vLLM closes the connection after a 500, which the next request on it would find out too late.
+        # vLLM closes the connection after a 500, which the next request on it would notice too late.
         self._headers = {"Content-Type": "application/json", "Connection": "close", **bearer(token)}
         if lineage is not None:
             self._headers[LINEAGE_HEADER] = str(lineage)
@@ -37,7 +38,7 @@ class EngineHttp:
     async def call(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> bytes:
-        """Send ``body`` as JSON and return the body of the answer.
+        """Send ``body`` as JSON and return the body of the response.
 
         Raises EngineRejected for 4xx answers other than 409, EngineLost for everything else that is not 200.
         """
@@ -45,10 +46,10 @@ class EngineHttp:
             return await self._read(path, response)
 
     async def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> AsyncIterator[bytes]:
-        """POST ``body`` and yield the answer as it arrives, on a connection that is kept for the next request.
+        """POST ``body`` and yield the response as it arrives, on a connection that is kept for the next request.
 
-        A connection that the server had closed already is replaced and the request sent once more, which is safe
-        because sampling changes nothing. Raises as ``call`` does.
+        If the server has already closed the connection, the request is sent again on a new one, which is safe because
+        sampling changes nothing. Raises as ``call`` does.
         """
         try:
             opened = await self._open("POST", path, body, headers={**(headers or {}), "Connection": "keep-alive"})
@@ -58,14 +59,18 @@ class EngineHttp:
             opened = await self._open("POST", path, body, headers=headers)
         async with opened as response:
             try:
-                async for data in response.content.iter_any():  # to its end, else the connection is not used again
+                # The connection can only be used again if the response is read to its end.
+                async for data in response.content.iter_any():
                     yield data
             except FAILURES as error:
                 raise self._lost(path, error) from error
 
     def error_for(self, path: str, status: int, message: str) -> EngineError | TrainerReplaced:
-        """Return the error for an answer with this status; 409 (weights too old) is EngineLost, since another engine
-        may be able to serve the request, 412 TrainerReplaced."""
+        """Return the error for a response with this status.
+
+        For 409 (weights too old) it is EngineLost, since another engine may be able to serve the request, and for 412
+        TrainerReplaced.
+        """
         told = f"{self.url}{path} answered {status}: {message[:SHOWN]}"
         if status == REPLACED:
             return TrainerReplaced(told)
@@ -76,7 +81,7 @@ class EngineHttp:
     async def _open(
         self, method: str, path: str, body: Any = None, *, params: Any = None, headers: dict[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """Return an answer with status 200, its body unread; the caller reads and closes it."""
+        """Return a response with status 200 and an unread body; the caller reads and closes it."""
         response = await self._send(method, path, body, params, headers)
         if response.status == 200:
             return response
@@ -87,7 +92,7 @@ class EngineHttp:
     async def _send(
         self, method: str, path: str, body: Any, params: Any, headers: dict[str, str] | None
     ) -> aiohttp.ClientResponse:
-        """Return an answer of any status, its body unread. Raises EngineLost if there is none."""
+        """Return a response of any status with an unread body. Raises EngineLost if none arrives."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -125,9 +130,9 @@ class EngineHttp:
         return True
 
     async def needs_token(self) -> bool:
-        """Return whether the server refuses a request without a token, which this client must not have.
+        """Return whether the server refuses a request without a token. This client must not have one.
 
-        Raises EngineLost if it does not answer within HEALTH_S seconds.
+        Raises EngineLost if the server does not answer within HEALTH_S seconds.
         """
         try:
             async with asyncio.timeout(HEALTH_S), await self._send("GET", "/", None, None, None) as response:
@@ -143,6 +148,6 @@ class EngineHttp:
 
 
 def _connection_dropped(error: BaseException | None) -> bool:
-    """Return whether an established connection broke before the head of the answer arrived."""
+    """Return whether an established connection broke before the head of the response arrived."""
     broke = isinstance(error, (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError))
     return broke and not isinstance(error, aiohttp.ClientConnectorError)

@@ -1,8 +1,8 @@
-"""JSON schemas that answers are to fit: how large a client's may be, and whether llguidance (the extra ``json``) can
-follow it. Without torch, so that a gateway can refuse a schema before any engine sees it.
+"""Checks JSON schemas for answers: their size, and whether llguidance (the extra ``json``) can follow them.
 
-Grammar libraries recurse into a schema, its definitions and its patterns on the C stack, and crash the process where
-that ends: llguidance 1.9 at about 1,600 levels of JSON. The bounds are well below.
+It does not import torch, so that a gateway can refuse a schema before any engine sees it. Grammar libraries recurse
+into a schema, its definitions and its patterns on the C stack, and crash the process when it overflows: llguidance 1.9
+at about 1,600 levels of JSON. The bounds are well below.
 """
 
 import re
@@ -19,30 +19,36 @@ INSTALL = "pip install 'rl-async[json]'"
 PACKAGE = "llguidance"
 
 MAX_BYTES = 100_000
-MAX_NESTING = 50  # objects and lists within each other
-MAX_LEVELS = 600  # of nesting in all: the schema's, and that of each place that a $ref names, since they may be a chain
+# How deeply objects and lists may be nested.
+MAX_NESTING = 50
+# The nesting of the schema plus that of every target of a $ref, since references may form a chain.
+MAX_LEVELS = 600
 MAX_DEFINITIONS = 300
 MAX_ENUM = 1_000
-MAX_PATTERN = 1_000  # characters
-MAX_GROUPS = 20  # in a pattern, within each other
-REMEMBERED = 256  # schemas
-SHOWN = 300  # characters of a library's message, which repeats the schema
+# The characters of a regular expression, and the depth of its groups.
+MAX_PATTERN = 1_000
+MAX_GROUPS = 20
+# The number of schemas whose check is cached.
+REMEMBERED = 256
+# At most this many characters of a library's message, which repeats the schema, are shown.
+SHOWN = 300
 
 _Place: TypeAlias = tuple[str | int, ...]
-_FORMATS = frozenset(  # of strings, that llguidance knows; it refuses others, which only annotate
-    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by names
-_DATA = ("const", "enum", "default", "examples")  # no schemas
+# llguidance refuses other formats of strings, although they are mere annotations.
+_FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+# The values of these keys map names to schemas.
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# The values of these keys are data and contain no schemas.
+_DATA = ("const", "enum", "default", "examples")
 _ESCAPE_OR_CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 @lru_cache(REMEMBERED)
 def problem(schema: str) -> str:
-    """Say why no answer can be kept to a schema, JSON text; empty if it can be, as far as is known here: without
-    llguidance only the bounds are examined.
+    """Say why answers cannot be restricted to a schema, JSON text; empty if they can be.
 
-    Blocks while the schema is compiled: milliseconds, and at most about a second for one at the library's limits.
+    Without llguidance only the bounds are checked. Blocks while the schema is compiled: for milliseconds, and for about
+    a second at the library's limits.
     """
     if (found := beyond_bounds(schema)) or find_spec(PACKAGE) is None:
         return found
@@ -56,7 +62,7 @@ def problem(schema: str) -> str:
 
 
 def beyond_bounds(schema: str) -> str:
-    """Say which bound a schema exceeds, and where in it, or that it is no JSON; empty if it is within all."""
+    """Name the bound that a schema exceeds, with the place, or describe invalid JSON; empty if it is within all."""
     if (size := len(schema.encode())) > MAX_BYTES:
         return f"the schema has {size} bytes; at most {MAX_BYTES} are accepted"
     try:
@@ -71,13 +77,13 @@ def beyond_bounds(schema: str) -> str:
 def grammar(schema: str) -> str:
     """Return a schema within the bounds as a grammar of llguidance.
 
-    Without ``no_forcing`` text that leaves no choice could be written as one sequence of tokens only.
+    With ``no_forcing``, text without alternatives may still be spelled with any of its tokenizations.
     """
     return f'%llguidance {{"no_forcing": true}}\nstart: %json {_one_line(schema)}'
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """Return a schema without the formats of strings that only annotate, such as the ``password`` of pydantic."""
+    """Return a schema without those formats of strings that are mere annotations, such as pydantic's ``password``."""
     if isinstance(schema, list):
         return [without_unknown_formats(item) for item in schema]
     if not isinstance(schema, dict):
@@ -98,11 +104,12 @@ def _one_line(schema: str) -> str:
 
 
 class _Measured:
-    """A schema, examined as it is constructed. Raises ValueError, which names the place, if it exceeds a bound."""
+    """Measures a schema as it is constructed. Raises ValueError, which names the place, if it exceeds a bound."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
-        self._nesting: dict[int, int] = {}  # of each object and list, by its identity
+        # The depth of each object and list, by identity.
+        self._nesting: dict[int, int] = {}
         self._refs: set[str] = set()
         whole = self._measure(schema, ())
         levels = whole + sum(self._nesting.get(id(self._named(ref)), whole) for ref in self._refs)
@@ -113,7 +120,7 @@ class _Measured:
             )
 
     def _measure(self, value: Any, place: _Place) -> int:
-        """Return how deeply objects and lists are nested in a value, itself included."""
+        """Return the depth of nested objects and lists in a value, including itself."""
         if not isinstance(value, (dict, list)):
             return 0
         if len(place) >= MAX_NESTING:
@@ -141,7 +148,7 @@ class _Measured:
                         _examine_pattern(pattern, (*place, key, pattern))
 
     def _named(self, ref: str) -> Any:
-        """Return what a $ref names by its path; None for another kind of name."""
+        """Return the target of a $ref that is a path; None for another kind of reference."""
         found = self._schema
         for step in unquote(ref.removeprefix("#")).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")

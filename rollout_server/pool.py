@@ -1,8 +1,8 @@
 """Many engines as one Generator: routing, version gate, probes, and replay of requests lost with an engine.
 
-Answers arrive in parts. What an engine sampled before it was lost is kept; only the rest is requested from another
+Answers arrive in parts. Tokens sampled before an engine was lost are kept; only the rest is requested from another
 engine, or from the same one when it is back, until the request's deadline. A request is never sent to two engines at
-once: taking the first to finish would favour short answers.
+once, since taking the first to finish would favour short answers.
 
 A request goes to the engine where it costs the least work, counted in tokens:
 
@@ -10,11 +10,11 @@ A request goes to the engine where it costs the least work, counted in tokens:
          + the request's own prompt, unless the conversation's last request ran there and its prefix is cached
 
 A conversation therefore stays where its prefix is cached while that saves more than waiting behind others costs, and
-leaves an engine whose cache is nearly full and which would soon preempt. Of more than CANDIDATES engines it is the
-cheapest of that many, drawn at random, and of the conversation's last one: the cost of a choice does not grow with the
-number of engines, and the pools of many workers, who all know the same loads of a moment ago, do not all choose the
-same engine. A batch is complete when its slowest answer is, so an engine whose pace is SLOW times that of the fastest
-gets a request only to be measured again, one at a time, or if no other has room and waiting for one would take longer.
+leaves an engine whose cache is nearly full and which would soon preempt. With more than CANDIDATES engines, the choice
+is among that many random ones and the conversation's last engine. Its cost then does not grow with the number of
+engines, and the pools of many workers, which see the same slightly outdated loads, do not all choose the same engine.
+A batch is complete when its slowest answer is, so an engine whose pace is SLOW times that of the fastest only gets
+single requests to be measured again, or requests that would wait even longer for room elsewhere.
 
 ``connect``, at the end, makes the client of each kind of engine, and ``engine_pool`` the pool of a run.
 """
@@ -50,35 +50,35 @@ from rl_async.rollout_server.api import (
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.rollout_server.vllm.client import VllmEngine
 
-# From this cache usage on, preemptions are taken to come from a full cache. A weight update preempts too, but once.
+# Above this cache usage, preemptions are attributed to a full cache. A weight update also preempts, but only once.
 FULL = 0.9
-# Factors of a member's limit.
+# The factors that adapt a member's limit.
 SHRINK, GROW = 0.75, 1.05
 MIN_LIMIT = 4
 SESSIONS_REMEMBERED = 100_000
 CANDIDATES = 32
 SLOW = 2.0
-# Paces that differ by less than this, in seconds per token, are alike.
+# No engine counts as faster than this many seconds per token.
 FASTEST_S = 0.001
-# An engine has a pace from so many tokens on; what was heard before counts half as much after each HALF_LIFE_S.
+# An engine's pace is known after this many tokens; older observations lose half their weight with each HALF_LIFE_S.
 EVIDENCE, HALF_LIFE_S = 16, 5.0
-# A wait for tokens counts this long at most, or LONGEST_GAP times as long as usual: engines pause for new weights.
+# A wait for tokens counts for at most this long, or LONGEST_GAP times the usual, since engines pause for new weights.
 LONGEST_GAP_S, LONGEST_GAP = 1.0, 10.0
-# A slow engine is measured again after so long, and so many times as long as its last request took.
+# A slow engine is measured again after this long, and after this many times the length of its last request.
 TRY_AGAIN_S, TRY_AGAIN = 20.0, 20.0
-# The fastest of many engines is looked for so often.
+# The fastest of many engines is determined this often.
 FASTEST_EVERY_S = 1.0
-# Weight of the newest request in the usual length of one.
+# The weight of the newest request in the moving average of their lengths.
 NEWEST = 0.1
-# An engine that failed a request gets no other for BACKOFF_S, which is doubled for each one that it swallowed.
+# An engine that failed a request gets no other for BACKOFF_S, doubled for each request that it let run out of time.
 BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
-# A deadline that is looked at so late passed while this process itself was held up.
+# If a deadline is checked this late, this process itself was held up.
 LATE_S = 1.0
 PROBE_EVERY_S = 2.0
-# Of more engines, those that failed lately are probed, and then those whose last probe is longest ago.
+# With more engines, those that failed recently are probed first, and then those probed longest ago.
 PROBES_AT_ONCE = 128
 PROBE_S = 5.0
-# After so many missed probes in a row an engine's requests go elsewhere.
+# After this many missed probes in a row, an engine's requests go elsewhere.
 MAX_MISSED_PROBES = 2
 WATCH_S = 10.0
 
@@ -90,9 +90,9 @@ C = TypeVar("C")
 
 
 class Pace:
-    """How long an engine takes for a token of one answer, a mean over all answers that are read, the newer ones first.
+    """The time of an engine for a token of one answer: a mean over all answers, weighted towards newer ones.
 
-    It does not measure how many answers the engine decodes at once: one that has little to do is not slow.
+    It does not measure throughput, since an engine with little to do is not slow.
     """
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ class Pace:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per token; None until EVIDENCE tokens were heard."""
+        """Seconds per token; None until EVIDENCE tokens have arrived."""
         return self._seconds / self._tokens if self._tokens >= EVIDENCE else None
 
     def hear(self, tokens: int, seconds: float, now: float) -> None:
-        """Take in that ``tokens`` tokens of one answer came ``seconds`` after those before them."""
+        """Record that ``tokens`` tokens of one answer came ``seconds`` after the previous ones."""
         usual = tokens * (self.seconds or 0.0)
         kept = 0.5 ** ((now - self.heard_at) / HALF_LIFE_S)
-        # Old evidence weighs little, but is evidence until there is newer.
+        # Old observations weigh little, but still EVIDENCE tokens until newer ones replace them.
         kept = max(kept, min(1.0, EVIDENCE / max(1.0, self._tokens)))
         self._tokens = kept * self._tokens + tokens
         self._seconds = kept * self._seconds + min(seconds, max(LONGEST_GAP_S, LONGEST_GAP * usual))
@@ -122,33 +122,33 @@ class Pace:
 
 
 class PoolMember(Generic[C]):
-    """One engine of the pool: its client, its load, and how many requests it may hold at once.
+    """One engine of the pool: its client, its load, and the number of requests that it may hold at once.
 
-    The engine decodes ``max_batch`` requests at once. More would only wait there, where they cannot move to another
-    engine, so ``limit`` starts a quarter above it, just enough to refill a slot at once. It shrinks while the engine
-    preempts because its cache is full, and grows back when it does not.
+    The engine decodes ``max_batch`` requests at once. More would only wait there, unable to move to another engine, so
+    ``limit`` starts a quarter above it, just enough to refill slots immediately. It shrinks while the engine preempts
+    because its cache is full, and grows back when it does not.
     """
 
     def __init__(self, record: EngineRecord, client: C, max_batch: int) -> None:
         self.record, self.client = record, client
-        # This pool's requests in flight, and the most tokens that they may come to.
+        # This pool's requests in flight, and an upper bound for their tokens.
         self.requests = self.tokens = 0
         self.limit = self._max_limit = float(max(MIN_LIMIT, math.ceil(1.25 * max_batch)))
         self.backoff_until = 0.0
-        # Requests in a row that the engine let run out of time.
+        # Consecutive requests that the engine let run out of time.
         self.swallowed = 0
-        # Missed in a row, and when the latest began.
+        # Consecutive missed probes, and the time of the latest probe.
         self.missed_probes = 0
         self.probed_at = 0.0
-        # Set when the engine left the registry or does not answer probes.
+        # Set when the engine has left the registry or does not answer probes.
         self.gone = asyncio.Event()
         self.pace = Pace()
-        # Seconds that its latest request took.
+        # The seconds of its latest request.
         self.took_s = 0.0
-        # Reads of its answers expire at once when it is gone.
+        # The reads of its answers, which expire at once when it is gone.
         self.reads: set[asyncio.Timeout] = set()
         self._load: EngineLoad | None = None
-        # Whether the last load showed preemptions with a full cache.
+        # Whether the last probe showed preemptions with a full cache.
         self._pressed = False
 
     @property
@@ -156,7 +156,7 @@ class PoolMember(Generic[C]):
         return self.record.engine_id
 
     def adopt(self, record: EngineRecord) -> None:
-        """Take in what the registry says now. The requests of an engine that was withdrawn move elsewhere."""
+        """Adopt the engine's new entry in the registry. The requests of a withdrawn engine move elsewhere."""
         withdrawn = self.record.version is not None and record.version is None
         returned = self.record.version is None and record.version is not None
         self.record = record
@@ -172,11 +172,11 @@ class PoolMember(Generic[C]):
 
     @property
     def room(self) -> int:
-        """The number of requests that it may still take."""
+        """The number of further requests that it may take."""
         return max(0, math.ceil(self.limit - self.requests))
 
     def is_slow(self, fastest: float | None, now: float) -> bool:
-        """Whether requests had better go elsewhere: it is slow, and it is not time to measure it again."""
+        """Whether requests should go elsewhere, since it is slow and not yet due to be measured again."""
         due = not self.requests and now - self.pace.heard_at >= max(TRY_AGAIN_S, TRY_AGAIN * self.took_s)
         return not due and self.pace.slowness(fastest) >= SLOW
 
@@ -187,10 +187,10 @@ class PoolMember(Generic[C]):
             expire(read)
 
     def backlog(self, request: GenerateRequest) -> float:
-        """Return the tokens ahead of a new request, other clients' included, divided by the free share of the cache.
+        """Return the tokens ahead of a new request, including other clients', divided by the free share of the cache.
 
-        Other clients' requests are known by number only; each is taken to be as long as ours on average, or, if we
-        have none there, as ``request``.
+        Only the number of other clients' requests is known. Each is assumed to be as long as the average of this pool's
+        requests there or, without any, as ``request``.
         """
         if self._load is None:
             return float(self.tokens)
@@ -199,7 +199,7 @@ class PoolMember(Generic[C]):
         return (self.tokens + others * each) / (1.0 - min(self._load.cache_usage, 0.95))
 
     def observe(self, load: EngineLoad) -> None:
-        """Take in a probe's result and adapt the limit, which shrinks when two probes in a row show preemptions with a
+        """Record a probe's result and adapt the limit, which shrinks when two probes in a row show preemptions with a
         full cache."""
         before, self._load = self._load, load
         pressed = before is not None and load.cache_usage >= FULL and _more_preempted(before, load)
@@ -221,7 +221,7 @@ class PoolMember(Generic[C]):
 
 
 class OpenMembers(Generic[C]):
-    """The engines that have room, kept as requests begin and end so that none is looked for among all engines."""
+    """The engines with room, updated as requests begin and end, so that no choice has to search all engines."""
 
     def __init__(self) -> None:
         # Unordered, so that a removal is quick.
@@ -229,7 +229,7 @@ class OpenMembers(Generic[C]):
         self._at: dict[PoolMember[C], int] = {}
 
     def refresh(self, member: PoolMember[C]) -> None:
-        """Add the engine if it has room now, else remove it."""
+        """Add or remove the engine, depending on whether it has room now."""
         if not member.room:
             self.remove(member)
         elif member not in self._at:
@@ -237,7 +237,7 @@ class OpenMembers(Generic[C]):
             self.members.append(member)
 
     def remove(self, member: PoolMember[C]) -> None:
-        """Remove the engine, if it is here."""
+        """Remove the engine if it is a member."""
         at = self._at.pop(member, None)
         if at is None:
             return
@@ -247,13 +247,14 @@ class OpenMembers(Generic[C]):
 
 
 class Router(Generic[C]):
-    """Chooses engines, and remembers which one served each conversation last."""
+    """Chooses engines, and remembers the last engine of each conversation."""
 
     def __init__(self) -> None:
-        # By session, least recently used first. A dict looks at all keys that were deleted to find its first one.
+        # The last engine by session, least recently used first. Finding a plain dict's first key would scan all deleted
+        # ones.
         self._last: OrderedDict[str, PoolMember[C]] = OrderedDict()
         self._random = random.Random()
-        # Seconds that a request usually takes on an engine that is not slow.
+        # The usual length of a request in seconds, on engines that are not slow.
         self._usual_s = 0.0
         self._fastest: tuple[float, float | None] = (-math.inf, None)
 
@@ -300,13 +301,13 @@ class Router(Generic[C]):
         return best
 
     def ended(self, member: PoolMember[C], seconds: float) -> None:
-        """Record how long a request took on an engine, to estimate how long waiting for another one pays."""
+        """Record the length of a request on an engine, to estimate how long waiting for another one pays."""
         member.took_s = seconds
         if member.pace.slowness(self._fastest[1]) < SLOW:
             self._usual_s += (NEWEST if self._usual_s else 1.0) * (seconds - self._usual_s)
 
     def _fastest_of(self, members: Collection[PoolMember[C]], version: Version, now: float) -> float | None:
-        """Return the pace of the fastest engine that serves ``version``; of many it is not looked for each time."""
+        """Return the pace of the fastest engine that serves ``version``, cached for a while if there are many."""
         if len(members) <= CANDIDATES or now >= self._fastest[0]:
             paces = [m.pace.seconds for m in members if m.serves(version, now)]
             self._fastest = now + FASTEST_EVERY_S, min((pace for pace in paces if pace is not None), default=None)
@@ -314,13 +315,13 @@ class Router(Generic[C]):
 
 
 def expire(read: asyncio.Timeout) -> None:
-    """Have the block of a timeout end with TimeoutError now, unless it is ending so already."""
+    """Make the block of a timeout end with TimeoutError now, unless it already does."""
     if not read.expired():
         read.reschedule(0.0)
 
 
 def _more_preempted(before: EngineLoad, now: EngineLoad) -> bool:
-    """Whether the engine preempted in between, or has more requests that wait for it: it reports one of the two."""
+    """Whether preemptions or preempted requests, of which the engine reports one, have increased."""
     numbers = (before.preemptions, now.preemptions), (before.preempted, now.preempted)
     return any(old is not None and new is not None and new > old for old, new in numbers)
 
@@ -333,7 +334,7 @@ def _max_tokens(request: GenerateRequest) -> int:
 
 
 class StreamingClient(Protocol):
-    """An engine's client, as the pool uses it. Methods raise EngineLost and EngineRejected."""
+    """The pool's view of an engine's client. Methods raise EngineLost and EngineRejected."""
 
     def stream(self, request: GenerateRequest, *, session: str) -> AsyncGenerator[GenerateResult, None]: ...
     async def load(self) -> EngineLoad: ...
@@ -348,14 +349,14 @@ class RegistryReader(Protocol):
 
 
 class _Progress:
-    """A request, its answer so far, and its deadline, which every new token extends."""
+    """A request, its answer so far, and its deadline, which each new token extends."""
 
     def __init__(self, request: GenerateRequest, session: str, timeout_s: float, heard: Heard | None) -> None:
         self.request, self.session, self._timeout_s, self._heard = request, session, timeout_s, heard
         self.done = EMPTY
-        # The engine that was asked last.
+        # The last engine that got the request.
         self.engine = ""
-        # Engines that let the deadline pass.
+        # Engines that have let the deadline pass.
         self._tried: set[str] = set()
         self.extend_deadline()
 
@@ -363,18 +364,18 @@ class _Progress:
     def unfinished(self) -> bool:
         """Whether tokens are missing.
 
-        They are examined too, since an engine may be lost after the last token and before it reports why it finished.
+        The tokens decide too, since an engine may be lost after the last token and before it reports a finish reason.
         """
         return self.done.finish_reason == "abort" and not (self._full or self._stopped)
 
     @property
     def rest(self) -> GenerateRequest:
-        """The request for the tokens that are still missing."""
+        """The request for the missing tokens."""
         return continuation(self.request, self.done)
 
     @property
     def result(self) -> GenerateResult:
-        """The joined parts, with the finish reason that the tokens imply if no engine reported one."""
+        """The joined parts. If no engine reported a finish reason, the tokens imply it."""
         implied = "stop" if self._stopped else "length"
         reason = implied if self.done.finish_reason == "abort" else self.done.finish_reason
         return msgspec.structs.replace(self.done, finish_reason=reason, engine=self.engine)
@@ -396,7 +397,7 @@ class _Progress:
                 self._heard(self.done.token_ids)
 
     def moves_from(self, engine_id: str, members: "Mapping[str, PoolMember[StreamingClient]]", now: float) -> bool:
-        """Start the timeout again if an engine serves that has not yet let it pass, as ``engine_id`` has now."""
+        """Record that ``engine_id`` let the deadline pass; restart it if an engine serves that has not yet done so."""
         self._tried.add(engine_id)
         others = [member for name, member in members.items() if name not in self._tried]
         if not any(member.serves(self.request.min_version, now) for member in others):
@@ -405,7 +406,7 @@ class _Progress:
         return True
 
     def extend_deadline(self) -> None:
-        """Start the timeout again: a token arrived, or none could have."""
+        """Restart the timeout, since a token arrived or none could have."""
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
@@ -419,8 +420,7 @@ class _Progress:
 
 
 class _Waiter:
-    """A request that waits for an engine with room and with at least ``version``; ``called`` is set when there is
-    one."""
+    """A request that waits for room on an engine with at least ``version``; ``called`` is set when one has room."""
 
     def __init__(self, version: Version) -> None:
         self.version = version
@@ -430,8 +430,8 @@ class _Waiter:
 class EnginePool:
     """Sends each request to one of the registered engines, and moves it when that engine is lost.
 
-    ``connect`` makes the client of a newly registered engine, which decodes ``max_batch`` requests at once.
-    ``timeout_s`` is how long a request may go without a new token while its engine is awake.
+    ``connect`` makes the client of a newly registered engine, which decodes ``max_batch`` requests at once. A request
+    fails after ``timeout_s`` without a new token while its engine is awake.
     """
 
     def __init__(self, connect: Callable[[EngineRecord], StreamingClient], timeout_s: float, max_batch: int) -> None:
@@ -439,13 +439,13 @@ class EnginePool:
         self._members: dict[str, PoolMember[StreamingClient]] = {}
         self._open: OpenMembers[StreamingClient] = OpenMembers()
         self._router: Router[StreamingClient] = Router()
-        # An ordered set: first come, first served.
+        # An ordered set, so that waiters are served in the order of their arrival.
         self._waiters: dict[_Waiter, None] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.replayed = 0
 
     def update(self, engines: EngineList) -> None:
-        """Adopt a registry: new engines join, missing ones leave, versions advance."""
+        """Adopt the state of the registry: new engines join, missing ones leave, versions advance."""
         current = {record.engine_id: record for record in engines.engines}
         for engine_id in self._members.keys() - current.keys():
             member = self._members.pop(engine_id)
@@ -465,8 +465,8 @@ class EnginePool:
     async def watch(self, registry: RegistryReader) -> None:
         """Follow the registry, and the health of its engines, until cancelled.
 
-        Consumes the queue's engine list and the engines' load; produces routes; waits for a change of the list, at most
-        WATCH_S at a time, and for the clock. A ProtocolError ends it too, in an ExceptionGroup.
+        Consumes the queue's engine list and the engines' loads; produces routes; waits for a change of the list, at
+        most WATCH_S at a time, and for the clock. A ProtocolError also ends it, in an ExceptionGroup.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow(registry), name="engine registry")
@@ -474,9 +474,9 @@ class EnginePool:
 
     async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
         """Sample on engines that serve at least ``request.min_version``, keeping the tokens of engines that were lost
-        or gave the request up. ``heard`` gets the tokens as they come.
+        or aborted the request. ``heard`` gets the tokens as they arrive.
 
-        A request that an engine swallowed goes to each other one that serves, with a deadline of its own. Raises
+        If an engine lets the deadline pass, each other serving engine gets the request with a new deadline. Raises
         EngineRejected at once, and EngineLost when no token arrived within the deadline.
         """
         progress = _Progress(request, session, self._timeout_s, heard)
@@ -517,14 +517,14 @@ class EnginePool:
         return progress.result
 
     async def close(self) -> None:
-        """Close the clients of all engines, those that have left included."""
+        """Close the clients of all engines, including those that have left."""
         for member in self._members.values():
             await member.client.close()
         await to_the_end(*self._closing)
 
     def _wake_waiters(self) -> None:
-        """Wake as many waiters, in their order, as there is room for. Waking all of them for every request that ends
-        would cost the square of their number."""
+        """Wake waiters in their order, as many as there is room for. Waking all of them after every request would cost
+        the square of their number."""
         if not self._waiters:
             return
         now = time.monotonic()
@@ -563,7 +563,7 @@ class EnginePool:
     async def _probe_all(self) -> None:
         """Probe members each PROBE_EVERY_S seconds, at most PROBES_AT_ONCE; see ``watch``.
 
-        The pool of every worker does so: without a bound, workers times engines would be probed.
+        The bound matters because the pool of every worker does so.
         """
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
@@ -597,13 +597,12 @@ class EnginePool:
             self._wake_waiters()
 
     def _refresh(self, member: PoolMember[StreamingClient]) -> None:
-        """Note whether the engine has room, unless it has left."""
+        """Update the engine's place among those with room, unless it has left."""
         if self._members.get(member.engine_id) is member:
             self._open.refresh(member)
 
     async def _read_answer(self, member: PoolMember[StreamingClient], progress: _Progress) -> None:
-        """Read the engine's answer. While the engine sleeps (the trainer has its device) the deadline is extended; a
-        hung engine does not report that it sleeps.
+        """Read the engine's answer, extending the deadline while the engine reports that it sleeps.
 
         Raises EngineLost, EngineRejected, or TimeoutError after the deadline.
         """
@@ -638,7 +637,7 @@ class EnginePool:
                     return member
                 self._waiters[waiter] = None
                 if any(other.serves(waiter.version, now) for other in members):
-                    # Engines are there, but busy.
+                    # The engines that serve this version are busy.
                     progress.extend_deadline()
                 elif progress.expired():
                     known = ", ".join(f"{m.record.engine_id} at {m.record.version}" for m in members)
@@ -650,19 +649,21 @@ class EnginePool:
                     async with asyncio.timeout(min(progress.remaining_s, BACKOFF_S)):
                         await waiter.called.wait()
                 except TimeoutError:
-                    # The back-off of an engine may be over.
+                    # An engine may have finished backing off.
                     continue
                 waiter.called.clear()
         finally:
             self._waiters.pop(waiter, None)
-            # The request leaves or found room elsewhere, so the next one may have its room.
+            # This request did not use the room that it was woken for, so the next one may have it.
             if waiter.called.is_set():
                 self._wake_waiters()
 
 
 class _Deadline:
-    """Expires a ``read`` that has got no token until its deadline, unless the engine sleeps. Not a task for each read:
-    answers are short, and every further task costs a turn of the event loop, and other requests go first."""
+    """Expires a ``read`` without a token until its deadline, unless the engine sleeps.
+
+    It uses a timer and not a task per read: answers are short, and each further task costs a turn of the event loop.
+    """
 
     def __init__(self, read: asyncio.Timeout, client: StreamingClient, progress: _Progress) -> None:
         self._read, self._client, self._progress = read, client, progress
@@ -670,7 +671,7 @@ class _Deadline:
         self._wait()
 
     def cancel(self) -> None:
-        """Let the read be: it is over."""
+        """Stop the timer, since the read is over."""
         self._timer.cancel()
         if self._asking is not None:
             self._asking.cancel()
@@ -680,13 +681,13 @@ class _Deadline:
 
     def _check(self) -> None:
         if self._progress.expired(by_s=LATE_S):
-            # What the engine sent meanwhile is read first.
+            # Tokens that the engine sent meanwhile are read first.
             self._progress.extend_deadline()
             self._wait()
         elif self._progress.expired():
             self._asking = asyncio.ensure_future(self._ask())
         else:
-            # A part arrived meanwhile.
+            # A part that arrived meanwhile has extended the deadline.
             self._wait()
 
     async def _ask(self) -> None:
@@ -730,10 +731,10 @@ def connect(
     *,
     token: str = "",
 ) -> EngineClient:
-    """Return a client of the engine at ``url``; nothing is sent yet. Raises ProtocolError for an unknown kind.
+    """Return a client of the engine at ``url``, without connecting. Raises ProtocolError for an unknown kind.
 
-    Up to ``max_coalesced`` requests for one prompt are sent as one, where the dialect has such requests. ``lineage`` is
-    that of the trainer that updates the engine's weights, ``token`` that of the run that the engine serves.
+    Up to ``max_coalesced`` requests for one prompt are sent as one, if the dialect supports that. ``lineage`` is that
+    of the trainer that updates the engine's weights, ``token`` that of the run that the engine serves.
     """
     match kind:
         case "embedded" | "vllm":
@@ -751,10 +752,10 @@ def connect(
 
 
 def engine_pool(config: RolloutConfig, token: str) -> EnginePool:
-    """Return a pool without engines; its ``watch`` finds them. ``token`` is the run's, for its engines."""
+    """Return a pool without engines, which its ``watch`` adds. ``token`` is the run's token for engines."""
 
     def client(record: EngineRecord) -> EngineClient:
-        # The pool keeps the deadline, since time in which engines sleep does not count. So the client has none.
+        # The client has no deadline: the pool keeps it, since the time while engines sleep does not count.
         return connect(record.kind, record.url, timeout_s=None, max_coalesced=config.max_batch_size, token=token)
 
     return EnginePool(client, config.request_timeout_s, config.max_batch_size)

@@ -2,6 +2,6 @@
 
     server.py (HTTP) -> engine_thread.py -> core.py -> sampler.py, cache.py
 
-Requests arrive over HTTP and become ``Sequence`` objects, which the engine's thread passes to the core; each iteration
+Requests arrive over HTTP and become ``Sequence`` objects, which the engine's thread passes to the core. Each iteration
 of the core admits, prefills and decodes. ``LocalEngine`` is the same engine without a server, in the caller's process.
 """

@@ -1,13 +1,13 @@
-"""What the engine remembers of tokens: keys and values, of running sequences and of prefixes, and experts.
+"""The engine's caches: keys and values of running sequences and of prefixes, and the experts of their tokens.
 
 ``SlotCache`` has a slot for each running sequence, slots 0 to n-1 in use, each filled to its own length. The last slots
 are moved into freed ones, so that slots in use stay contiguous and a decode step reads plain views.
 
-``PrefixCache`` has the prefixes that later prompts may begin with: the last turn's conversation, a group's prompt. A
-block holds those of BLOCK tokens, of all layers, and is known by its tokens and the block before it, exactly and not by
-a hash that two prefixes could share. All blocks are of the weights in use: ``clear`` is called when these change.
+``PrefixCache`` holds prefixes that later prompts may begin with: the last turn's conversation, a group's prompt. A
+block holds the keys and values of BLOCK tokens in all layers. Its key is its tokens and the previous block, not a hash,
+which two prefixes could share. All blocks belong to the weights in use: ``clear`` is called when these change.
 
-``RouteRecorder`` records which experts a model's routers choose, so that the trainer can replay them.
+``RouteRecorder`` records the experts that a model's routers choose, so that the trainer can replay them.
 """
 
 import itertools
@@ -29,8 +29,8 @@ from rl_async.model_files import experts_of
 
 
 class RouteRecorder:
-    """Listens to the routers of a decoder's layers. ``shape`` is (layers, experts per token); a layer without experts
-    has zeros."""
+    """Records the choices of a decoder's routers. ``shape`` is (layers, experts per token); layers without experts have
+    zeros."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -42,12 +42,11 @@ class RouteRecorder:
                 router.register_forward_hook(partial(self._note, number))
 
     def _note(self, layer: int, _module: nn.Module, _arguments: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keep the experts [N, k] that a router chose: the last of what Transformers' routers return."""
+        """Keep the experts [N, k] that a router chose, the last output of Transformers' routers."""
         self._chosen[layer] = output[2]
 
     def take(self, rows: int, width: int) -> Tensor:
-        """Return what was chosen in the last pass, over ``rows`` sequences of ``width`` tokens: [rows, width, layers,
-        k]."""
+        """Return the choices of the last pass over ``rows`` sequences of ``width`` tokens, [rows, width, layers, k]."""
         device = next(iter(self._chosen.values())).device
         chosen = torch.zeros((rows * width, *self.shape), dtype=self.dtype, device=device)
         for layer, experts in self._chosen.items():
@@ -57,22 +56,23 @@ class RouteRecorder:
 
 
 def make_recorder(model: Any) -> RouteRecorder | None:
-    """Return a recorder of the model's routers; None for a model without experts."""
+    """Return a recorder for the model's routers; None for a model without experts."""
     return RouteRecorder(model) if experts_of(model.config) else None
 
 
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [slots, kv_heads, length, head_dim]. The owning cache determines where to write."""
+    """Keys and values of one layer, [slots, kv_heads, length, head_dim], written where the owning cache says."""
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()
-        self._owner: SlotCache = weakref.proxy(owner)  # a cycle would keep memory until Python collects garbage
+        # A reference cycle would hold the memory until Python collects garbage.
+        self._owner: SlotCache = weakref.proxy(owner)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate keys and values in the dtype and on the device of the first ones to be written."""
+        """Allocate keys and values with the dtype and device of the first ones written."""
         heads, dim = key_states.shape[1], key_states.shape[3]
         shape = (self._owner.slots, heads, self._owner.length, dim)
         self.keys, self.values = key_states.new_zeros(shape), value_states.new_zeros(shape)
@@ -89,7 +89,7 @@ class _SlotLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write whole prompts, their ends, or one position per slot, and return what to attend to."""
+        """Write whole prompts, their ends, or one position per slot; return the keys and values to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner, (count, _, width, _) = self._owner, key_states.shape
@@ -113,7 +113,7 @@ class _SlotLayer(CacheLayerMixin):
         self.values[target, :, :width] = self.values[source, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask size for whole prompts, which attend to their own keys only; other passes have a mask."""
+        """Return the mask size for whole prompts, which only attend to their own keys; other passes have a mask."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -124,7 +124,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _SlotRoutes:
-    """The experts that each slot's tokens went through, [slots, length, layers, k], beside their keys and values."""
+    """The experts of each slot's tokens, [slots, length, layers, k], placed like their keys and values."""
 
     def __init__(self, owner: "SlotCache", shape: tuple[int, int], dtype: torch.dtype) -> None:
         self._owner: SlotCache = weakref.proxy(owner)
@@ -136,7 +136,7 @@ class _SlotRoutes:
         self.experts[:used, :width] = old[:used, :width]
 
     def update(self, chosen: Tensor) -> None:
-        """Write those of the last pass, [rows, width, layers, k], where it wrote keys and values."""
+        """Write the experts of the last pass, [rows, width, layers, k], where it wrote keys and values."""
         owner, (count, width) = self._owner, chosen.shape[:2]
         if owner.positions is None:
             self.experts[owner.first : owner.first + count, :width] = chosen
@@ -148,8 +148,8 @@ class _SlotRoutes:
 
 
 class SlotCache(Cache):
-    """Cache of all layers, of at most ``capacity`` tokens. ``prefill_at``, ``extend_at`` or ``decode_at`` determines
-    where the next forward pass writes. With a ``recorder`` it also holds the experts that tokens went through."""
+    """Cache of all layers, for at most ``capacity`` tokens. ``prefill_at``, ``extend_at`` or ``decode_at`` determines
+    where the next forward pass writes. With a ``recorder`` it also holds the experts of tokens."""
 
     def __init__(
         self,
@@ -165,7 +165,8 @@ class SlotCache(Cache):
         self.slot_numbers = torch.arange(max_slots, device=device)
         self.first = self.view = 0
         self.positions: Tensor | None = None
-        self.picked: tuple[Tensor, Tensor] | None = None  # rows and columns of a padded pass that are real tokens
+        # The rows and columns of real tokens in a padded pass.
+        self.picked: tuple[Tensor, Tensor] | None = None
         self._slot_layers = [_SlotLayer(self) for _ in range(layers)]
         self._recorder = recorder
         self._routes = None if recorder is None else _SlotRoutes(self, recorder.shape, recorder.dtype)
@@ -173,17 +174,17 @@ class SlotCache(Cache):
 
     @property
     def tokens(self) -> int:
-        """The tokens for which memory is allocated."""
+        """The number of tokens that the allocated memory can hold."""
         return self.slots * self.length
 
     def fits(self, slots: int, length: int) -> bool:
-        """Whether so many slots of this length are within the capacity."""
+        """Whether this many slots of this length are within the capacity."""
         return slots * length <= self.capacity
 
     def reserve(self, slots: int, length: int, used: int, width: int) -> None:
-        """Have at least this size, which fits, keeping the first ``used`` slots, positions below ``width``.
+        """Grow to at least this size, which fits, keeping the first ``used`` slots, positions below ``width``.
 
-        Memory that was needed once is given back when nothing is kept and much less would do.
+        If nothing has to be kept and much less memory would do, the cache shrinks instead.
         """
         if not used and self.tokens > 8 * math.prod(self._ample(slots, length)):
             self.slots = self.length = 0
@@ -228,12 +229,12 @@ class SlotCache(Cache):
                 self._routes.experts[b, :width] = self._routes.experts[a, :width]
 
     def record(self, rows: int, width: int) -> None:
-        """Keep the experts that the tokens [rows, width] of the last pass went through, if they are recorded."""
+        """Keep the experts of the tokens [rows, width] of the last pass, if they are recorded."""
         if self._routes is not None and self._recorder is not None:
             self._routes.update(self._recorder.take(rows, width))
 
     def routes(self, slot: int, start: int, end: int) -> Tensor | None:
-        """Return a copy of the experts of a slot's tokens, [end - start, layers, k]; None if none are recorded."""
+        """Return a copy of the experts of a slot's tokens, [end - start, layers, k]; None if they are not recorded."""
         return None if self._routes is None else self._routes.experts[slot, start:end].clone()
 
     def write_routes(self, slot: int, experts: Tensor) -> None:
@@ -255,7 +256,7 @@ class SlotCache(Cache):
             layer.values[slot, :, : data.shape[3]] = part[1]
 
     def nbytes(self) -> int:
-        """Return the bytes allocated for keys and values of all layers, and for records of experts."""
+        """Return the bytes allocated for keys and values of all layers, and for experts."""
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in self._slot_layers if layer.is_initialized)
         return held + (0 if self._routes is None else self._routes.experts.nbytes)
 
@@ -263,7 +264,7 @@ class SlotCache(Cache):
 def cache_tokens(
     model: Any, max_batch: int, max_length: int, cache_bytes: int | None, recorder: RouteRecorder | None = None
 ) -> int:
-    """Return the tokens that the cache holds. Raises UserError if the longest sequence would not fit."""
+    """Return the capacity of the cache in tokens. Raises UserError if the longest sequence would not fit."""
     config, most = model.config, 2 * max_batch * max_length
     if cache_bytes is None:
         return most
@@ -281,25 +282,29 @@ def cache_tokens(
 
 
 def _doubled(number: int) -> int:
-    """Return the smallest power of two that is not less."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
-BLOCK = 16  # tokens
-Key = tuple[int, tuple[int, ...]]  # number of the block before it, its tokens
+# The number of tokens in a block.
+BLOCK = 16
+# The number of the previous block, and the tokens of this one.
+Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """``data`` is [layers, 2, kv_heads, BLOCK, head_dim]: keys and values; ``routes`` [BLOCK, layers, k]: experts."""
+    """Keys and values of BLOCK tokens, ``data`` [layers, 2, kv_heads, BLOCK, head_dim], and their experts, if recorded,
+    ``routes`` [BLOCK, layers, k]."""
 
     number: int
     data: Tensor
-    routes: Tensor | None = None  # None: not recorded
+    routes: Tensor | None = None
 
 
 class PrefixCache:
-    """Blocks in the order of their last use; a block counts as used after those behind it, which are evicted first."""
+    """Blocks in the order of their last use. A block counts as used later than its successors, which are evicted
+    first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[Key, Block] = OrderedDict()
@@ -308,7 +313,7 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the blocks hold."""
+        """The size of all blocks in bytes."""
         return len(self._blocks) * self._block_bytes
 
     def find(self, tokens: Sequence[int]) -> list[Block]:
@@ -325,7 +330,7 @@ class PrefixCache:
         """Keep the whole blocks of ``tokens``, evicting others so that all together hold at most ``room`` tokens.
 
         ``read(start, end)`` returns keys and values, [layers, 2, kv_heads, end - start, head_dim], and ``routes`` the
-        experts that these tokens went through, [end - start, layers, k], if they are recorded.
+        experts of these tokens, [end - start, layers, k], if they are recorded.
         """
         end = min(len(tokens), room) // BLOCK * BLOCK
         known = self._walk(tokens[:end])
@@ -345,16 +350,15 @@ class PrefixCache:
         self.shrink(room)
 
     def shrink(self, room: int) -> None:
-        """Evict the least recently used blocks until the others hold at most ``room`` tokens."""
+        """Evict the least recently used blocks until the rest holds at most ``room`` tokens."""
         while len(self._blocks) * BLOCK > room:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self._blocks.clear()
 
     def _walk(self, tokens: Sequence[int]) -> list[Block]:
-        """Return the known blocks that ``tokens`` begin with, and count them as used."""
+        """Return the known blocks at the beginning of ``tokens``, and mark them as used."""
         keys: list[Key] = []
         found: list[Block] = []
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
@@ -375,6 +379,6 @@ def joined(blocks: Sequence[Block]) -> Tensor:
 
 
 def joined_routes(blocks: Sequence[Block]) -> Tensor | None:
-    """Return the experts of the blocks' tokens as one tensor [tokens, layers, k]; None if none are recorded."""
+    """Return the experts of the blocks' tokens as one tensor [tokens, layers, k]; None if they are not recorded."""
     parts = [block.routes for block in blocks if block.routes is not None]
     return torch.cat(parts) if parts else None

@@ -1,12 +1,12 @@
-"""Continuous batching around a Transformers causal LM, one iteration at a time. No threads and no sockets.
+"""Continuous batching around a Transformers causal LM, one iteration at a time, without threads or sockets.
 
-An iteration admits waiting sequences and prefills them in a padded pass, and those that begin with a known prefix in
-another; equal prompts are computed once. Then it decodes all running sequences. Log-probabilities are those of a plain
-forward pass, whatever shares the batch.
+An iteration admits waiting sequences and prefills them in a padded pass, and those with a known prefix in another one;
+equal prompts are computed once. Then it decodes all running sequences. Log-probabilities are those of a plain forward
+pass, independently of the rest of the batch.
 
-A ``Sequence`` is one sample of one request, from submission to its finish reason. Before the scheduler stand the
-models that it serves, and their attention: SDPA as Transformers calls it, but layers with a window attend in blocks
-where they have no mask.
+A ``Sequence`` is one sample of one request, from submission to its finish reason. The served models and their attention
+are defined before the scheduler: SDPA as Transformers calls it, except that layers with a window and without a mask
+attend in blocks.
 """
 
 import inspect
@@ -49,8 +49,8 @@ from rl_async.tracing import Value
 class Sequence:
     """A prompt and the tokens sampled for it so far; ``index`` numbers the samples of one request.
 
-    ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` count samples only. ``deliver`` is called in the
-    engine's thread, once, when the sequence is finished; ``progress``, if set, after every ``stream_interval`` tokens.
+    ``tokens`` holds prompt and samples; ``logprobs`` and ``runs`` only cover samples. In the engine's thread,
+    ``deliver`` is called once the sequence is finished, and ``progress`` after every ``stream_interval`` tokens.
     """
 
     request_id: str
@@ -63,26 +63,26 @@ class Sequence:
     progress: Callable[["Sequence"], None] | None = None
     stream_interval: int = 1
     index: int = 0
-    # The grammar that samples must follow, and why it allows no further token.
+    # The grammar that samples must follow, and the reason if it allows no further token.
     matcher: Matcher | None = None
     stuck: str = ""
     logprobs: list[float] = field(default_factory=list)
-    # Versions with the number of the first token that each sampled.
+    # Each version with the number of its first sampled token.
     runs: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_length: int = 0
-    # Tokens of the prompt that came from the cache.
+    # The number of prompt tokens that came from the cache.
     cached_tokens: int = 0
-    # The answer names the experts of tokens from ``routed_from`` on. ``routes`` [tokens, layers, k] are those of the
-    # first tokens, as they were first computed.
+    # The answer names the experts of tokens from ``routed_from`` on. ``routes`` [tokens, layers, k] are the experts of
+    # the first tokens, as first computed.
     routed_from: int = 0
     routes: Tensor | None = None
-    # Position in the order of arrival.
+    # The position in the order of arrival.
     number: int = 0
-    # The span of the request, or empty.
+    # The span of a traced request.
     traceparent: str = ""
     arrived_at: int = field(default_factory=time.time_ns)
-    # First admission, first token, and end unless the request was aborted.
+    # The times of the first admission, of the first token, and of the end unless the request was aborted.
     admitted_at: int = 0
     sampled_at: int = 0
     ended_at: int = 0
@@ -91,7 +91,7 @@ class Sequence:
         self.prompt_length = len(self.tokens)
 
     def admit(self) -> None:
-        """Note that the prompt is computed now; again after a preemption, which changes nothing."""
+        """Record the time of the first admission; later ones follow preemptions."""
         self.admitted_at = self.admitted_at or time.time_ns()
 
     @property
@@ -102,8 +102,10 @@ class Sequence:
     def append(
         self, token: int, logprob: float, version: str, max_length: int, ends: Callable[[], None] = lambda: None
     ) -> bool:
-        """Append one sampled token. Returns whether the sequence is now finished; ``ends`` is called before other
-        threads can see that it is."""
+        """Append one sampled token; return whether the sequence is now finished.
+
+        ``ends`` is called before other threads can see that it is.
+        """
         if self.stuck:
             self.finish_reason = "abort"
             return True
@@ -133,14 +135,14 @@ class Sequence:
 
     @property
     def part_is_full(self) -> bool:
-        """Whether the tokens sampled so far fill the parts of a stream."""
+        """Whether the sampled tokens fill whole parts of a stream."""
         return len(self.logprobs) % self.stream_interval == 0
 
 
 def add_spans(sequence: Sequence) -> None:
     """Add the spans of a sequence that has just finished, if its request names a span.
 
-    What a pause, an update of the weights or a preemption takes is in the span in which it happened.
+    Pauses, weight updates and preemptions have no spans of their own: they lengthen the one that they interrupt.
     """
     above = sequence.traceparent
     if not above:
@@ -178,9 +180,9 @@ def attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, as ``AttentionInterface`` calls it.
+    """Compute one layer's attention; the signature is that of ``AttentionInterface``.
 
-    Without a mask, the queries of a layer with a window are of the last tokens that keys and values are of.
+    Without a mask, the queries of a layer with a window belong to the last tokens of keys and values.
     """
     if attention_mask is not None or sliding_window is None:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -196,14 +198,19 @@ AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-# Whose log-probabilities are the log-softmax of lm_head(model(...)); a test compares each with a plain forward pass.
+# The log-probabilities of these models are the log-softmax of lm_head(model(...)); a test compares each of them with a
+# plain forward pass.
 SERVED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 LAYERS = {FULL := "full_attention", SLIDING := "sliding_attention"}
-ROPES = ("default", "linear", "llama3", "yarn")  # others depend on the longest sequence of the batch
+# Other rotary embeddings depend on the longest sequence of the batch.
+ROPES = ("default", "linear", "llama3", "yarn")
 
 
 def why_not_served(config: Any) -> str | None:
-    """Name what in a Hugging Face config would make batched results differ from a plain forward pass; None: nothing."""
+    """Name the setting in a Hugging Face config that would make batched results differ from a plain forward pass.
+
+    Returns None for a model that can be served.
+    """
     if config.model_type not in SERVED:
         return f"model type {config.model_type!r}"
     if kinds := set(getattr(config, "layer_types", None) or ()) - LAYERS:
@@ -212,17 +219,18 @@ def why_not_served(config: Any) -> str | None:
         if getattr(config, name, None):
             return name
     ropes = config.rope_parameters or {}
-    for rope in (ropes, *ropes.values()):  # Gemma 3 has one for each kind of layer
+    # Gemma 3 has a rotary embedding for each kind of layer.
+    for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and (kind := rope.get("rope_type", "default")) not in ROPES:
             return f"rotary embedding {kind!r}"
     return None
 
 
 def visible(config: Any, positions: Tensor, width: int) -> Tensor | dict[str, Tensor | None]:
-    """Return which of the first ``width`` positions the tokens at ``positions`` [N, T] see, as the model takes it.
+    """Return masks of the first ``width`` positions that the tokens at ``positions`` [N, T] see, in the model's form.
 
     A mask is bool [N, 1, T, width]; a model with several kinds of layers takes one for each kind. Layers with a window
-    need none for the last T positions of a single sequence, if they attend in blocks (``attention.py``).
+    need none for the last T positions of a single sequence, if they attend in blocks (``attention``).
     """
     at, sees = positions[:, None, :, None], torch.arange(width, device=positions.device)
     kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
@@ -237,9 +245,9 @@ def visible(config: Any, positions: Tensor, width: int) -> Tensor | dict[str, Te
 
 
 def visible_in_prompts(config: Any) -> dict[str, None] | None:
-    """The same for whole prompts, where a layer sees all before a token, or what its window reaches.
+    """Return the masks for whole prompts, which have none if layers with a window attend in blocks.
 
-    None has the model make its masks by itself, of the square of the length.
+    With None the model makes its own masks, whose size is the square of the length.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if config._attn_implementation != ATTENTION or SLIDING not in kinds:
@@ -247,15 +255,15 @@ def visible_in_prompts(config: Any) -> dict[str, None] | None:
     return dict.fromkeys(kinds)
 
 
-# Padded tokens per prefill pass.
+# The most padded tokens in a prefill pass.
 PREFILL_TOKENS = 32_768
-# Multiplications of a layer's largest product, some hundred microseconds: as long as a barrier takes.
+# A product with this many multiplications takes some hundred microseconds, about as long as a barrier between threads.
 ONE_THREAD = 2**24
-# So many tokens must fit beside running sequences, so that an admitted sequence is not preempted at once.
+# This many more tokens must fit, so that an admitted sequence is not preempted at once.
 HEADROOM = 32
 
 Prompt = tuple[int, ...]
-# The forms that Transformers' models take.
+# The forms of masks that Transformers' models accept.
 Mask = Tensor | Mapping[str, Tensor | None] | None
 
 
@@ -273,16 +281,16 @@ def _check_served(model: nn.Module) -> None:
 
 
 def _cache_argument(decoder: Any) -> str:
-    """Return the name under which a decoder takes its cache, which Transformers 5.24 changed."""
+    """Return the name of a decoder's cache argument, which Transformers 5.24 changed."""
     return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 class EngineCore:
     """The scheduler: waiting and running sequences, and their caches. ``version`` names the weights in use.
 
-    Keys and values take at most ``cache_bytes``, and no more than twice what ``max_batch`` sequences of ``max_length``
-    can use; what running sequences leave of it holds prefixes, with ``reuse_prefixes``. With ``record_routes``
-    sequences say which experts of a mixture their tokens went through.
+    Keys and values take at most ``cache_bytes``, and no more than twice the need of ``max_batch`` sequences of
+    ``max_length``; with ``reuse_prefixes``, the part that running sequences leave holds prefixes. With
+    ``record_routes``, sequences record the experts of their tokens.
     """
 
     def __init__(
@@ -304,11 +312,11 @@ class EngineCore:
         self.vocab_size: int = config.vocab_size
         self._cache_argument = _cache_argument(self.model.model)
         self._recorder = make_recorder(model) if record_routes else None
-        # The size of the cache at its largest.
+        # The maximal size of the cache.
         self.cache_tokens = cache_tokens(model, max_batch, max_length, cache_bytes, self._recorder)
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
-        # Sequences that arrived while ``holding`` are not admitted before ``release``.
+        # Sequences that arrive while ``holding`` are not admitted before ``release``.
         self.held: list[Sequence] = []
         self.holding = False
         self.running: list[Sequence] = []
@@ -336,7 +344,7 @@ class EngineCore:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes allocated for keys and values, of running sequences and of prefixes."""
+        """The bytes allocated for keys and values of running sequences and prefixes."""
         return self._cache.nbytes() + self._prefixes.nbytes
 
     def add(self, sequence: Sequence) -> None:
@@ -365,7 +373,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def abort(self, which: str | Sequence | None) -> list[Sequence]:
-        """Finish the requests of an id, one sequence, or all (None) with reason ``abort``, and return them."""
+        """Finish the sequences of a request id, a single one, or all for None, with reason ``abort``; return them."""
         everyone = (*self.running, *self.waiting, *self.held)
         gone = [s for s in everyone if which is None or s is which or s.request_id == which]
         for slot, sequence in enumerate(self.running):
@@ -390,7 +398,7 @@ class EngineCore:
         self._sampler, self._outdated = None, False
 
     def weights_changed(self) -> None:
-        """Forget what older weights computed, except of running sequences: call ``preempt`` to compute these again."""
+        """Drop results of older weights, except caches of running sequences; call ``preempt`` to recompute these."""
         self._prefixes.clear()
         self._output_weight = None
         self._outdated = bool(self.running)
@@ -402,7 +410,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Run one iteration and return the sequences that it finished."""
+        """Run one iteration; return the sequences that it finished."""
         began = time.monotonic()
         finished: list[Sequence] = []
         if admitted := self._admit():
@@ -430,12 +438,13 @@ class EngineCore:
         return batch
 
     def _prefill(self, batch: list[Sequence]) -> list[Sequence]:
-        """Compute each prompt once, in the slot of its first sequence, and copy that to the slots of the others."""
+        """Compute each prompt once, in the slot of its first sequence, and copy it to the slots of the others."""
         by_prompt: dict[Prompt, list[Sequence]] = {}
         for sequence in batch:
             by_prompt.setdefault(tuple(sequence.tokens), []).append(sequence)
         known = {prompt: self._prefixes.find(prompt) for prompt in by_prompt}
-        prompts = sorted(by_prompt, key=lambda prompt: bool(known[prompt]))  # those without a known prefix first
+        # Prompts without a known prefix come first, so that each of the two passes has contiguous slots.
+        prompts = sorted(by_prompt, key=lambda prompt: bool(known[prompt]))
         fresh = sum(not known[prompt] for prompt in prompts)
         first, longest = len(self.running), max(map(len, prompts))
         self._reserve(first + len(batch), min(longest + 1, self.max_length))
@@ -456,7 +465,7 @@ class EngineCore:
         return self._append(batch, tokens, logprobs)
 
     def _whole(self, first: int, prompts: list[Prompt]) -> Tensor:
-        """Compute prompts from their start, in slots from ``first`` on. Returns the hidden state of each last token."""
+        """Compute prompts from their start, in slots from ``first`` on; return the hidden state of each last token."""
         width = max(map(len, prompts))
         padded = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=self.device)
         self._cache.prefill_at(first)
@@ -466,7 +475,7 @@ class EngineCore:
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
     def _ends(self, first: int, prompts: list[Prompt], known: list[list[Block]]) -> Tensor:
-        """The same for prompts whose first blocks are known."""
+        """Compute prompts whose first blocks are known, in slots from ``first`` on, like ``_whole``."""
         for row, blocks in enumerate(known):
             self._cache.write(first + row, joined(blocks))
             if (experts := joined_routes(blocks)) is not None:
@@ -480,7 +489,7 @@ class EngineCore:
         rows, columns = (torch.arange(width, device=self.device) < lengths[:, None]).nonzero(as_tuple=True)
         self._cache.extend_at(first, rows, columns, at[rows, columns], view)
         mask = visible(self.model.config, at, view)
-        # Padding only has to be a valid position; nothing reads what is computed for it.
+        # Padding only needs valid positions, since its results are never read.
         hidden = self._forward(padded, at.clamp(max=self.max_length - 1), mask)
         return hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
 
@@ -496,9 +505,10 @@ class EngineCore:
         return hidden
 
     def _record(self, slot: int, sequence: Sequence) -> None:
-        """Add the experts of the tokens that were fed since the last time to those of a sequence.
+        """Append the experts of newly fed tokens to those of a sequence.
 
-        What is computed again, under newer weights, has been recorded as it was when the next token was sampled.
+        Tokens that are recomputed with newer weights keep the experts of their first computation, which sampled the
+        next token.
         """
         known = 0 if sequence.routes is None else len(sequence.routes)
         experts = self._cache.routes(slot, known, len(sequence.tokens) - 1)
@@ -508,7 +518,8 @@ class EngineCore:
     def _decode(self) -> list[Sequence]:
         lengths = self._make_room()
         count, view = len(lengths), max(lengths)
-        positions = torch.tensor(lengths, device=self.device) - 1  # of the token that is fed, not yet in the cache
+        # The last token of each sequence is fed now, and is not in the cache yet.
+        positions = torch.tensor(lengths, device=self.device) - 1
         self._cache.decode_at(positions, view)
         mask = visible(self.model.config, positions[:, None], view)
         with _threads(self.model.config, count, self.device):
@@ -520,7 +531,7 @@ class EngineCore:
         return self._append(self.running, tokens, logprobs)
 
     def _make_room(self) -> list[int]:
-        """Preempt the youngest sequences until all fit, and return the lengths of those that run."""
+        """Preempt the youngest sequences until the rest fits, and return the lengths of the running ones."""
         while not self._cache.fits(len(self.running), max(len(s.tokens) for s in self.running)):
             youngest = max(self.running, key=lambda s: s.number)
             self._record(self.running.index(youngest), youngest)
@@ -538,14 +549,14 @@ class EngineCore:
         self._prefixes.shrink(self.cache_tokens - self._cache.tokens)
 
     def _keep(self, slot: int, tokens: tuple[int, ...] | list[int]) -> None:
-        """Keep what a slot holds of these tokens as a prefix of later prompts."""
+        """Keep a slot's keys and values of these tokens as a prefix for later prompts."""
         if self._reuse_prefixes and not self._outdated:
             room = self.cache_tokens - self._cache.tokens
             read, routes = partial(self._cache.read, slot), partial(self._cache.routes, slot)
             self._prefixes.keep(tokens, read, room, routes)
 
     def _count(self, batch: list[Sequence], known: dict[Prompt, list[Block]]) -> None:
-        """Note how much of each sequence was not computed for it. ``batch`` has the first of a prompt first."""
+        """Count the cached tokens of each sequence. In ``batch``, the first sequence of each prompt comes first."""
         seen: set[Prompt] = set()
         for sequence in batch:
             prompt = tuple(sequence.tokens)
@@ -566,7 +577,7 @@ class EngineCore:
         return Sampler([s.sampling for s in batch], [self._generators.get(s) for s in batch], self.device)
 
     def _sample(self, sampler: Sampler, batch: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample under the grammars of the sequences that have one."""
+        """Sample a token for each sequence, under its grammar if it has one."""
         for row, reason in restrict(logits, [sequence.matcher for sequence in batch]).items():
             batch[row].stuck = reason
         return sampler.sample(logits)
@@ -586,7 +597,7 @@ class EngineCore:
         return finished
 
     def _drop_finished(self) -> None:
-        """Free the slots of finished sequences, whose keys and values may be of use to later prompts."""
+        """Free the slots of finished sequences, and keep their keys and values as prefixes for later prompts."""
         keep = [s.finish_reason is None for s in self.running]
         if all(keep):
             return
@@ -597,7 +608,7 @@ class EngineCore:
         self._compact(keep)
 
     def _compact(self, keep: list[bool]) -> None:
-        """Free the slots that are not to be kept, moving the last running ones into the gaps."""
+        """Free the slots without ``keep``, and move the last running ones into the gaps."""
         count = sum(keep)
         gaps = [slot for slot in range(count) if not keep[slot]]
         movers = [slot for slot in range(count, len(keep)) if keep[slot]]
@@ -612,9 +623,9 @@ class EngineCore:
 
 @contextmanager
 def _threads(config: Any, rows: int, device: torch.device) -> Iterator[None]:
-    """Have one thread compute layers in which several would rather wait for one another than compute.
+    """Use a single thread for layers so small that several would mostly wait for one another.
 
-    The count is also what threads begin with that compute for the first time meanwhile; they must set their own.
+    Threads that first compute meanwhile inherit this count, and must set their own.
     """
     threads = torch.get_num_threads()
     few = device.type == "cpu" and rows * config.hidden_size * config.intermediate_size <= ONE_THREAD

@@ -2,7 +2,7 @@
 
 Consumes submitted sequences and commands; produces finished sequences (``deliver``) and results of commands. Waits for
 a command when there is nothing to decode, and while paused or asleep. Unblocked by ``submit``, ``call`` and ``stop``.
-``LocalEngine`` is such a thread as a Generator in the caller's process, without a server.
+``LocalEngine`` wraps such a thread as a Generator in the caller's process, without a server.
 """
 
 import asyncio
@@ -44,8 +44,10 @@ class EngineThread:
         self._weights_changed = False
         self._requantizer = Requantizer(core.model)
         self._cache_asleep = False
-        self._shapes: dict[str, torch.Size] = {}  # of the parameters, while their memory is freed
-        self._unsent: set[str] = set()  # weights whose memory is back but whose values have not been sent
+        # The shapes of the parameters while their memory is freed.
+        self._shapes: dict[str, torch.Size] = {}
+        # Weights that are allocated again, but whose values have not been sent yet.
+        self._unsent: set[str] = set()
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._drained: list[concurrent.futures.Future[None]] = []
@@ -73,10 +75,11 @@ class EngineThread:
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # cancelled
+                return
             try:
                 future.set_result(action())
-            except Exception as error:  # raised where the result is awaited
+            # Raised where the result is awaited.
+            except Exception as error:
                 future.set_exception(error)
 
         self._enqueue(command)
@@ -97,8 +100,10 @@ class EngineThread:
         self._thread.join(10)
 
     def abort(self, which: str | Sequence | None) -> "concurrent.futures.Future[int]":
-        """Finish the requests of an id, one sequence, or all (None), delivering what was sampled. The result is their
-        number."""
+        """Finish the sequences of a request id, a single one, or all for None, and deliver their tokens so far.
+
+        The result is their number.
+        """
 
         def action() -> int:
             aborted = self.core.abort(which)
@@ -109,8 +114,7 @@ class EngineThread:
         return self.call(action)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> "concurrent.futures.Future[None]":
-        """Stop decoding. The future is done when decoding has stopped: with ``wait``, after all requests submitted so
-        far have finished.
+        """Stop decoding, with ``wait`` after all requests submitted so far; the future is done when it has stopped.
 
         New requests are held until ``resume``.
         """
@@ -134,7 +138,7 @@ class EngineThread:
         return self.call(action)
 
     def resume(self) -> "concurrent.futures.Future[None]":
-        """Continue decoding, recomputing caches of older weights first. Ends a pause that is still waiting."""
+        """Recompute caches of older weights, then continue decoding. Also ends a pause that is still waiting."""
 
         def action() -> None:
             self._end_drain()
@@ -147,8 +151,7 @@ class EngineThread:
         return self.call(action)
 
     def load_weights(self, pieces: Items[Piece]) -> None:
-        """Copy pieces into the weights of the same name, quantising those that are held in 8 bits, blocking until that
-        is done.
+        """Copy pieces into the weights of the same names, quantising those held in 8 bits; block until that is done.
 
         Raises WeightSyncError for an unknown name, a wrong shape, or weights whose memory is freed.
         """
@@ -171,7 +174,8 @@ class EngineThread:
                         self._requantizer.store(piece, weights[name])
                     else:
                         piece.copy_into(weights[name])
-                    if piece.start + piece.data.numel() == piece.total:  # pieces come in order
+                    # Pieces come in order, so this is the last one.
+                    if piece.start + piece.data.numel() == piece.total:
                         self._unsent.discard(name)
             self._weights_changed = True
 
@@ -194,7 +198,7 @@ class EngineThread:
         return self.call(action)
 
     def sleep(self, level: int) -> "concurrent.futures.Future[None]":
-        """Free the cache, at level 2 the weights too. Requests are kept, and recomputed after ``wake``."""
+        """Free the cache and, at level 2, the weights. Requests are kept, and recomputed after ``wake``."""
 
         def action() -> None:
             self._cache_asleep = True
@@ -208,9 +212,9 @@ class EngineThread:
         return self.call(action)
 
     def wake(self, tags: Items[str]) -> "concurrent.futures.Future[None]":
-        """Allocate memory again for ``weights`` and ``kv_cache``; no tags: both.
+        """Allocate memory again for ``weights``, ``kv_cache`` or, without tags, both.
 
-        Decoding continues only after weights that were freed have been sent again.
+        Decoding continues only after freed weights have been sent again.
         """
 
         def action() -> None:
@@ -227,7 +231,8 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self._run()
-        except Exception as error:  # an engine that cannot decode must not appear alive
+        # An engine that cannot decode must not appear alive.
+        except Exception as error:
             log.exception("the engine's thread failed")
             with self._condition:
                 self._stopping = True
@@ -263,7 +268,7 @@ class EngineThread:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """Return xxh3_128 of the bytes of each of a model's weights, by the name under which it is sent, and of scales."""
+    """Return the xxh3_128 hash of each of a model's weights, by the name used in updates, and of scales."""
     scales = ((f"{name}.scales", tensor) for name, tensor in named_scales(model))
     return {
         name: xxhash.xxh3_128_hexdigest(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -275,14 +280,14 @@ class LocalEngine:
     """Samples from the current weights of ``model``; close it before the model is trained further."""
 
     def __init__(self, model: nn.Module, *, max_batch: int, max_length: int) -> None:
-        # The model's weights may change between two requests, unannounced.
+        # The weights may change between two requests without notice, so prefixes cannot be reused.
         core = EngineCore(model, max_batch=max_batch, max_length=max_length, reuse_prefixes=False)
         self._engine = EngineThread(core, self._crashed)
         self._waiting: set[asyncio.Future[Sequence]] = set()
         self._numbers = itertools.count()
 
     async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Sample a continuation, as ``api.Generator`` says; every token carries version 0.0."""
+        """Implement ``api.Generator``; every token carries version 0.0."""
         if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
             raise EngineRejected(refusal)
         if request.json_schema:

@@ -1,7 +1,8 @@
-"""Weights in 8 bits: the matrices of a model's decoder layers, quantised when it is loaded and again in every update.
+"""Weights in 8 bits: the matrices of a model's decoder layers, quantised when it is loaded and in every update.
 
-Weight-only: activations and products have the model's dtype. Each output channel has a scale in float32, its largest
-weight over the largest number of the format. Routers, embeddings, norms and the last layer stay as they are.
+The quantisation is weight-only: activations and products have the model's dtype. Each output channel has a float32
+scale: its largest weight over the largest number of the format. Routers, embeddings, norms and the last layer are not
+quantised.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from rl_async.weight_sync.buckets import Piece
 from rl_async.weight_sync.experts import single
 from rl_async.weight_sync.receiver import Assembler
 
-SCALES = "_scales"  # behind the name of the parameter that they belong to
+# The suffix that turns a parameter's name into that of its scales.
+SCALES = "_scales"
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply x [N, columns] by a quantised matrix [rows, columns] with scales [rows, 1]. Returns [N, rows]."""
-    return (linear(x, weight.to(x.dtype)) * scales.mT).to(x.dtype)  # the format's numbers are exact in bfloat16, too
+    # The conversion is exact, since even bfloat16 represents all numbers of the format.
+    return (linear(x, weight.to(x.dtype)) * scales.mT).to(x.dtype)
 
 
 class QuantizedLinear(nn.Module):
@@ -67,16 +70,16 @@ class QuantizedExperts(nn.Module):
 
 
 def _hold(module: nn.Module, dense: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Give ``module`` the parameter ``name`` of ``dense`` quantised, and its scales beside it."""
+    """Register the parameter ``name`` of ``dense`` in ``module``, quantised and with its scales."""
     numbers, scales = quantize(getattr(dense, name).detach(), dtype)
     module.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
     module.register_buffer(name + SCALES, scales)
 
 
 def quantize_layers(model: Any, quantization: str) -> None:
-    """Quantise the matrices of a model's decoder layers in place. ``quantization``: a key of DTYPES.
+    """Quantise the matrices of a model's decoder layers in place. ``quantization`` is a key of DTYPES.
 
-    Memory beside the model: one layer, quantised.
+    Beside the model, this needs the memory of one quantised layer.
     """
     dtype = DTYPES[quantization]
     parents = (parent for layer in model.model.layers for parent in list(layer.modules()))
@@ -89,15 +92,15 @@ def quantize_layers(model: Any, quantization: str) -> None:
 
 
 def named_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the scales [rows, 1] of quantised weights, by the names under which these are sent."""
+    """Yield the scales [rows, 1] of quantised weights, by the names of these weights in updates."""
     buffers = ((name.removesuffix(SCALES), scales) for name, scales in model.named_buffers() if name.endswith(SCALES))
     return single(buffers)
 
 
 class Requantizer:
-    """Quantises the weights that an update sends, each when its last piece has come: a scale is one of a whole row.
+    """Quantises the weights of an update, each when its last piece has arrived, since a scale covers a whole row.
 
-    So it holds one incomplete weight. ``name in requantizer`` says whether a weight is quantised.
+    It therefore holds one incomplete weight. ``name in requantizer`` says whether a weight is quantised.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,7 +112,7 @@ class Requantizer:
         return name in self._scales
 
     def store(self, piece: Piece, weight: Tensor) -> None:
-        """Take the next piece of ``weight``. Raises WeightSyncError for one out of order."""
+        """Add the next piece of ``weight``. Raises WeightSyncError for a piece out of order."""
         self._assemble([piece])
         while self._complete:
             name, tensor = self._complete.pop()

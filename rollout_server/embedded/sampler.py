@@ -1,8 +1,8 @@
-"""Draws one token per row, with its log-probability under the distribution that it was drawn from.
+"""Samples one token per row, with its log-probability under the sampled distribution.
 
-Masks of the tokens that keep an answer within a JSON schema are made by llguidance (the extra ``json``). A mask is
-applied to the logits before anything else, as vLLM does, so a log-probability is that of the policy's distribution over
-the allowed tokens, renormalised.
+llguidance (the extra ``json``) computes the masks of tokens that keep an answer within a JSON schema. As in vLLM, a
+mask is applied to the logits before anything else, so log-probabilities are those of the policy's distribution over the
+allowed tokens, renormalised.
 """
 
 import threading
@@ -24,7 +24,8 @@ from rl_async.rollout_server import json_schemas
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-BLOCK = 256  # tokens
+# The number of tokens whose probabilities are summed first.
+BLOCK = 256
 
 
 class Sampler:
@@ -50,9 +51,9 @@ class Sampler:
             self._min_p = column([row.min_p for row in rows])
 
     def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [N, V] -> token ids int64 [N], log-probabilities float32 [N].
+        """Sample from logits [N, V]; return token ids int64 [N] and log-probabilities float32 [N].
 
-        The log-probability is that of the processed distribution: temperature, then top-k, top-p, min-p. A row of
+        The log-probability is that of the processed distribution: temperature, then top-k, top-p, min-p. A row with
         temperature 0 takes the most likely token and reports its log-probability at temperature 1.
         """
         logits = logits.float()
@@ -70,10 +71,10 @@ class Sampler:
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
     def _draw(self, logprobs: Tensor) -> Tensor:
-        """Draw a token of each row by inverting its cumulative distribution, with one random number per row.
+        """Draw a token for each row by inverting its cumulative distribution, with one random number per row.
 
-        First a block of tokens, then a token of it, so that only one block is cumulated token by token. Sums of more
-        than a block are in float64: over a large vocabulary rounding in float32 would bias samples.
+        A block is drawn first, then a token in it, so that only one block is cumulated token by token. Longer sums are
+        in float64, since over a large vocabulary rounding in float32 would bias samples.
         """
         count, vocab = logprobs.shape
         blocks = pad(logprobs.exp(), (0, -vocab % BLOCK)).view(count, -1, BLOCK)
@@ -84,13 +85,15 @@ class Sampler:
                 drawn[row].uniform_(generator=generator)
         below = drawn * cumulated[:, -1:]
         block = _found(cumulated, below)
-        before = pad(cumulated, (1, 0)).gather(1, block)  # the probability of the blocks before it
+        # The total probability of the previous blocks.
+        before = pad(cumulated, (1, 0)).gather(1, block)
         inside = blocks[torch.arange(count, device=blocks.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
         tokens = block * BLOCK + _found(inside, below - before)
-        return tokens.squeeze(1).clamp_(max=vocab - 1)  # a row of NaNs finds none; its log-probability is NaN
+        # A row of NaNs has no valid place; the log-probability of its token is NaN, too.
+        return tokens.squeeze(1).clamp_(max=vocab - 1)
 
     def _truncate(self, logits: Tensor) -> Tensor:
-        """Set logits outside top-k, top-p and min-p to minus infinity; the most likely token always stays."""
+        """Set logits outside top-k, top-p and min-p to minus infinity, but never that of the most likely token."""
         ordered, index = logits.sort(-1, descending=True)
         rank = torch.arange(logits.shape[1], device=logits.device)
         dropped = rank >= self._top_k
@@ -103,37 +106,40 @@ class Sampler:
 
 
 def _found(cumulated: Tensor, below: Tensor) -> Tensor:
-    """Return the first place [N, 1] where cumulated [N, M] exceeds ``below``, however rounding left that."""
+    """Return the first place [N, 1] where cumulated [N, M] exceeds ``below``, which may be too large by rounding."""
     total = cumulated[:, -1:]
     below = torch.minimum(below, torch.nextafter(total, torch.zeros_like(total)))
-    places = torch.searchsorted(cumulated, below, right=True)  # right: never a place of probability 0
+    # With right=True, a place of probability 0 is never found.
+    places = torch.searchsorted(cumulated, below, right=True)
     return places.clamp_(max=cumulated.shape[1] - 1)
 
 
 NOTHING_FITS = "none of the model's tokens can come next in the answer; choose a schema that it can spell"
-REMEMBERED = 64  # compiled schemas
-_BYTE_DECODERS = ("ByteLevel", "ByteFallback")  # whose tokens llguidance converts to bytes itself
+# The number of compiled schemas that are cached.
+REMEMBERED = 64
+# llguidance itself converts tokens of these decoders to bytes.
+_BYTE_DECODERS = ("ByteLevel", "ByteFallback")
 
 
 class Matcher:
-    """Follows one answer, and says which tokens may come next."""
+    """Follows one answer through its grammar, and determines the allowed next tokens."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> np.ndarray:
-        """Return which tokens may come next, bool [V]; none if the grammar cannot go on with this vocabulary."""
+        """Return the mask of allowed next tokens, bool [V]; all False if this vocabulary cannot continue the answer."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         return np.zeros_like(allowed) if self._matcher.is_error() else allowed
 
     @property
     def problem(self) -> str:
-        """Why nothing is allowed."""
+        """The reason why no token is allowed."""
         return self._matcher.get_error()[: json_schemas.SHOWN] or NOTHING_FITS
 
     def accept(self, token: int) -> None:
-        """Go on after ``token``, which was allowed."""
+        """Advance past ``token``, which was allowed."""
         self._matcher.consume_token(token)
 
     def copy(self) -> "Matcher":
@@ -144,7 +150,7 @@ class Matcher:
 def restrict(logits: Tensor, matchers: Sequence[Matcher | None]) -> dict[int, str]:
     """Set logits [N, V] of tokens that a row's matcher does not allow to minus infinity, in place.
 
-    Returns the rows for which nothing is allowed, and why; their logits stay.
+    Returns the reason for each row without any allowed token; the logits of such rows stay.
     """
     bound = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
     allowed = {row: matcher.allowed() for row, matcher in bound.items()}
@@ -163,14 +169,15 @@ class Grammars:
 
     def __init__(self, folder: str | Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
-        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}  # by the tokens that may end an answer
+        # Tokenizers by the tokens that may end an answer.
+        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
         self._lock = threading.Lock()
         self._compiled = lru_cache(REMEMBERED)(self._compile)
 
     def matcher(self, schema: str, stop_token_ids: frozenset[int]) -> Matcher:
         """Compile a schema, JSON text. The answer ends, once it is complete, with one of ``stop_token_ids``.
 
-        The first call takes about a second. Raises ValueError for a schema that is none, is too large or has an
+        The first call takes about a second. Raises ValueError for a schema that is invalid, too large or has an
         unsupported keyword, and without a stop token or llguidance.
         """
         return self._compiled(schema, stop_token_ids).copy()
@@ -198,7 +205,7 @@ class Grammars:
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_token_ids: list[int]) -> "LLTokenizer":
-    """Tell llguidance the bytes of each token."""
+    """Return a tokenizer for llguidance, which needs the bytes of each token."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
@@ -209,7 +216,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_token_ids
 
 
 class _Vocabulary:
-    """The vocabulary of a tokenizer whose text is that of its tokens, one after the other."""
+    """The vocabulary of a tokenizer that decodes by concatenating the texts of tokens."""
 
     bos_token_id = None
 
@@ -222,7 +229,7 @@ class _Vocabulary:
         self.special_token_ids = [token for token, kind in added.items() if kind.special]
 
     def __call__(self, text: Any) -> list[int]:
-        """Encode a text; llguidance asks with bytes first, to learn that it must not."""
+        """Encode a text. llguidance first passes bytes, to find out whether they are accepted."""
         if isinstance(text, bytes):
             raise TypeError("this tokenizer encodes text")
         return list(self._backend.encode(text, add_special_tokens=False).ids)

@@ -1,9 +1,9 @@
-"""The embedded engine as an HTTP server in vLLM's dialect, so that one client works with both, and as a process.
+"""Serves the embedded engine over HTTP in vLLM's dialect, so that one client works with both.
 
-Bodies of the dialect, as the engine accepts and answers them: unknown sampling keys are refused. A request's samples
-are sent as server-sent events, part by part while they are sampled; not by Starlette's StreamingResponse, which opens a
-task group for each answer: for a short answer that would take longer than all else that the server does. Metrics have
-vLLM's names, so that clients and dashboards read both alike. ``serve`` puts model, thread and server together.
+Unknown sampling keys are refused. A request's samples are sent as server-sent events, part by part while they are
+sampled. Starlette's StreamingResponse would open a task group for each answer, which for a short answer takes longer
+than everything else that the server does. Metrics have vLLM's names, so that clients and dashboards can read both.
+``serve`` is the engine's process: it makes model, thread and server.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from rl_async.weight_sync.receiver import WeightReceiver
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer must be: ``json`` is a JSON schema, as text."""
+    """The constraint on the answer: ``json`` is a JSON schema, as text."""
 
     json: str
 
@@ -64,16 +64,21 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int = 16
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0  # 0 or -1: off
+    # Both 0 and -1 switch it off.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    logprobs: Literal[0] | None = 0  # of the sampled token only
-    n: Annotated[int, Meta(ge=1)] = 1  # samples of the prompt
-    stream_interval: Annotated[int, Meta(ge=1)] = 1  # tokens per part of a stream
+    # Only the log-probability of the sampled token is supported.
+    logprobs: Literal[0] | None = 0
+    # The number of samples.
+    n: Annotated[int, Meta(ge=1)] = 1
+    # The tokens in each part of a stream.
+    stream_interval: Annotated[int, Meta(ge=1)] = 1
     structured_outputs: StructuredOutputs | None = None
-    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0  # the first token whose experts the answer names
+    # The answer names the experts of tokens from this one on.
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0
 
 
 class GenerateBody(msgspec.Struct):
@@ -85,7 +90,7 @@ class GenerateBody(msgspec.Struct):
     stream: bool = False
 
     def sampling(self) -> Sampling:
-        """Return the sampling parameters that fix the distribution of each token."""
+        """Return the sampling parameters that determine the distribution of each token."""
         p = self.sampling_params
         return Sampling(p.temperature, p.top_p, max(p.top_k, 0), p.min_p)
 
@@ -97,20 +102,20 @@ class AbortBody(msgspec.Struct):
 
 
 class CheckerBody(msgspec.Struct):
-    """Request of ``POST /weight_checker``, of whose actions only this one is served."""
+    """Request of ``POST /weight_checker``; vLLM's other actions are not served."""
 
     action: Literal["checksum"]
 
 
 def why_stuck(sequences: Iterable[Sequence]) -> str:
-    """Say why one of the sequences cannot go on within its schema; empty if all can."""
+    """Return the reason if one of the sequences cannot go on within its schema; empty if all can."""
     return next((f"structured_outputs: {sequence.stuck}" for sequence in sequences if sequence.stuck), "")
 
 
 def delta(sequence: Sequence, start: int, end: int) -> dict[str, object]:
-    """Build an entry of ``choices`` for a sequence that still runs: its samples from ``start`` to ``end`` (exclusive).
+    """Build an entry of ``choices`` for a running sequence: its samples from ``start`` to ``end`` (exclusive).
 
-    The engine's thread may be appending samples meanwhile, so nothing beyond ``end`` is read.
+    The engine's thread may be appending samples, so nothing beyond ``end`` is read.
     """
     tokens, logprobs = sequence.sampled[start:end], sequence.logprobs[start:end]
     return {
@@ -132,7 +137,7 @@ def choice(sequence: Sequence, start: int = 0) -> dict[str, object]:
 
 
 def _routes(sequence: Sequence) -> str | None:
-    """Return the experts of the tokens from ``routed_from`` on as vLLM does, an .npy file in base64, if any."""
+    """Return the recorded experts of the tokens from ``routed_from`` on as vLLM does: an .npy file in base64."""
     if sequence.routes is None:
         return None
     experts = sequence.routes[sequence.routed_from :].cpu().numpy()
@@ -142,7 +147,7 @@ def _routes(sequence: Sequence) -> str | None:
 
 
 def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
-    """Build the answer to a generate request that is not streamed."""
+    """Build the response to a generate request that is not streamed."""
     prompt, sampled = sequences[0].prompt_length, sum(len(sequence.logprobs) for sequence in sequences)
     usage = {
         "prompt_tokens": prompt,
@@ -157,27 +162,32 @@ def answer(sequences: list[Sequence], model: str) -> dict[str, object]:
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 END = b"data: [DONE]\n\n"
 
-SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"  # a sequence that may have grown; None: disconnected
+# Holds sequences that may have grown, and None once the client has disconnected.
+SequenceEvents: TypeAlias = "asyncio.Queue[Sequence | None]"
 
 
 class SequenceStream:
     """An ASGI response. ``abort`` is called with each sequence that is unfinished when the client disconnects.
 
-    The head goes out with the first part: by itself it would wake the client, which cannot do anything with it.
+    The head is sent with the first part, since by itself it would only wake the client.
     """
 
     def __init__(self, sequences: list[Sequence], events: SequenceEvents, abort: Callable[[Sequence], object]) -> None:
         self._events, self._abort = events, abort
-        self._sent = dict.fromkeys(sequences, 0)  # tokens sent, of each sequence whose last part was not
-        self._begun = False  # the head was sent
+        # The number of tokens sent for each sequence whose last part was not sent yet.
+        self._sent = dict.fromkeys(sequences, 0)
+        # Whether the head was sent.
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send parts until all sequences are finished or the client disconnects."""
-        disconnect = asyncio.ensure_future(receive())  # after the request's body, the only message is the disconnect
+        # After the request's body, the only message is the disconnect.
+        disconnect = asyncio.ensure_future(receive())
         disconnect.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
             while self._sent:
-                changed = {await self._events.get(): None}  # an ordered set
+                # A dict serves as an ordered set.
+                changed = {await self._events.get(): None}
                 while not self._events.empty():
                     changed[self._events.get_nowait()] = None
                 if None in changed:
@@ -194,12 +204,12 @@ class SequenceStream:
                     self._abort(sequence)
 
     def _part(self, sequence: Sequence) -> dict[str, object] | None:
-        """Build the entry for the tokens that were not sent yet, or return None if all were."""
+        """Build the entry for the unsent tokens, or return None if all were sent."""
         start = self._sent.get(sequence)
         if start is None:
             return None
         finished = sequence.finish_reason is not None
-        # The engine's thread appends the log-probability after its token.
+        # The engine's thread appends a token before its log-probability, so all of these have tokens.
         count = len(sequence.logprobs)
         if finished:
             del self._sent[sequence]
@@ -208,7 +218,7 @@ class SequenceStream:
         return delta(sequence, start, count) if count > start else None
 
     async def _send(self, send: Send, event: dict[str, object], *, more: bool) -> None:
-        """Send an event, before the first one the head, and after the last one the mark of the end."""
+        """Send an event, with the head before the first one and the end mark after the last one."""
         body = b"data: " + msgspec.json.encode(event) + (b"\n\n" if more else b"\n\n" + END)
         if not self._begun:
             self._begun = True
@@ -218,13 +228,12 @@ class SequenceStream:
 
 
 class EngineCollector:
-    """Requests, cache, tokens and whether it sleeps, read while the engine works."""
+    """Collects the engine's metrics for Prometheus while it works: requests, cache, tokens and sleep state."""
 
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them as they are now."""
         core = self._engine.core
         held = sum(len(sequence.tokens) for sequence in list(core.running)) / core.cache_tokens
         yield gauge("vllm:num_requests_running", "Sequences that are decoded.", len(core.running))
@@ -253,13 +262,13 @@ class EngineServer:
     """HTTP routes of one engine. ``app`` is the ASGI application."""
 
     def __init__(self, engine: EngineThread, model_name: str) -> None:
-        """``model_name``: the folder of the model, in which its tokenizer is."""
+        """Serve ``engine``; ``model_name`` is the folder of its model and tokenizer."""
         self.engine, self.model_name = engine, model_name
         self._grammars = Grammars(model_name, engine.core.vocab_size)
         self._receiver = WeightReceiver(engine.load_weights, engine.core.device)
         self._threads = torch.get_num_threads()
         self._update_active = False
-        # Whether an update was started and none has finished since.
+        # Whether an update has begun to change weights and none has finished since.
         self._mixed = False
         # The receiver handles one call at a time.
         self._transfer = asyncio.Lock()
@@ -289,8 +298,7 @@ class EngineServer:
         )
 
     def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """Answer 400 for a bad body, 409 for a failed weight transfer, which only this request is told of, and 503 once
-        the engine has stopped."""
+        """Answer 400 for a bad body, 409 for a failed weight transfer, and 503 once the engine has stopped."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -332,7 +340,7 @@ class EngineServer:
         return _json(answer(sequences, self.model_name))
 
     async def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """Compile the schema that the samples must fit, if there is one. Raises ValueError if it cannot be served."""
+        """Compile the schema of the samples; None without a schema. Raises ValueError if it cannot be served."""
         if params.structured_outputs is None:
             return None
         stops = frozenset(params.stop_token_ids)
@@ -341,7 +349,7 @@ class EngineServer:
     def _sequences(
         self, body: GenerateBody, post: Callable[[Sequence], None], matcher: Matcher | None, traceparent: str
     ) -> list[Sequence]:
-        """Make one sequence per requested sample; sample i has the seed of the request plus i, as in vLLM."""
+        """Make one sequence per requested sample. As in vLLM, the seed of sample i is the request's plus i."""
         params = body.sampling_params
         name = REQUEST_PREFIX + (body.request_id or f"unnamed-{next(self._numbers)}")
 
@@ -369,8 +377,9 @@ class EngineServer:
         ]
 
     async def _until_finished(self, request: Request, sequences: list[Sequence], events: SequenceEvents) -> bool:
-        """Wait for the sequences, and abort them if the client disconnects. Returns whether it is still connected."""
-        disconnect = asyncio.ensure_future(request.receive())  # after the body, the only message is the disconnect
+        """Wait for the sequences; if the client disconnects, abort them and return False."""
+        # After the body, the only message is the disconnect.
+        disconnect = asyncio.ensure_future(request.receive())
         disconnect.add_done_callback(lambda _: events.put_nowait(None))
         try:
             for _ in sequences:
@@ -450,7 +459,7 @@ class EngineServer:
         return _json({"message": "finished"})
 
     async def _receive(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Run a call of the receiver in a thread, which would else keep the one thread that decoding has at times."""
+        """Call the receiver in a thread with its own number of torch threads, since decoding may have set it to one."""
 
         def run() -> None:
             torch.set_num_threads(self._threads)
@@ -490,7 +499,7 @@ class EngineServer:
         return _json({"server_load": self.engine.core.unfinished})
 
     async def metrics(self, request: Request) -> Response:
-        """Report the engine's load to Prometheus and to our clients, under vLLM's names."""
+        """Report the engine's load to Prometheus and to clients, under vLLM's names."""
         return text_response(self._metrics_text())
 
 
@@ -498,8 +507,9 @@ log = logging.getLogger("rl_async.engine")
 
 
 def load_model(config: RunConfig) -> torch.nn.Module:
-    """Load the model of ``model.path`` onto its device, quantised as configured. Raises UserError if there is none."""
-    if not Path(config.model.path).is_dir():  # Transformers would look for it on the Hub
+    """Load the model of ``model.path`` onto its device, quantised as configured. Raises UserError if that fails."""
+    # Transformers would look for a missing folder on the Hub.
+    if not Path(config.model.path).is_dir():
         raise UserError(f"model.path: there is no folder {config.model.path}")
     device, dtype = pick_device(config.model.device), getattr(torch, compute_type(config.model))
     try:
@@ -511,7 +521,8 @@ def load_model(config: RunConfig) -> torch.nn.Module:
             use_safetensors=True,
         )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]  # Transformers adds paragraphs of advice
+        # Transformers adds paragraphs of advice after the first line.
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(f"model.path: cannot load a causal LM from {config.model.path}: {reason}") from error
     model = model.to(device).eval()
     if config.rollout.quantization != "none":
@@ -520,22 +531,23 @@ def load_model(config: RunConfig) -> torch.nn.Module:
 
 
 def _crash(error: Exception) -> None:
-    """End the process, which the launcher replaces, and say what to do if memory was missing."""
+    """End the process, which the launcher replaces; if it ran out of memory, log the remedy."""
     if is_out_of_memory(error):
         log.error("out of memory: lower rollout.cache_bytes or rollout.max_batch_size (docs/how-to/memory.md)")
     os._exit(1)
 
 
 def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) -> None:
-    """Serve as engine ``index`` of a run until SIGTERM. Raises UserError for a config, model or address that fails.
+    """Serve as engine ``index`` of a run until SIGTERM. Raises UserError for an unusable config, model or address.
 
-    ``cache_bytes``: of its KV cache; None: as the config says.
+    ``cache_bytes`` bounds its KV cache, by default as configured.
     """
-    # Exit also while the model loads; uvicorn takes the signal over while it serves, and raises it again at its end.
+    # Also ends the process while the model loads. While uvicorn serves, it handles the signal and re-raises it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = load_resolved(run / "config.yaml")
     access = Access.of_run(run, "engines", (host, *config.launcher.http_hosts))
-    if config.launcher.threads is not None:  # else as the launcher's OMP_NUM_THREADS says
+    # Otherwise the launcher's OMP_NUM_THREADS applies.
+    if config.launcher.threads is not None:
         torch.set_num_threads(config.launcher.threads)
     torch.manual_seed(config.seed + 10_000 + index)
     listener = bind(host, port, "rollout.port")

@@ -1,4 +1,4 @@
 """SGLang: the client of its native HTTP API and, in ``__main__.py``, the process around an SGLang server.
 
-Nothing of ours runs inside SGLang: weights arrive through its own routes for torch process groups.
+None of our code runs inside SGLang: weights arrive through its own routes for torch process groups.
 """

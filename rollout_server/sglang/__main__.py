@@ -1,4 +1,4 @@
-"""Start an SGLang server for training: ``PYTHON -m rl_async.rollout_server.sglang [flags of sglang serve]``.
+"""Starts an SGLang server for training: ``PYTHON -m rl_async.rollout_server.sglang [flags of sglang serve]``.
 
 PYTHON needs SGLang, and rl-async beside it. The variable RL_ASYNC_TOKEN_FILE names the file with the token that every
 request must carry. The server ends with the launcher that started it.
@@ -16,12 +16,16 @@ from rl_async.process.role import join_supervisor
 from rl_async.rollout_server.fence import LineageFence
 
 VARIABLES = {
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, which a paused engine cannot
-    "HF_HUB_OFFLINE": "1",  # models are local folders
+    # Otherwise /health samples, which a paused engine cannot.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Models are local folders.
+    "HF_HUB_OFFLINE": "1",
 }
 UNWANTED = (
-    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # log-probabilities before the temperature
-    "SGLANG_RUST_SERVER",  # another server, whose routes have not been tested
+    # It would report log-probabilities before the temperature.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    # It would start another server, whose routes have not been tested.
+    "SGLANG_RUST_SERVER",
 )
 
 
@@ -42,7 +46,7 @@ def main() -> None:
 def _guard_routes() -> None:
     """Put our middleware (token, fence) around every application that uvicorn serves in this process.
 
-    SGLang has no flag for a middleware, and its own --api-key stands in its command line and its log.
+    SGLang has no flag for middleware, and its own --api-key would show in its command line and its log.
     """
     import uvicorn
 

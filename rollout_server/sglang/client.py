@@ -2,7 +2,7 @@
 
 SGLang honours stop tokens only if it may also stop at the model's own end of sequence, reports log-probabilities after
 the temperature but before top-k, top-p and min-p, and receives weights through a torch process group. Routes, fields
-and the states between them are those of ``sglang/srt/entrypoints/http_server.py`` and ``sglang/srt/managers``.
+and states are those of ``sglang/srt/entrypoints/http_server.py`` and ``sglang/srt/managers``.
 """
 
 import uuid
@@ -29,9 +29,9 @@ from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 
 
 class SamplingBody(msgspec.Struct):
-    """Every key that changes what is sampled, always sent, so that no default of the server applies.
+    """All keys that affect sampling, always sent, so that no default of the server applies.
 
-    SGLang refuses unknown keys here. ``ignore_eos`` switches off ``stop_token_ids`` as well.
+    SGLang refuses unknown keys here. ``ignore_eos`` also disables ``stop_token_ids``.
     """
 
     max_new_tokens: int
@@ -46,7 +46,8 @@ class SamplingBody(msgspec.Struct):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    no_stop_trim: bool = True  # the answer includes the stop token
+    # The answer includes the stop token.
+    no_stop_trim: bool = True
     n: int = 1
 
 
@@ -57,12 +58,13 @@ class SampleBody(msgspec.Struct):
     input_ids: list[int]
     sampling_params: SamplingBody
     return_logprob: bool = True
-    logprob_start_len: int = -1  # of sampled tokens only
+    # Log-probabilities of sampled tokens only.
+    logprob_start_len: int = -1
     stream: bool = False
 
 
 class GroupBody(msgspec.Struct):
-    """Request of ``POST /init_weights_update_group``, the torch process group that weights arrive by."""
+    """Request of ``POST /init_weights_update_group``, which joins the torch process group for weights."""
 
     master_address: str
     master_port: int
@@ -73,7 +75,7 @@ class GroupBody(msgspec.Struct):
 
 
 class BucketBody(msgspec.Struct):
-    """Request of ``POST /update_weights_from_distributed``: one broadcast of uint8, tensors one after the other.
+    """Request of ``POST /update_weights_from_distributed``: one broadcast of uint8 with consecutive tensors.
 
     The cache is flushed once, after the last bucket, and no request is aborted.
     """
@@ -88,14 +90,14 @@ class BucketBody(msgspec.Struct):
 
 
 class VersionBody(msgspec.Struct):
-    """Request of ``POST /update_weight_version``, whose default is to abort all requests."""
+    """Request of ``POST /update_weight_version``, which by default aborts all requests."""
 
     new_version: str
     abort_all_requests: bool = False
 
 
 class ControlReply(msgspec.Struct):
-    """Reply of the control routes. A refusal has status 200 too, with ``success`` false."""
+    """Reply of the control routes. A refusal also has status 200, but ``success`` is false."""
 
     success: bool
     message: str = ""
@@ -146,7 +148,7 @@ class Full(msgspec.Struct, tag_field="type", tag="length"):
 
 
 class Aborted(msgspec.Struct, tag_field="type", tag="abort"):
-    """Finish reason: the request was aborted, because of an error if there is a status."""
+    """Finish reason: the request was aborted. An error sets the status."""
 
     message: str | None = None
     status_code: int | None = None
@@ -157,12 +159,13 @@ class MetaInfo(msgspec.Struct):
     """Finish reason, log-probabilities and weight versions of the sampled tokens."""
 
     finish_reason: Stopped | Full | Aborted
-    output_token_logprobs: list[tuple[float, int, str | None]] | None = None  # log-probability, token, its text
+    # For each token its log-probability, id and text.
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
     weight_versions: list[WeightSpan] | None = None
 
 
 class SampleReply(msgspec.Struct):
-    """Reply of ``POST /generate``, the sampled tokens alone."""
+    """Reply of ``POST /generate``, with the sampled tokens only."""
 
     output_ids: list[int]
     meta_info: MetaInfo
@@ -175,11 +178,14 @@ class QueueCounts(msgspec.Struct):
 
 
 class SchedulerLoad(msgspec.Struct):
-    """Load of one scheduler: ``LoadSnapshot`` in ``sglang/srt/managers/load_snapshot.py``."""
+    """Load of one scheduler: ``LoadSnapshot`` in ``sglang/srt/managers/load_snapshot.py``.
+
+    ``token_usage`` is the used share of the KV cache, 0 to 1.
+    """
 
     num_running_reqs: int
     num_waiting_reqs: int
-    token_usage: float  # share of the KV cache, 0 to 1
+    token_usage: float
     queues: QueueCounts | None = None
 
 
@@ -190,15 +196,18 @@ class LoadReply(msgspec.Struct):
 
 
 GENERATE = "/generate"
-NO_VERSION = "default"  # SGLang's name for the weights that it started with
+# SGLang's name for the weights that it started with.
+NO_VERSION = "default"
 NO_TOP_K = -1
-BACKENDS = {"gloo": "gloo", "nccl": accelerator_here().collectives}  # of transports: torch's
-PAUSE_MODES = {"keep": "retract", "abort": "abort"}  # retract: caches are dropped, and recomputed on resume
+# Torch's backend for each transport.
+BACKENDS = {"gloo": "gloo", "nccl": accelerator_here().collectives}
+# Retracted requests lose their caches, which are recomputed on resume.
+PAUSE_MODES = {"keep": "retract", "abort": "abort"}
 
 
 class SglangEngine:
-    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers and for what SGLang cannot do,
-    EngineLost for any other failure.
+    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx responses and for features that SGLang
+    lacks, EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights; ``token`` is the run's.
@@ -215,15 +224,17 @@ class SglangEngine:
     ) -> None:
         self._http, self._read_version = EngineHttp(url, timeout_s, lineage, token=token), read_version
         self.url = self._http.url
-        self._running: dict[str, str] = {}  # request id -> SGLang's id, of requests in flight
-        self._group = ""  # the weight-transfer group that this client made the engine join
+        # SGLang's ids of the requests in flight, by their own ids.
+        self._running: dict[str, str] = {}
+        # The weight-transfer group that this client made the engine join.
+        self._group = ""
         self._asleep: set[str] = set()
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once. Raises EngineLost also when the engine's weights were older than ``request.min_version``.
+        """Sample once. Raises EngineLost also if the engine's weights are older than ``request.min_version``.
 
-        Raises EngineRejected for truncating samplers, of whose distribution SGLang reports no log-probabilities, and
-        SchemaRejected for JSON schemas, for which SGLang needs the tokenizer that it is started without.
+        Raises EngineRejected for truncating samplers, since SGLang reports log-probabilities before the truncation, and
+        SchemaRejected for JSON schemas, since it is started without the tokenizer that they need.
         """
         if request.json_schema:
             raise SchemaRejected("SGLang, which serves token ids without a tokenizer, cannot follow a JSON schema")
@@ -232,8 +243,8 @@ class SglangEngine:
                 "SGLang reports log-probabilities of the distribution before top_p, top_k and min_p truncate it; use "
                 "top_p=1, top_k=0 and min_p=0, or another kind of engine"
             )
-        # Unique per attempt, since SGLang refuses an id until it has noticed that an earlier client disconnected; of a
-        # fixed suffix length, since aborting an id also aborts the ids that it is a prefix of.
+        # The id is unique per attempt, since SGLang refuses a known id until it notices that an earlier client has
+        # disconnected. Its suffix has a fixed length, since aborting an id also aborts all ids that begin with it.
         rid = f"{request.request_id};{uuid.uuid4().hex}"
         self._running[request.request_id] = rid
         try:
@@ -243,7 +254,7 @@ class SglangEngine:
         return self._result(request, self._http.decode(raw, SampleReply))
 
     async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
-        """As ``generate``, in a single part: SGLang reports the weight versions of the tokens only at the end."""
+        """Do as ``generate``, in a single part, since SGLang only reports weight versions at the end."""
         yield await self.generate(request, session=session)
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -256,7 +267,7 @@ class SglangEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop decoding: ``keep`` the requests (their caches are recomputed) or ``abort`` them.
 
-        Raises EngineRejected for ``wait``: SGLang has no pause that lets running requests finish.
+        Raises EngineRejected for ``wait``, since SGLang cannot let running requests finish first.
         """
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"SGLang cannot pause with mode {mode!r}; it can: {', '.join(PAUSE_MODES)}")
@@ -267,15 +278,14 @@ class SglangEngine:
         await self._http.call("POST", "/continue_generation", {})
 
     async def workers(self) -> int:
-        """Return how many workers hold parts of the weights: SGLang's tensor-parallel ranks."""
+        """Return the number of workers that hold parts of the weights: SGLang's tensor-parallel ranks."""
         return self._http.decode(await self._http.call("GET", "/server_info"), ServerInfo).tp_size
 
     async def boxes(self, tensors: Mapping[str, list[int]]) -> None:
-        """Return None: SGLang's workers take whole tensors."""
+        """Return None, since SGLang's workers take whole tensors."""
 
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a weight-transfer group, leaving the earlier one, and one of the same name that another trainer left
-        behind."""
+        """Join a weight-transfer group; first leave the earlier one, and one of this name left by another trainer."""
         if init.backend not in BACKENDS:
             raise EngineRejected(f"SGLang receives weights by {' or '.join(BACKENDS)}, not by {init.backend}")
         if init.store:
@@ -295,9 +305,9 @@ class SglangEngine:
         self._group = init.group_name
 
     async def start_update(self, staged: bool = False) -> None:
-        """Begin a weight update, ending first one that was left unfinished, which SGLang would refuse.
+        """Begin a weight update; first end an unfinished one, since SGLang refuses a second.
 
-        Raises EngineRejected for ``staged``: SGLang loads buckets as they arrive.
+        Raises EngineRejected for ``staged``, since SGLang loads buckets as they arrive.
         """
         if staged:
             raise EngineRejected("SGLang cannot stage weights; weight_sync.staged needs another kind of engine")
@@ -312,7 +322,7 @@ class SglangEngine:
     async def update(self, info: UpdateInfo) -> None:
         """Receive one bucket. SGLang has no checksums, so that of ``info`` is not verified.
 
-        Raises EngineRejected for what SGLang cannot load: pieces of a parameter, deltas, and buckets to hold.
+        Raises EngineRejected for pieces of a parameter, deltas, and buckets to hold, which SGLang cannot load.
         """
         if not self._group:
             raise EngineRejected("weight update: init_transfer has not been called")
@@ -326,7 +336,7 @@ class SglangEngine:
         await self._control("/update_weights_from_distributed", body)
 
     async def finish_update(self, version: Version) -> None:
-        """End the update: all buckets were sent and the weights are now ``version``. Flushes caches of the old ones.
+        """End the update after the last bucket: name the weights ``version`` and flush caches of the old ones.
 
         The engine must be paused, since SGLang refuses to flush its cache while requests run.
         """
@@ -340,7 +350,7 @@ class SglangEngine:
         return None if name is None or name == NO_VERSION else parse_version(self.url, name, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """Return the engine's checksum of each loaded tensor, by name after the worker's number."""
+        """Return the engine's checksum of each loaded tensor; names begin with the worker's number."""
         raw = await self._control("/weights_checker", {"action": "checksum"})
         ranks = self._http.decode(raw, ChecksumReply).ranks
         return {f"tp{i}:{name}": value for i, rank in enumerate(ranks) for name, value in rank.checksums.items()}
@@ -348,7 +358,7 @@ class SglangEngine:
     async def sleep(self, level: int) -> None:
         """Free device memory: level 1 the KV cache, level 2 the weights too. The engine must be paused.
 
-        Tags that sleep are left out, since SGLang would exit; it takes no tags for all of them.
+        Tags that already sleep are left out, since SGLang would exit; an empty list would stand for all tags.
         """
         tags = [tag for tag in (["kv_cache"] if level == 1 else ["kv_cache", "weights"]) if tag not in self._asleep]
         if tags:
@@ -356,7 +366,7 @@ class SglangEngine:
             self._asleep |= set(tags)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take back the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both.
+        """Allocate again the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both.
 
         Tags that are awake are left out, since SGLang would exit.
         """
@@ -366,11 +376,11 @@ class SglangEngine:
             self._asleep -= set(asleep)
 
     async def is_sleeping(self) -> bool:
-        """Return whether this client put the engine to sleep and has not woken it; SGLang has no route that tells."""
+        """Return whether this client has put the engine to sleep and not woken it; SGLang has no route for it."""
         return bool(self._asleep)
 
     async def load(self) -> EngineLoad:
-        """Read the engine's load. SGLang reports which preempted requests wait, but counts no preemptions."""
+        """Read the engine's load. SGLang reports waiting preempted requests, but does not count preemptions."""
         raw = await self._http.call("GET", "/v1/loads", params={"include": "core,queues"})
         loads = self._http.decode(raw, LoadReply).loads
         return EngineLoad(
@@ -396,7 +406,7 @@ class SglangEngine:
                 raise
 
     async def _control(self, path: str, body: object) -> bytes:
-        """POST to a route that answers with a ControlReply. Raises EngineRejected, with its message, if it failed."""
+        """POST to a route with a ControlReply. Raises EngineRejected, with its message, if it failed."""
         raw = await self._http.call("POST", path, body)
         reply = self._http.decode(raw, ControlReply)
         if not reply.success:

@@ -4,10 +4,10 @@ The server must be started as ``__main__.py`` does: ``--enable-scale-out`` for t
 mode for the control routes, and ``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the
 sampling distribution.
 
-Requests for one prompt that are made at the same moment are coalesced into one request for several samples (``n``), as
-those of a group are. They then cost one HTTP round trip, and the engine, which gets them together, computes the prompt
-once. Callers see no difference: each gets its own answer, in parts, and may leave before its end; the engine continues
-for the others, and is told to stop when all have left.
+Requests for one prompt that are made at the same moment, such as those of a group, are coalesced into one request for
+several samples (``n``). They then cost one HTTP round trip, and the engine computes the prompt once. Callers see no
+difference: each gets its own answer, in parts, and may leave before its end. The engine continues for the others, and
+the request is aborted when all have left.
 """
 
 import asyncio
@@ -50,12 +50,16 @@ from rl_async.weight_sync.protocol import (
 
 
 class PendingRequest:
-    """One of the coalesced requests, with the parts of its answer that its caller has not read yet."""
+    """One of several coalesced requests, with the parts of its answer that its caller has not read yet.
+
+    It has ``begun`` when the first part has arrived, and ``ended`` when all have. It is ``over`` when it has ended or
+    its caller has left.
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.begun = self.ended = False  # the first part has arrived; all have
-        self.over = False  # all parts have arrived, or the caller has left
+        self.begun = self.ended = False
+        self.over = False
         self._parts: asyncio.Queue[GenerateResult | BaseException | None] = asyncio.Queue()
 
     def add(self, part: GenerateResult) -> None:
@@ -64,7 +68,7 @@ class PendingRequest:
         self._parts.put_nowait(part)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the answer, with ``error`` if it is incomplete. Does nothing when it is over already."""
+        """End the answer, with ``error`` if it is incomplete; do nothing if it is already over."""
         if not self.over:
             self.over = self.ended = True
             self._parts.put_nowait(error)
@@ -82,10 +86,10 @@ SendGroup: TypeAlias = Callable[[Sequence[PendingRequest]], Awaitable[None]]
 
 
 class Coalescer:
-    """Collects requests until the event loop has run everything that was ready, then passes them to ``send``.
+    """Collects requests until the event loop has run all tasks that were ready, then passes them to ``send``.
 
     ``send`` gets at most ``max_size`` requests, which differ only in their ids. It adds the parts of each answer to its
-    PendingRequest and ends it, and may raise EngineLost or EngineRejected for those that have not ended.
+    PendingRequest and ends it; EngineLost or EngineRejected from it goes to those that have not ended.
     """
 
     def __init__(self, send: SendGroup, max_size: int) -> None:
@@ -101,8 +105,9 @@ class Coalescer:
                 yield part
         finally:
             pending.over = True
+            # If all answers have ended, the task reads on to the end of the response, and the connection can be reused.
             if all(other.over for other in group) and not all(other.ended for other in group):
-                task.cancel()  # else it reads the answer to its end, so that the connection can be used again
+                task.cancel()
 
     def _join(self, pending: PendingRequest) -> tuple[Group, "asyncio.Task[None]"]:
         key = _coalescing_key(pending.request)
@@ -110,7 +115,8 @@ class Coalescer:
             self._unsent[key][0].append(pending)
             return self._unsent[key]
         group: Group = [pending]
-        task = asyncio.create_task(self._run(key, group))  # starts after everything that is ready now
+        # The task starts after all tasks that are ready now.
+        task = asyncio.create_task(self._run(key, group))
         self._unsent[key] = group, task
         task.add_done_callback(lambda done: _end(group, done))
         return group, task
@@ -124,7 +130,7 @@ class Coalescer:
             if isinstance(error, SchemaRejected) or len(group) == 1 or any(pending.begun for pending in group):
                 raise
             waiting = [pending for pending in group if not pending.over]
-            # The engine may not accept so many at once.
+            # The engine may not accept this many samples at once.
             await to_the_end(*map(self._send_separately, waiting))
 
     async def _send_separately(self, pending: PendingRequest) -> None:
@@ -137,8 +143,8 @@ class Coalescer:
 def _coalescing_key(request: GenerateRequest) -> Hashable:
     """Return a key that is equal for requests that may be coalesced: those that differ only in their ids.
 
-    A request with its own seed is never coalesced, nor is a greedy one, of which vLLM refuses several samples, or one
-    of an episode with a trace, since a request can name only one span.
+    Requests with a seed are never coalesced, nor are greedy ones, since vLLM refuses several greedy samples, nor those
+    of different traced episodes, since a request can name only one span.
     """
     unique = request.request_id if request.seed is not None or request.sampling.greedy else ""
     tokens, stops = tuple(request.token_ids), tuple(request.stop_token_ids)
@@ -156,27 +162,33 @@ MIN_VERSION_HEADER = "X-Min-Weight-Version"
 SLEEP_STATE = "vllm:engine_sleep_state"
 ROUTED_BY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 PREEMPTIONS = "vllm:num_preemptions_total"
-TOKENS = (  # as in EngineTokens
+# The metrics of the fields of EngineTokens, in their order.
+TOKENS = (
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
 )
 GENERATE = "/inference/v1/generate"
-STREAM_INTERVAL = 16  # tokens per part of an answer, the most that are lost with an engine
-_SCHEMA_WORDS = re.compile("grammar|schema|structured.?output", re.IGNORECASE)  # in what engines say about a schema
-REQUEST_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of GENERATE, and aborts only by the full id
+# The tokens in each part of an answer; at most this many are lost with an engine.
+STREAM_INTERVAL = 16
+# Messages of engines about a schema contain one of these words.
+_SCHEMA_WORDS = re.compile("grammar|schema|structured.?output", re.IGNORECASE)
+# vLLM prefixes the ids of GENERATE with this, and aborts only by the full id.
+REQUEST_PREFIX = "generate-tokens-"
 
 
 class _StructuredOutputs(msgspec.Struct):
-    """Masks of tokens; vLLM reads the schema as text or as an object."""
+    """The schema for masks of tokens, as text; vLLM would also accept an object."""
 
     json: str
 
 
 class _SamplingBody(msgspec.Struct):
-    """Every sampling key that we use, always sent: vLLM fills in missing ones from the model's generation config, and
-    silently ignores unknown ones."""
+    """All sampling keys in use, always sent, since vLLM takes missing ones from the model's generation config.
+
+    It silently ignores unknown keys.
+    """
 
     max_tokens: int
     temperature: float
@@ -189,7 +201,8 @@ class _SamplingBody(msgspec.Struct):
     n: int
     structured_outputs: _StructuredOutputs | None
     routed_experts_prompt_start: int
-    ignore_eos: bool = True  # the request names its stop tokens
+    # The request names its stop tokens.
+    ignore_eos: bool = True
     stream_interval: int = STREAM_INTERVAL
 
 
@@ -219,8 +232,10 @@ class _StreamChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_WeightSpan] | None = None  # of all tokens so far; None: not known yet
-    routed_experts: str | None = None  # an .npy file in base64, with the last part
+    # The versions of all tokens so far, or None if they are not known yet.
+    weight_versions: list[_WeightSpan] | None = None
+    # An .npy file in base64, which comes with the last part.
+    routed_experts: str | None = None
 
 
 class _Error(msgspec.Struct):
@@ -230,7 +245,8 @@ class _Error(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_StreamChoice] = []
-    error: _Error | None = None  # vLLM starts the stream before it has validated the request
+    # vLLM starts the stream before it has validated the request, so errors arrive here.
+    error: _Error | None = None
 
 
 class _WeightInfo(msgspec.Struct):
@@ -250,13 +266,13 @@ class _Checksums(msgspec.Struct):
 
 
 class VllmEngine:
-    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx answers, SchemaRejected for those about a
+    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx responses, SchemaRejected for those about a
     request's JSON schema, and EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights; ``token`` is the run's. Up to ``max_coalesced`` requests for one prompt, made at the same
     moment, are sent as one; vLLM accepts no more than it decodes at once. With the ``lineage`` of a trainer, methods
-    raise TrainerReplaced once the engine has heard of a newer one.
+    raise TrainerReplaced once the engine has seen a newer lineage.
     """
 
     def __init__(
@@ -274,16 +290,16 @@ class VllmEngine:
         self._coalescer = Coalescer(self._send, max_coalesced)
 
     async def generate(self, request: GenerateRequest, *, session: str = "") -> GenerateResult:
-        """Sample once, joining the parts of ``stream``."""
+        """Sample once, and join the parts of ``stream``."""
         done = EMPTY
         async for part in self.stream(request, session=session):
             done = join(done, part)
         return done
 
     async def stream(self, request: GenerateRequest, *, session: str = "") -> AsyncGenerator[GenerateResult, None]:
-        """Sample, yielding every STREAM_INTERVAL tokens as they arrive; only the last part has the finish reason.
+        """Sample, and yield parts of STREAM_INTERVAL tokens as they arrive; only the last one has the finish reason.
 
-        Raises EngineLost also when the engine's weights are older than ``request.min_version`` (409).
+        Raises EngineLost also if the engine's weights are older than ``request.min_version`` (409).
         """
         async with aclosing(self._coalescer.stream(request)) as parts:
             async for part in parts:
@@ -292,8 +308,8 @@ class VllmEngine:
     async def _send(self, group: Sequence[PendingRequest]) -> None:
         """Request one sample for each of ``group`` and distribute the answer: choice ``i`` goes to ``group[i]``.
 
-        Raises SchemaRejected also for a 500 in place of the first token of an answer that must fit a schema: vLLM
-        compiles schemas when it samples, and every other engine would fail, too.
+        For a request with a schema, also raises SchemaRejected for a 500 in place of the first token: vLLM compiles
+        schemas when it samples, and every other engine would fail, too.
         """
         try:
             await self._read(group)
@@ -313,7 +329,8 @@ class VllmEngine:
         async for data in self._http.stream(GENERATE, _body(request, len(group)), headers):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                if not line.startswith(b"data: {"):  # an empty line, or the end
+                # The other lines are empty, or mark the end.
+                if not line.startswith(b"data: {"):
                     continue
                 for choice in self._choices(line.removeprefix(b"data: "), len(group)):
                     pending, answer = group[choice.index], answers[choice.index]
@@ -345,12 +362,12 @@ class VllmEngine:
         return experts
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all of them; its waiting caller gets what was sampled so far."""
+        """Abort one request, or all of them; waiting callers get the tokens sampled so far."""
         body = {"request_ids": [REQUEST_PREFIX + request_id]} if request_id is not None else {}
         await self._http.call("POST", "/abort_requests", body)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop decoding: ``keep`` the requests (their caches are recomputed), ``wait`` for them, or ``abort`` them."""
+        """Stop decoding: ``keep`` the requests and recompute their caches, ``wait`` for them, or ``abort`` them."""
         await self._http.call("POST", "/pause", params={"mode": mode})
 
     async def resume(self) -> None:
@@ -358,7 +375,7 @@ class VllmEngine:
         await self._http.call("POST", "/resume")
 
     async def workers(self) -> int:
-        """Return how many workers hold parts of the weights."""
+        """Return the number of workers that hold parts of the weights."""
         return self._http.decode(await self._http.call("GET", "/get_world_size"), _WorldSize).world_size
 
     async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
@@ -372,10 +389,10 @@ class VllmEngine:
         await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
 
     async def start_update(self, staged: bool = False) -> None:
-        """Begin a weight update. ``staged``: the engine keeps decoding, and loads the buckets in ``finish_update``.
+        """Begin a weight update. If ``staged``, the engine keeps decoding, and loads the buckets in ``finish_update``.
 
-        vLLM refuses a second update while one is active, and drops an active one only when it fails, so an update left
-        unfinished is made to fail first.
+        vLLM refuses a second update while one is active, and only drops an active one when it fails, so an unfinished
+        update is made to fail first.
         """
         start = ("POST", "/start_weight_update")
         params = {"staged": "true"} if staged else None
@@ -393,7 +410,7 @@ class VllmEngine:
         await self._http.call("POST", "/update_weights", UpdateWeightsBody(info))
 
     async def finish_update(self, version: Version) -> None:
-        """End the update: all buckets were sent, and the weights are now ``version``."""
+        """End the update after the last bucket, and name the weights ``version``."""
         await self._http.call("POST", "/finish_weight_update", FinishUpdateBody(str(version)))
 
     async def version(self) -> Version | None:
@@ -404,23 +421,24 @@ class VllmEngine:
         return parse_version(self.url, info.weight_version, self._read_version)
 
     async def checksums(self) -> dict[str, str]:
-        """Return the engine's checksum of each loaded tensor, by name; vLLM's begin with the worker's place."""
+        """Return the engine's checksum of each loaded tensor, by name; vLLM's names begin with the worker's place."""
         raw = await self._http.call("POST", "/weight_checker", {"action": "checksum"})
         return self._http.decode(raw, _Checksums).checksums
 
     async def sleep(self, level: int) -> None:
-        """Free device memory: level 1 the KV cache, level 2 the weights too. Requests are kept (vLLM's default is to
-        abort them)."""
+        """Free device memory: level 1 the KV cache, level 2 the weights too. Requests are kept, not aborted as by
+        vLLM's default."""
         await self._http.call("POST", "/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take back the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both."""
+        """Allocate again the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both."""
         await self._http.call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
 
     async def is_sleeping(self) -> bool:
-        """Return whether the engine has freed device memory and not taken all of it back.
+        """Return whether any device memory that ``sleep`` freed is still free.
 
-        Read from the metrics, since vLLM's ``/is_sleeping`` is true of a paused engine too, which waking would resume.
+        Read from the metrics, since vLLM's ``/is_sleeping`` is also true for a paused engine, which waking would
+        resume.
         """
         states = await self._metrics()
         return any(value == 0 for key, value in states if key.startswith(SLEEP_STATE) and 'sleep_state="awake"' in key)
@@ -428,8 +446,8 @@ class VllmEngine:
     async def load(self) -> EngineLoad:
         """Read the engine's load from its metrics.
 
-        Raises EngineRejected if it lacks one by which requests are routed, as another version may have renamed it. Of
-        what is only counted, an engine that lacks a part counts nothing.
+        Raises EngineRejected if a metric for routing is missing, since another version may have renamed it. The token
+        counts are None unless all are present.
         """
         total: dict[str, float] = {}
         for key, value in await self._metrics():
@@ -472,7 +490,8 @@ def _body(request: GenerateRequest, samples: int) -> _GenerateBody:
         sampling_params=_SamplingBody(
             max_tokens=request.max_tokens,
             temperature=sampling.temperature,
-            logprobs=0,  # the sampled token's only
+            # Log-probabilities of the sampled tokens only.
+            logprobs=0,
             stop_token_ids=request.stop_token_ids,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

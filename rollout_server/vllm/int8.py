@@ -1,7 +1,7 @@
-"""Layers in int8 for vLLM, which quantises to int8 only a mixture's experts while it loads. Only vLLM imports this.
+"""Linear layers in int8 for vLLM, which itself only quantises a mixture's experts to int8. Only vLLM imports this.
 
-Weights have a scale for each output channel, as those of the embedded engine, and activations one for each token. A
-rank that has a part of the input channels scales that part by itself.
+Weights have a scale for each output channel, as in the embedded engine, and activations one for each token. A rank with
+a part of the input channels scales that part by itself.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ from rl_async.torch_shared import quantize
 
 
 class CpuKernel:
-    """Multiplies on a CPU. vLLM's own kernel keeps a packed copy that refers to scales which an update replaces."""
+    """Multiplies on a CPU. vLLM's own kernel keeps a packed copy that refers to scales that an update replaces."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave the weights as they are: the product reads them."""
+        """Leave the weights unchanged, since ``apply_weights`` reads them directly."""
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [..., columns] with the layer's weight. Returns [..., rows] of the same dtype."""
@@ -34,7 +34,7 @@ class CpuKernel:
 
 
 class Int8Linear(OnlineLinearBase):
-    """A linear layer that vLLM loads in the model's dtype and that is quantised then, and again in every update."""
+    """A linear layer that vLLM loads in the model's dtype, and that is quantised afterwards and in every update."""
 
     activation_quant_key = kInt8DynamicTokenSym
 
@@ -49,7 +49,7 @@ class Int8Linear(OnlineLinearBase):
             )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the weights that were loaded by their numbers and scales, in the kernel's layout."""
+        """Replace the loaded weights by their numbers and scales, in the kernel's layout."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         numbers, scales = quantize(layer.weight, torch.int8)
@@ -64,5 +64,5 @@ class Int8Linear(OnlineLinearBase):
 
 
 def register() -> None:
-    """Have vLLM quantise linear layers so if its flags say ``int8_per_channel_static``."""
+    """Have vLLM use these layers if its flags say ``int8_per_channel_static``."""
     base._ONLINE_LINEAR_METHODS[kInt8StaticChannelSym] = Int8Linear

@@ -14,7 +14,8 @@ from torch.nn.functional import linear
 
 from rl_async.configs.engines import WEIGHT_TRANSFER
 
-REST_S = 60.0  # for which the answers of the other workers are waited for once one has failed
+# Once a worker has failed, the answers of the others are awaited for this time.
+REST_S = 60.0
 log = logging.getLogger("rl_async.vllm")
 
 
@@ -41,8 +42,8 @@ def register() -> None:
 def _keep_weights_unpacked() -> None:
     """Stop vLLM from packing weight matrices on a CPU.
 
-    vLLM would multiply with packed copies that no later weight update reaches: it would answer 200, count the version
-    up, and sample with a mixture of old and new weights.
+    vLLM would multiply with packed copies that weight updates do not reach. It would answer 200, adopt the new version,
+    and sample with a mixture of old and new weights.
     """
     from vllm.model_executor.layers import utils
 
@@ -53,16 +54,17 @@ def _keep_weights_unpacked() -> None:
 
 
 def _pack_experts_again() -> None:
-    """Have vLLM pack the experts of a mixture in every weight update, for its kernel for CPUs, not only at its start.
+    """Have vLLM pack a mixture's experts for its CPU kernel in every weight update, not only at its start.
 
-    Its kernel reads packed copies alone, and an update would put weights in their place as they come.
+    The kernel requires packed weights, and an update would overwrite them with unpacked ones.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     set_up = UnquantizedFusedMoEMethod._setup_kernel
 
     def packed(method: Any, layer: Any, w13: Any, w2: Any) -> None:
-        again = method.moe_kernel is not None  # vLLM itself packs when it makes the kernel
+        # vLLM itself packs when it makes the kernel.
+        again = method.moe_kernel is not None
         set_up(method, layer, w13, w2)
         if again:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -71,10 +73,10 @@ def _pack_experts_again() -> None:
 
 
 def _compute_own_experts_alone() -> None:
-    """Give vLLM's kernel for mixtures on CPUs the places of a rank's own experts, and other ranks' experts no weight.
+    """Give vLLM's CPU kernel for mixtures the local indices of a rank's experts, and other ranks' experts no weight.
 
-    With ``--enable-expert-parallel`` vLLM passes it the numbers that experts have in the whole model, which it takes
-    for places among those that the rank holds: it reads and writes beyond them.
+    With ``--enable-expert-parallel`` vLLM passes it the global indices of experts, which it takes for local ones: it
+    reads and writes out of bounds.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -82,7 +84,8 @@ def _compute_own_experts_alone() -> None:
 
     def of_this_rank(experts: Any, **named: Any) -> None:
         if named["expert_map"] is not None:
-            places = named["expert_map"][named["topk_ids"]]  # -1: another rank has it
+            # The map has -1 for experts of other ranks.
+            places = named["expert_map"][named["topk_ids"]]
             named["topk_weights"] = torch.where(places < 0, 0.0, named["topk_weights"])
             named["topk_ids"] = places.clamp(min=0)
         compute(experts, **named)
@@ -91,9 +94,9 @@ def _compute_own_experts_alone() -> None:
 
 
 class QueuesReadToTheEnd(list[Any]):
-    """The queues of the answers of an executor's workers. Who stops iterating over them early leaves no answer behind.
+    """The queues for the answers of an executor's workers. If iteration stops early, the remaining answers are read.
 
-    An answer that does not come in time is left behind: then the executor counts as failed, and refuses further calls.
+    If an answer does not arrive in time, the executor counts as failed and refuses further calls.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -110,7 +113,8 @@ class QueuesReadToTheEnd(list[Any]):
             for queue in queues:
                 if self._executor.is_failed:
                     break
-                with suppress(TimeoutError):  # which is logged, and fails the executor
+                # A timeout has been logged and has failed the executor.
+                with suppress(TimeoutError):
                     queue.dequeue(timeout=REST_S)
 
     def _failing(self, dequeue: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,10 +130,10 @@ class QueuesReadToTheEnd(list[Any]):
 
 
 def _read_every_answer() -> None:
-    """Have vLLM read the answers of all workers of an engine, also after one of them failed.
+    """Have vLLM read the answers of all workers of an engine, even after one of them failed.
 
-    vLLM stops at the first failure. What the workers behind it answered would be taken for answers to the next call: a
-    weight bucket would count as loaded by workers that have not yet read it.
+    vLLM stops at the first failure. The answers of the remaining workers would then be taken for those to the next
+    call, and a weight bucket would count as loaded by workers that have not yet read it.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -145,7 +149,7 @@ def _read_every_answer() -> None:
 def _report_versions_in_every_part() -> None:
     """Attach the weight versions of the tokens to every part of a stream.
 
-    vLLM itself attaches them to the last part only; if that part were lost with the engine, the tokens before it would
+    vLLM itself only attaches them to the last part. If that part were lost with the engine, the tokens before it would
     have no version and could not be trained on.
     """
     from vllm.v1.engine.output_processor import RequestState

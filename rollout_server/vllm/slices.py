@@ -1,10 +1,10 @@
-"""Weight updates inside a vLLM worker: which parts of each weight it needs, and how it takes them. Only vLLM imports
-this module.
+"""Weight updates inside a vLLM worker: finds the parts of each weight that it needs, and receives them. Only vLLM
+imports this module.
 
-vLLM adds ``WeightBoxes`` to its workers (``--worker-extension-cls``). It watches vLLM's own loader. A loader is given a
-tensor without data; what it copies into parameters are views of that tensor, which tell the boxes: of fused layers, of
-divided vocabularies and experts, and of layers that another pipeline stage has. So no rule about a model or a version
-of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plugin.py`` registers.
+vLLM adds ``WeightBoxes`` to its workers (``--worker-extension-cls``). It watches vLLM's own loader, which gets a tensor
+without data and copies views of it into parameters. These views are the boxes that the worker needs, also with fused
+layers, divided vocabularies and experts, and layers on another pipeline stage, so that no rule about a model or a
+version of vLLM is needed here. ``WeightTransfer`` is our transport, which ``plugin.py`` registers.
 """
 
 from collections.abc import Iterator
@@ -32,14 +32,15 @@ Box = tuple[tuple[int, int], ...]
 
 
 class WeightBoxes:
-    """Methods that vLLM's workers get in addition."""
+    """Additional methods of vLLM's workers."""
 
-    model_runner: Any  # of the worker
+    # An attribute of the worker.
+    model_runner: Any
 
     def weight_boxes(self, tensors: str) -> list[list[Box]] | None:
-        """Return the boxes that this worker needs of each tensor; ``tensors``: JSON with shapes by name.
+        """Return the boxes of each tensor that this worker needs, given the shapes by name as JSON.
 
-        Returns None in the middle of an update, when loaders only collect what they get.
+        Returns None in the middle of an update, when loaders only collect tensors.
         """
         model = self.model_runner.get_model()
         if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
@@ -51,9 +52,9 @@ class WeightBoxes:
 
 @contextmanager
 def _as_loaders_find_it(model: Any) -> Iterator[None]:
-    """Give the layers parameters without data that are laid out as in checkpoints, as vLLM does before an update.
+    """Give the layers parameters without data in the layout of checkpoints, as vLLM does before an update.
 
-    Loaders cannot divide what kernels have made of their weights: packed matrices, or numbers in 8 bits and scales.
+    Loaders cannot divide weights that kernels have packed, or quantised to 8 bits with scales.
     """
     changed: list[Any] = []
     try:
@@ -64,7 +65,8 @@ def _as_loaders_find_it(model: Any) -> Iterator[None]:
             changed.append(layer)
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
-                tensor.weight_loader = _get_original_loader(tensor)  # a quantised layer's waits for the whole layer
+                # The present loader of a quantised layer would wait for the whole layer.
+                tensor.weight_loader = _get_original_loader(tensor)
         yield
     finally:
         for layer in changed:
@@ -79,13 +81,17 @@ def needed(model: Any, name: str, shape: list[int]) -> list[Box]:
     with torch.no_grad(), _CopiesWatched(tensor) as watched:
         model.load_weights([(name, tensor)])
     whole = tuple((0, size) for size in shape)
-    if None in watched.boxes or _overlap(watched.boxes):  # the loader computes something from the tensor
+    # The loader may also compute something from the tensor.
+    if None in watched.boxes or _overlap(watched.boxes):
         return [whole]
     return [box for box in watched.boxes if box is not None]
 
 
 class _CopiesWatched(TorchDispatchMode):
-    """Records which boxes of ``tensor`` are copied; None stands for what is no view of it. Changes no other tensor."""
+    """Records the boxes of ``tensor`` that are copied, and None for a tensor that is not a view of it.
+
+    No tensor with data is changed meanwhile.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -103,7 +109,7 @@ class _CopiesWatched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _box(self, view: Tensor) -> Box | None:
-        """Return the part of the tensor that a view with its strides covers."""
+        """Return the part of the tensor that a view covers; None unless it is such a part."""
         if view.untyped_storage()._cdata != self._storage:
             return None
         left, box = int(view.storage_offset()), []
@@ -127,7 +133,7 @@ def _overlap(boxes: list[Box | None]) -> bool:
 
 
 class WeightTransfer(WeightTransferEngine):
-    """Receives our buckets, whatever their transport, and passes their tensors to the model's own loader.
+    """Receives buckets over any of our transports, and passes their tensors to the model's own loader.
 
     Methods raise WeightSyncError, and ValueError for a malformed body; vLLM then answers 500, and the update has to be
     started again.
@@ -147,7 +153,7 @@ class WeightTransfer(WeightTransferEngine):
         return msgspec.convert(update_dict, UpdateInfo)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join a weight-transfer group, leaving any earlier one, with a rank or a group of its own."""
+        """Join a weight-transfer group, in place of any earlier one, with the worker's own rank or group."""
         rank = self.parallel_config.rank
         if not init_info.workers:
             init_info = msgspec.structs.replace(init_info, rank_offset=init_info.rank_offset + rank)
@@ -159,9 +165,10 @@ class WeightTransfer(WeightTransferEngine):
         self._loading = False
 
     def _begin_loading(self) -> None:
-        """Have vLLM collect each layer's tensors in the checkpoint's layout and fuse them once it has them all."""
+        """Have vLLM collect each layer's tensors in the checkpoint's layout and fuse them once all have arrived."""
         self._loading = True
-        for layer in self.model.modules():  # vLLM would count the tensors of an update that failed half-way
+        # Otherwise vLLM would count the tensors of an earlier update that failed half-way.
+        for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
@@ -176,7 +183,7 @@ class WeightTransfer(WeightTransferEngine):
         self._receiver.update(of_worker(update_info, self.parallel_config.rank))
 
     def finish_weight_update(self) -> None:
-        """Load the staged buckets, if any, and complete the layers."""
+        """Load staged buckets, and complete the layers."""
         self._receiver.finish()
         if self._loading:
             self._loading = False
@@ -189,5 +196,5 @@ class WeightTransfer(WeightTransferEngine):
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         if not self._loading:
             self._begin_loading()
-        # Copied: a layer is fused when its last tensor has arrived, perhaps in another bucket.
+        # Copied, since a layer is fused when its last tensor has arrived, perhaps in another bucket.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in tensors)
