@@ -108,7 +108,9 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "workers"]
+)
 def test_a_test_that_fails_once_is_named_with_its_first_failure(
     there: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
