@@ -31,9 +31,9 @@ def test_each_servers_tools_are_named() -> None:
     "server",
     [
         McpServerConfig(command="no-such-program-here"),
-        McpServerConfig(command=(sys.executable, "-m", "no_such_module")),
+        pytest.param(McpServerConfig(command=(sys.executable, "-m", "no_such_module")), marks=pytest.mark.slow),
         McpServerConfig(command=BARE, allow=("ad",)),
-        McpServerConfig(url="http://127.0.0.1:1/mcp"),
+        pytest.param(McpServerConfig(url="http://127.0.0.1:1/mcp"), marks=pytest.mark.slow),
     ],
 )
 def test_what_a_run_could_not_use_is_named_with_its_key(server: McpServerConfig) -> None:

@@ -69,6 +69,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     for name in ("master", "replica"):
         (tmp_path / name).mkdir()
     sockets = [["--unixsocket", str(tmp_path / f"{name}.sock")] for name in ("master", "replica")]
+    # A master waits 5 s for more replicas before it sends one its data.
+    sockets[0] += ["--repl-diskless-sync-delay", "0"]
     with (
         redis_server(tmp_path / "master", options=sockets[0]) as (port, _),
         redis_server(tmp_path / "replica", options=[*sockets[1], "--replicaof", f"127.0.0.1 {port}"]) as (other, _),

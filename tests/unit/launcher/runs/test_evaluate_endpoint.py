@@ -177,7 +177,7 @@ async def test_a_silent_endpoint_has_a_deadline(tmp_path: Path) -> None:
             await played(it, tmp_path, "eval.endpoint.timeout_s=0.1")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 async def test_what_was_played_before_an_interruption_is_kept(tmp_path: Path, number: signal.Signals) -> None:
     async with Outside(READY, says("5"), Answer(None)) as it:
         command = await started(it, tmp_path)
