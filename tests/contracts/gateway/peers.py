@@ -22,7 +22,7 @@ from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.reward import RewardConfig
 from rl_async.configs.schema.rollout import AgentConfig, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.gateway import Gateway
+from rl_async.gateway import Gateway, RemoteEpisode
 from rl_async.messages import Done, Leased, LeasedGroup, Renewed, SampleKey, Trajectory, Version
 from rl_async.process.role import bind
 from rl_async.reward_loop.service import RewardService
@@ -84,7 +84,11 @@ class Engine:
 
 
 class RunningGateway:
-    """A gateway on a thread with its own event loop; real HTTP on a free port."""
+    """A gateway on a thread with its own event loop; real HTTP on a free port.
+
+    It closes the clients of ``clients`` when it is asked to end: a socket that is left to the garbage collection fails
+    another test, which happens to run then.
+    """
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class RunningGateway:
         self._config, self._renderer, self._ping_s = config, renderer, ping_s
         self.queue, self.engine = Queue(group), engine or Engine(renderer, says)
         self.begun: dict[str, Any] = {}
+        self.clients: list[Any] = []
         self._listener = bind("127.0.0.1", 0, "port")
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -139,7 +144,17 @@ class RunningGateway:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.queue.takes.set)
 
+    def openai(self) -> tuple[RemoteEpisode, Any]:
+        """Take an episode, and return it with an openai client for it."""
+        import openai
+
+        episode = next(Gateway(self.url).episodes())
+        self.clients.append(openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0))
+        return episode, self.clients[-1]
+
     def ask_to_end(self) -> None:
+        for client in self.clients:
+            client.close()
         if self._loop is not None and not self._asked and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.queue.over.set)
         self._asked = True

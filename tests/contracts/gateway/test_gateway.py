@@ -22,7 +22,7 @@ from rl_async.process.http_auth import make_tokens, token_file
 from rl_async.process.role import bind
 from rl_async.process.run_files import Endpoints, write_endpoints
 from tests.contracts.engines.engine_peers import running
-from tests.contracts.gateway.peers import RunningGateway, gateway_process, make_model, serve_as_version_0
+from tests.contracts.gateway.peers import gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue
 from tests.support.queue_clients import sync_client
 from tests.support.rounding import PlainPass, assert_near
@@ -32,19 +32,13 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</t
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def take(gateway: RunningGateway) -> tuple[RemoteEpisode, Any]:
-    """An episode, and an openai client for it."""
-    episode = next(Gateway(gateway.url).episodes())
-    return episode, openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
-
-
 def trained_text(renderer: ChatRenderer, row: Any) -> str:
     return renderer.decode(row.token_ids[row.loss_mask].tolist())
 
 
 def test_the_openai_client_plays_an_episode_with_tools(start: Any, renderer: ChatRenderer) -> None:
     gateway = start("let me see " + CALL, "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     assert episode.task["ground_truth"] == "5" and episode.task["partition"] == "train"
     assert [tool["function"]["name"] for tool in episode.task["tools"]] == ["calculator"]
     messages = list(episode.task["prompt"])
@@ -65,7 +59,7 @@ def test_the_openai_client_plays_an_episode_with_tools(start: Any, renderer: Cha
 
 def test_streams_add_up_to_the_answer(start: Any, renderer: ChatRenderer) -> None:
     gateway = start("1+2", CALL)
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     question = [{"role": "user", "content": "a?"}]
     with client.chat.completions.stream(model="any", messages=question) as stream:
         said = stream.get_final_completion().choices[0].message
@@ -82,7 +76,7 @@ def test_streams_add_up_to_the_answer(start: Any, renderer: ChatRenderer) -> Non
 
 def test_a_header_keeps_a_request_out_of_training(start: Any, renderer: ChatRenderer) -> None:
     gateway = start("1", "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     question = [{"role": "user", "content": "a?"}]
     for word in ("no", "yes"):
         client.chat.completions.create(model="any", messages=question, extra_headers={"X-RL-Async-Train": word})
@@ -101,7 +95,7 @@ def test_episodes_are_listed_and_ended_from_the_command_line(
     write_endpoints(tmp_path, Endpoints(queue="none", gateway=gateway.url))
     assert main(["gateway", "ls", str(tmp_path)]) == 0
     assert "0 episodes open" in capsys.readouterr().out
-    episode, _ = take(gateway)
+    episode, _ = gateway.openai()
     assert main(["gateway", "ls", str(tmp_path)]) == 0
     assert "7.0.1" in (said := capsys.readouterr().out) and episode.id not in said
     assert main(["gateway", "end", str(tmp_path), "7.0.1"]) == 0
@@ -113,7 +107,7 @@ def test_episodes_are_listed_and_ended_from_the_command_line(
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_that_is_too_long_is_refused_before_its_end(start: Any, announced: bool) -> None:
     gateway = start("5")
-    take(gateway)  # it listens
+    gateway.openai()  # it listens
     host, port = gateway.url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.putrequest("POST", "/episodes")
@@ -135,7 +129,7 @@ def test_a_body_that_is_too_long_is_refused_before_its_end(start: Any, announced
 @pytest.mark.parametrize("path", ["/episodes", "/v1/chat/completions", "/v1/messages"])
 def test_deeply_nested_json_is_refused(start: Any, path: str) -> None:
     gateway = start("5")
-    episode, _ = take(gateway)
+    episode, _ = gateway.openai()
     host, port = gateway.url.removeprefix("http://").split(":")
     place = path if path == "/episodes" else episode.base_url.removesuffix("/v1").partition(f":{port}")[2] + path
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
@@ -147,7 +141,7 @@ def test_deeply_nested_json_is_refused(start: Any, path: str) -> None:
 
 def test_errors_are_those_that_the_client_knows(start: Any) -> None:
     gateway = start("5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     question = [{"role": "user", "content": "a?"}]
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="any", messages=question, n=2)
@@ -170,7 +164,7 @@ def test_other_sampling_is_dropped_and_counted_or_refused(
     start: Any, unsupported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway = start("5", "6", unsupported=unsupported)
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     question, asked = [{"role": "user", "content": "a?"}], {"temperature": 0, "seed": 5, "extra_body": {"top_k": 7}}
     if unsupported == "refuse":
         with pytest.raises(openai.BadRequestError) as refused:
@@ -191,7 +185,7 @@ def test_other_sampling_is_dropped_and_counted_or_refused(
 
 def test_a_request_whose_client_hangs_up_leaves_no_trace(start: Any, renderer: ChatRenderer) -> None:
     gateway = start("", "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     question = [{"role": "user", "content": "a?"}]
     body = json.dumps({"messages": question})
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"))
@@ -207,8 +201,8 @@ def test_a_request_whose_client_hangs_up_leaves_no_trace(start: Any, renderer: C
 
 def test_a_program_that_hangs_up_while_it_waits_takes_no_episode(start: Any) -> None:
     gateway = start("5", samples=2)
-    first, _ = take(gateway)
-    second, client = take(gateway)
+    first, _ = gateway.openai()
+    second, client = gateway.openai()
     gone = http.client.HTTPConnection(gateway.url.removeprefix("http://"))
     gone.request("POST", "/episodes", '{"wait_s": 60}')
     gone.close()
@@ -220,7 +214,7 @@ def test_a_program_that_hangs_up_while_it_waits_takes_no_episode(start: Any) -> 
 
 def test_anthropic_messages(start: Any, renderer: ChatRenderer) -> None:
     gateway = start("so " + CALL, "5")
-    episode, _ = take(gateway)
+    episode, _ = gateway.openai()
     tools = [{"name": "calculator", "input_schema": {"type": "object"}}]
     messages: list[Any] = [{"role": "user", "content": "2+3?"}]
 
@@ -296,15 +290,15 @@ def test_what_a_real_engine_sampled_reaches_the_queue_as_it_was(
 
 def play(episode: RemoteEpisode) -> tuple[str, str, str]:
     """Two turns and a branch of the second, which must be a call; what was said in each."""
-    client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+    with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
 
-    def ask(*texts: str, **options: Any) -> str:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        return client.chat.completions.create(model="any", messages=messages, **options).choices[0].message.content
+        def ask(*texts: str, **options: Any) -> str:
+            messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+            return client.chat.completions.create(model="any", messages=messages, **options).choices[0].message.content
 
-    first = ask("what is 2+3?")
-    second = ask("what is 2+3?", first, "and 4?")
-    call = ask("what is 2+3?", first, "and 5?", tools=[WEATHER], tool_choice="required")
+        first = ask("what is 2+3?")
+        second = ask("what is 2+3?", first, "and 4?")
+        call = ask("what is 2+3?", first, "and 5?", tools=[WEATHER], tool_choice="required")
     assert call.startswith("<tool_call>"), "a broken one is text"
     said = first, second, call.removeprefix("<tool_call>")
     assert episode.reward(0.25) == {"accepted": True, "reason": "", "rows": 2, "reward": 0.25}

@@ -12,7 +12,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.schema.rollout import GatewayConfig
-from rl_async.gateway import Gateway, RemoteEpisode
+from rl_async.gateway import Gateway
 from rl_async.messages import Version
 from rl_async.rollout_server.api import EMPTY, GenerateRequest, GenerateResult, Heard, join
 from tests.contracts.engines.engine_peers import Peer, running
@@ -86,15 +86,9 @@ def start(renderer: ChatRenderer, peer: Peer) -> Iterator[Callable[..., RunningG
         gateway.stop()
 
 
-def take(gateway: RunningGateway) -> tuple[RemoteEpisode, Any]:
-    """An episode, and an openai client for it."""
-    episode = next(Gateway(gateway.url).episodes())
-    return episode, openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0)
-
-
 def test_the_openai_clients_parse_what_they_asked_for(start: Any, renderer: ChatRenderer) -> None:
     gateway = start()
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     chat = client.chat.completions.parse(model="any", messages=QUESTION, response_format=Colour)
     assert isinstance(chat.choices[0].message.parsed, Colour) and chat.choices[0].finish_reason == "stop"
     response = client.responses.parse(model="any", input="which colour?", text_format=Colour)
@@ -115,7 +109,7 @@ def test_the_openai_clients_parse_what_they_asked_for(start: Any, renderer: Chat
 
 def test_only_the_answers_that_were_constrained_are_recorded_as_such(start: Any) -> None:
     gateway = start()
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     said = client.chat.completions.create(model="any", messages=QUESTION, max_tokens=7)
     more = [*QUESTION, {"role": "assistant", "content": said.choices[0].message.content}, *QUESTION]
     bound = client.chat.completions.parse(model="any", messages=more, response_format=Colour)
@@ -143,7 +137,7 @@ def test_anthropics_formats(start: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_followed_is_refused_by_its_place(start: Any, stream: bool) -> None:
-    _, client = take(start(unsupported="refuse"))
+    _, client = start(unsupported="refuse").openai()
     for schema in ({"type": "wat"}, {"$ref": "#/$defs/nowhere"}, {"type": "array", "uniqueItems": True}):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError) as refused:
@@ -161,7 +155,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_place(start: Any, st
 
 def test_a_schema_that_cannot_be_followed_is_ignored_and_counted(start: Any) -> None:
     gateway = start()
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
     client.chat.completions.create(model="any", messages=QUESTION, response_format=form, max_tokens=5)
     ((_, field),) = gateway.dropped()
@@ -176,7 +170,7 @@ def test_what_pydantic_annotates_is_no_obstacle(start: Any) -> None:
         where: Literal["x"] = pydantic.Field(json_schema_extra={"format": "path"})
 
     gateway = start()
-    _, client = take(gateway)
+    _, client = gateway.openai()
     said = client.chat.completions.parse(model="any", messages=QUESTION, response_format=Login)
     assert isinstance(said.choices[0].message.parsed, Login) and gateway.dropped() == {}
     with pytest.raises(openai.BadRequestError) as refused:
@@ -186,14 +180,14 @@ def test_what_pydantic_annotates_is_no_obstacle(start: Any) -> None:
 
 def test_beside_tools_a_format_is_ignored_or_refused(start: Any) -> None:
     gateway = start()
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     form = {"type": "json_object"}
     client.chat.completions.create(model="any", messages=QUESTION, response_format=form, tools=[TOOL], max_tokens=5)
     ((_, field),) = gateway.dropped()
     assert field == "response_format" and episode.reward(1.0)["accepted"]
     ((row,),) = gateway.queue.rows
     assert row.constrained == []
-    _, client = take(start(unsupported="refuse"))
+    _, client = start(unsupported="refuse").openai()
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="any", messages=QUESTION, response_format=form, tools=[TOOL])
     said = client.chat.completions.parse(model="any", messages=QUESTION, response_format=Colour)

@@ -1,7 +1,6 @@
 """OpenAI's Responses dialect, with OpenAI's client and its types as the judge."""
 
 import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,21 +18,6 @@ CALCULATOR = {"type": "function", "name": "calculator", "description": "Evaluate
 END = "<|im_end|>"
 
 
-@pytest.fixture
-def take() -> Iterator[Callable[[RunningGateway], tuple[RemoteEpisode, Any]]]:
-    """Takes an episode, with a client for it."""
-    clients: list[Any] = []
-
-    def taken(gateway: RunningGateway) -> tuple[RemoteEpisode, Any]:
-        episode = next(Gateway(gateway.url).episodes())
-        clients.append(openai.OpenAI(base_url=episode.base_url, api_key="none", max_retries=0))
-        return episode, clients[-1]
-
-    yield taken
-    for client in clients:
-        client.close()
-
-
 def trained(gateway: RunningGateway, renderer: ChatRenderer) -> list[str]:
     (rows,) = gateway.queue.rows
     return [renderer.decode(row.token_ids[row.loss_mask].tolist()) for row in rows]
@@ -49,9 +33,9 @@ def check(response: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["items", "previous", "stateless"])
-def test_a_tool_loop_is_one_row(take: Any, start: Any, renderer: ChatRenderer, way: str) -> None:
+def test_a_tool_loop_is_one_row(start: Any, renderer: ChatRenderer, way: str) -> None:
     gateway = start("let me see " + CALL, "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     common: dict[str, Any] = {"model": "any", "instructions": "be brief", "tools": [CALCULATOR]}
     if way == "stateless":
         common |= {"store": False, "include": ["reasoning.encrypted_content"]}
@@ -74,9 +58,9 @@ def test_a_tool_loop_is_one_row(take: Any, start: Any, renderer: ChatRenderer, w
     assert second.usage.input_tokens + second.usage.output_tokens == second.usage.total_tokens == len(row.token_ids)
 
 
-def test_chat_and_responses_print_the_same_tokens(take: Any, start: Any, renderer: ChatRenderer) -> None:
+def test_chat_and_responses_print_the_same_tokens(start: Any, renderer: ChatRenderer) -> None:
     gateway = start(CALL, "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     function = {"name": "calculator", "description": "Evaluate.", "parameters": PARAMETERS}
     messages: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3?"}]
     tools = [{"type": "function", "function": function}]
@@ -94,9 +78,9 @@ def test_chat_and_responses_print_the_same_tokens(take: Any, start: Any, rendere
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_items_may_be_named(take: Any, start: Any, renderer: ChatRenderer, store: bool) -> None:
+def test_items_may_be_named(start: Any, renderer: ChatRenderer, store: bool) -> None:
     gateway = start(CALL, "5")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     first = client.responses.create(model="any", input="2+3?", tools=[CALCULATOR], store=store)
     named = [
         {"role": "user", "content": "2+3?"},
@@ -116,9 +100,9 @@ def test_items_may_be_named(take: Any, start: Any, renderer: ChatRenderer, store
     assert trained(gateway, renderer) == [f"{CALL}{END}5{END}"]
 
 
-def test_reasoning_goes_out_and_comes_back(take: Any, start: Any, thinking: ChatRenderer) -> None:
+def test_reasoning_goes_out_and_comes_back(start: Any, thinking: ChatRenderer) -> None:
     gateway = start("<think>two and three</think>" + CALL, "<think>so</think>5", "6", chat=thinking)
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     common: dict[str, Any] = {"model": "any", "tools": [CALCULATOR], "store": False}
     common["include"] = ["reasoning.encrypted_content"]
     history: list[Any] = [{"role": "user", "content": "2+3?"}]
@@ -137,18 +121,18 @@ def test_reasoning_goes_out_and_comes_back(take: Any, start: Any, thinking: Chat
     assert trained(gateway, thinking) == [f"<think>two and three</think>{CALL}{END}<think>so</think>5{END}6{END}"]
 
 
-def test_an_answer_that_is_cut_is_incomplete(take: Any, start: Any) -> None:
-    _, client = take(start("1+2+3+4+5+6+7+8+9"))
+def test_an_answer_that_is_cut_is_incomplete(start: Any) -> None:
+    _, client = start("1+2+3+4+5+6+7+8+9").openai()
     cut = client.responses.create(model="any", input="x", max_output_tokens=3)
     check(cut)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.usage.output_tokens == 3
 
 
-def test_functions_in_a_namespace(take: Any, start: Any, renderer: ChatRenderer) -> None:
+def test_functions_in_a_namespace(start: Any, renderer: ChatRenderer) -> None:
     said = '<tool_call>{"name": "agents__spawn", "arguments": {}}</tool_call>'
     gateway = start(said, "done")
-    episode, client = take(gateway)
+    episode, client = gateway.openai()
     spawn = {"type": "function", "name": "spawn", "description": "", "strict": False, "parameters": {"type": "object"}}
     tools: list[Any] = [{"type": "web_search", "external_web_access": False}]
     tools += [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [spawn]}]
@@ -177,9 +161,9 @@ def test_functions_in_a_namespace(take: Any, start: Any, renderer: ChatRenderer)
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ],
 )
-def test_what_cannot_be_served_is_refused(take: Any, start: Any, body: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_served_is_refused(start: Any, body: dict[str, Any], param: str) -> None:
     gateway = start("5")
-    episode, _ = take(gateway)
+    episode, _ = gateway.openai()
     status, answer = ask(gateway, episode, **body)
     assert (status, answer["error"]["param"]) == (400, param)
 
@@ -200,9 +184,9 @@ ARGUMENTS = ["output_item.added", "function_call_arguments.delta", "function_cal
 ITEM_DONE = ["output_item.done"]
 
 
-def test_the_sequence_of_events(take: Any, start: Any, thinking: ChatRenderer) -> None:
+def test_the_sequence_of_events(start: Any, thinking: ChatRenderer) -> None:
     gateway = start(f"<think>hm</think>see {CALL}", "<think>hm</think>5", chat=thinking)
-    _, client = take(gateway)
+    _, client = gateway.openai()
     stream = client.responses.create(model="any", input="2+3?", tools=[CALCULATOR], stream=True)
     found = events_of(stream)
     kinds = [event["type"].removeprefix("response.") for event in found]
@@ -217,20 +201,20 @@ def test_the_sequence_of_events(take: Any, start: Any, thinking: ChatRenderer) -
     assert (final.output_text, events[-1].type) == ("5", "response.completed")
 
 
-def test_a_cut_answer_ends_its_stream_as_incomplete(take: Any, start: Any) -> None:
-    _, client = take(start("1+2+3+4+5+6+7+8+9"))
+def test_a_cut_answer_ends_its_stream_as_incomplete(start: Any) -> None:
+    _, client = start("1+2+3+4+5+6+7+8+9").openai()
     found = events_of(client.responses.create(model="any", input="x", max_output_tokens=3, stream=True))
     assert found[-1]["type"] == "response.incomplete"
     assert [e["item"]["status"] for e in found if e["type"] == "response.output_item.done"] == ["incomplete"]
 
 
-def test_parse_reads_the_arguments_of_strict_functions(take: Any, start: Any) -> None:
+def test_parse_reads_the_arguments_of_strict_functions(start: Any) -> None:
     class calculator(pydantic.BaseModel):
         """Evaluate."""
 
         expression: str
 
-    _, client = take(start(CALL))
+    _, client = start(CALL).openai()
     found = client.responses.parse(
         model="any", input="2+3?", tools=[openai.pydantic_function_tool(calculator)["function"] | {"type": "function"}]
     )

@@ -124,7 +124,8 @@ def classify(url: str, token: str, **body: Any) -> tuple[int, dict[str, Any]]:
         with urllib.request.urlopen(request, timeout=60.0) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+        with error:
+            return error.code, json.loads(error.read())
 
 
 def reference(folder: Path, row: list[int]) -> float:
