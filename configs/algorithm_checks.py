@@ -6,11 +6,14 @@ from rl_async.configs.derived import samples_per_group
 from rl_async.configs.schema.algorithm import (
     ADAPTIVE_LIMIT,
     PRESETS,
+    AdvantageOptions,
     AlgorithmConfig,
     Correction,
     CorrectionOptions,
+    LossOptions,
     band,
     limits,
+    read_options,
     resolve,
 )
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Loss, advantage_needs
@@ -118,6 +121,19 @@ def _never_acts(c: RunConfig) -> str | None:
                 f"algorithm.loss_options: no value is above {low}={getattr(options, low):g} and below "
                 f"{high}={getattr(options, high):g}; raise {high}"
             )
+    return None
+
+
+def _options(c: RunConfig) -> str | None:
+    """An option that the chosen formula does not read would change nothing."""
+    a, defaults = c.algorithm, {"advantage_options": AdvantageOptions(), "loss_options": LossOptions()}
+    for section, read in read_options(a.advantage, a.loss, a.correction).items():
+        options, default = getattr(a, section), defaults[section]
+        for name in sorted(set(options.__struct_fields__) - read):
+            if getattr(options, name) != getattr(default, name):
+                what = section.removesuffix("_options")
+                known = f"its options: {', '.join(sorted(read))}" if read else "it has no options"
+                return f"algorithm.{section}.{name} is no option of algorithm.{what}={getattr(a, what)}; {known}"
     return None
 
 
@@ -258,6 +274,7 @@ def _overlong(c: RunConfig) -> str | None:
 ALGORITHM_RULES: tuple[Rule, ...] = (
     _names,
     _correction,
+    _options,
     _user_correction,
     _group_size,
     _reward_parts,

@@ -4,6 +4,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 (its YAML 1.2 still reads 0.5_5 as 0.55), nor the walk that collects line numbers, and would make `yes` and `on` text.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -18,10 +19,13 @@ from yaml.reader import ReaderError
 
 from rl_async.configs.checks import check
 from rl_async.configs.explain import choices, field_at, field_names, struct_at
+from rl_async.configs.schema.algorithm import AlgorithmConfig, read_options
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import DROPPED, key_hint, nearest, replacement
 from rl_async.configs.suggestions import hint as foreign_hint
 from rl_async.errors import ConfigError
+
+log = logging.getLogger("rl_async.configs")
 
 _REMEDIES = {  # by what PyYAML says; the first that it contains counts
     r"character '\t'": "indent with spaces, not with tabs",
@@ -116,6 +120,8 @@ def load_config(
     """
     places: Places = {}
     values = {} if name_or_path is None else _read(name_or_path, places)
+    if name_or_path is not None and _is_of_run(Path(name_or_path), values):
+        _forget_removed(values)
     return _finished(values, places, overrides, mode, name)
 
 
@@ -139,11 +145,42 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"no file {path}; a run folder holds the config.yaml that `rl-async launch` wrote")
     places: Places = {}
     values = _read(str(path), places)
-    for key in DROPPED:
-        section, _, leaf = key.rpartition(".")
-        if isinstance(of := values.get(section), dict):
-            of.pop(leaf, None)
+    _forget_removed(values)
     return _finished(values, places, overrides)
+
+
+def _is_of_run(path: Path, values: dict[str, Any]) -> bool:
+    """Whether a file is the complete config that ``launch`` wrote into a run folder, which has the run's name."""
+    return path.name == "config.yaml" and bool(values.get("name")) and path.absolute().parent.name == values["name"]
+
+
+def _forget_removed(values: dict[str, Any]) -> None:
+    """Delete the keys that a complete config of an earlier version has and this version does not.
+
+    Logs those whose value differs from the one that always holds now.
+    """
+    for key, now in DROPPED.items():
+        *sections, leaf = key.split(".")
+        section: Any = values
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or leaf not in section:
+            continue
+        if (was := section.pop(leaf)) != now:
+            log.warning("config of the run: %s=%s was removed; %s holds now", key, was, now)
+    _forget_unread_options(values)
+
+
+def _forget_unread_options(values: dict[str, Any]) -> None:
+    """Delete the options that the chosen formulas do not read."""
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    default = AlgorithmConfig()
+    names = [str(algorithm.get(key, getattr(default, key))) for key in ("advantage", "loss", "correction")]
+    for section, read in read_options(*names).items():
+        if isinstance(options := algorithm.get(section), dict):
+            algorithm[section] = {name: value for name, value in options.items() if name in read}
 
 
 def from_values(values: dict[str, Any]) -> RunConfig:
@@ -154,8 +191,16 @@ def from_values(values: dict[str, Any]) -> RunConfig:
 
 
 def dump(config: RunConfig) -> str:
-    """Write the complete config as YAML that ``load_resolved`` reads back."""
-    return dump_values(msgspec.to_builtins(config))
+    """Write the complete config as YAML that ``load_resolved`` reads back.
+
+    Options that the chosen formulas do not read, and those that leave a value as the correction's preset has it, are
+    left out.
+    """
+    values = msgspec.to_builtins(config)
+    _forget_unread_options(values)
+    options = values["algorithm"]["correction_options"]
+    values["algorithm"]["correction_options"] = {key: value for key, value in options.items() if value is not None}
+    return dump_values(values)
 
 
 def dump_values(values: dict[str, Any]) -> str:

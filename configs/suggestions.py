@@ -32,8 +32,9 @@ ABSENT: dict[str, str] = {  # key that was removed, or that other software has -
     "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
 }
 
-# Keys that were removed and changed no result; complete configs that earlier versions wrote into run folders have them.
-DROPPED = ("trainer.attention",)
+# Keys that were removed, with the value that always holds now; complete configs that earlier versions wrote into run
+# folders have them.
+DROPPED: dict[str, object] = {"trainer.attention": "auto"}
 
 
 def replacement(key: str) -> str | None:

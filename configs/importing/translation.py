@@ -18,6 +18,7 @@ import msgspec
 
 from rl_async.configs.explain import field_at
 from rl_async.configs.load import MOST_BYTES, dump_values, from_values, parse
+from rl_async.configs.schema.algorithm import read_options
 from rl_async.errors import ConfigError
 
 Values = dict[str, Any]  # dotted key -> value
@@ -85,6 +86,7 @@ class Translation:
         if len(unknown) == len(self.given):
             first = f": {', '.join(line.partition(' = ')[0] for line in unknown[:5])}" if unknown else ""
             raise ConfigError(f"{head.rstrip('.')}: it holds none of the settings that this command knows{first}")
+        self._leave_out_unread_options()
         values = nested(self.ours)
         try:
             from_values(values)
@@ -98,6 +100,20 @@ class Translation:
             *_section("Given there, and not known to this command:", unknown),
         ]
         return "".join(f"# {_printable(line)}".rstrip() + "\n" for line in comments) + dump_values(values)
+
+    def _leave_out_unread_options(self) -> None:
+        """Leave out options of formulas that were not chosen: other projects have them all in one section."""
+        names = [
+            str(self.ours.get(f"algorithm.{key}", our_default(f"algorithm.{key}")))
+            for key in ("advantage", "loss", "correction")
+        ]
+        for section, read in read_options(*names).items():
+            prefix = f"algorithm.{section}."
+            for key in [key for key in self.ours if key.startswith(prefix) and key.removeprefix(prefix) not in read]:
+                value, written = self.ours.pop(key), self.written
+                self.written = [line for line in written if not line.startswith(f"{key}: ")]
+                if value != our_default(key) and len(self.written) == len(written):
+                    self.notes.append(f"left out, since no chosen formula reads it: {key}={_short(value)}")
 
     def _left(self, no_counterpart: Mapping[str, str]) -> tuple[list[str], list[str]]:
         """Say what was given and not used: keys below a prefix of ``no_counterpart`` together, and all others."""

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, doc
-from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, advantage_option, loss_option
+from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Advantage, Loss, advantage_option, loss_option
 from rl_async.errors import ConfigError
 
 Weight = Literal["none", "token", "sequence"]
@@ -356,11 +356,27 @@ class AlgorithmConfig(Config, frozen=True):
     clip_low: Annotated[float, Meta(gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")] = 0.2
     clip_high: Annotated[float, Meta(gt=0, description="Ratio is clipped above 1 + clip_high.")] = 0.28
     entropy_coef: Annotated[float, Meta(ge=0, description="Weight of the entropy bonus.")] = 0.0
-    advantage_options: AdvantageOptions = AdvantageOptions()
-    loss_options: LossOptions = LossOptions()
+    advantage_options: Annotated[AdvantageOptions, doc("Options of the advantage estimator; others are refused.")] = (
+        AdvantageOptions()
+    )
+    loss_options: Annotated[LossOptions, doc("Options of the loss; those of other losses are refused.")] = LossOptions()
     kl: KlConfig = KlConfig()
     shaping: ShapingConfig = ShapingConfig()
     guard: GuardConfig = GuardConfig()
+
+
+def read_options(advantage: str, loss: str, correction: str) -> dict[str, frozenset[str]]:
+    """Return the names in ``advantage_options`` and ``loss_options`` that the chosen formulas declare.
+
+    A user's own formula declares none and may read all. So may an unknown name, about which a rule complains.
+    """
+    preset = PRESETS.get(correction)
+    loss = (preset.loss if preset else None) or loss
+    every_advantage, every_loss = AdvantageOptions.__struct_fields__, LossOptions.__struct_fields__
+    return {
+        "advantage_options": frozenset(ADVANTAGES.get(advantage, Advantage(options=every_advantage)).options),
+        "loss_options": frozenset(LOSSES.get(loss, Loss(options=every_loss)).options),
+    }
 
 
 class CriticConfig(Config, frozen=True):

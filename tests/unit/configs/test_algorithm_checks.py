@@ -49,6 +49,11 @@ REFUSED = [
         ["algorithm.loss=clip_cov", "algorithm.loss_options.clip_cov_low=5"],
         ["clip_cov_low=5", "clip_cov_high=5"],
     ),
+    (
+        ["algorithm.loss=sapo", "algorithm.loss_options.clip_dual=3"],
+        ["algorithm.loss_options.clip_dual", "algorithm.loss=sapo", "sapo_tau_positive"],
+    ),
+    (["algorithm.advantage_options.lam=0.9"], ["algorithm.advantage_options.lam", "algorithm.advantage=grpo"]),
     (["algorithm.correction_options.age_weights=[0, 1]"], ["algorithm.correction_options.age_weights"]),
     (
         ["algorithm.correction=decoupled_token_icepop", "algorithm.correction_options.band=2_3"],

@@ -1,11 +1,14 @@
 """``config explain`` knows every key: meaning, type, default."""
 
 import pytest
+import yaml
 
-from rl_async.configs.explain import all_keys, describe, explain, field_names, struct_at
+from rl_async.configs.explain import all_keys, describe, explain, field_names, key_text, struct_at
+from rl_async.configs.load import dump, leaves, load_config
 from rl_async.configs.schema.algorithm import PRESETS, Correction
 from rl_async.errors import ConfigError
 
+MOST_KEYS, MOST_SHOWN = 202, 222
 RELIED_ON = """
     model.path data.path data.train_batch_groups rollout.engine rollout.group_size rollout.engines
     queue.max_staleness queue.journal trainer.backend trainer.learning_rate trainer.steps trainer.tensor_parallel
@@ -15,6 +18,19 @@ RELIED_ON = """
 
 def test_the_names_that_users_rely_on_exist() -> None:
     assert set(RELIED_ON.split()) <= set(all_keys())
+
+
+def test_the_keys_are_few() -> None:
+    """Counts those of the sections that every config has; the options of a formula count as one key."""
+    options = {f"algorithm.{name}_options" for name in ("advantage", "loss", "correction")}
+
+    def count(section: str) -> int:
+        keys = [f"{section}.{name}" if section else name for name in field_names(section)]
+        there = [key for key in keys if key_text(key).default != "null" or struct_at(key) is None]
+        return sum(1 if key in options or struct_at(key) is None else count(key) for key in there)
+
+    assert count("") <= MOST_KEYS
+    assert len(list(leaves(yaml.safe_load(dump(load_config("calculator")))))) <= MOST_SHOWN
 
 
 def test_every_value_has_a_description() -> None:

@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 
 from rl_async.configs.derived import resolve_transport
 from rl_async.configs.explain import all_keys, explain
 from rl_async.configs.load import dump, load_config, load_resolved, preset_names
-from rl_async.configs.suggestions import ABSENT, MOVED
+from rl_async.configs.suggestions import ABSENT, DROPPED, MOVED
 from rl_async.errors import ConfigError
 from rl_async.extraction import extract
 
@@ -230,8 +232,20 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """Its complete config has keys that were removed since; whoever gives one is told so."""
     config = load_config("calculator")
     path = tmp_path / "config.yaml"
-    path.write_text(dump(config).replace("\ntrainer:\n", "\ntrainer:\n  attention: auto\n"))
+    values = yaml.safe_load(dump(config))
+    for key, value in DROPPED.items():
+        *sections, leaf = key.split(".")
+        section = values
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    values["algorithm"]["loss_options"] |= {"m2po": 0.1}
+    path.write_text(yaml.safe_dump(values))
     assert load_resolved(path) == config
+    kept = tmp_path / "kept" / "config.yaml"
+    kept.parent.mkdir()
+    kept.write_text(yaml.safe_dump(values | {"name": "kept"}))
+    assert load_config(str(kept)) == msgspec.structs.replace(config, name="kept")
     with pytest.raises(ConfigError, match=r"trainer\.attention"):
         load_resolved(path, ["trainer.attention=auto"])
     with pytest.raises(ConfigError, match=r"trainer\.attention"):

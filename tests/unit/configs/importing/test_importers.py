@@ -84,11 +84,12 @@ def test_a_grpo_config_of_trls(tmp_path: Path) -> None:
         "seq-mean-token-sum-norm",
         "dr_grpo",
     )
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.loss_options.clip_dual) == (0.2, 0.3, 2.0)
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.3)
+    assert algorithm.loss_options.clip_dual is None, "gspo has no dual clip"
     assert (algorithm.correction, algorithm.correction_options.cap) == ("decoupled_token_is", 3.0)
     assert (algorithm.kl.coef, config.trainer.steps) == (0.5, 5)
     assert (config.data.train_batch_groups, config.trainer.minibatches, config.rollout.engine) == (4, 1, "vllm")
-    for key in ("of_tomorrow", "trainer.schedule", "max_staleness"):
+    for key in ("of_tomorrow", "trainer.schedule", "max_staleness", "clip_dual=2.0"):
         assert key in text
 
 

@@ -55,11 +55,13 @@ def test_what_a_script_gives_is_what_ours_says(tmp_path: Path) -> None:
 def test_what_verl_does_by_default_and_we_do_not_is_written_and_named(tmp_path: Path) -> None:
     config, comments = translated(tmp_path)
     assert config.algorithm.clip_high == 0.2 and config.algorithm.loss_options.clip_dual == 3.0
-    assert config.algorithm.correction == "disabled" and config.algorithm.loss_options.kl_cov_coef == 0.1
+    assert config.algorithm.correction == "disabled" and "kl_cov_coef" not in comments
+    config, told = translated(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov")
+    assert config.algorithm.loss_options.kl_cov_coef == 0.1 and "kl_cov_coef" in told
     assert config.queue.max_staleness == 0 and config.trainer.beta2 == 0.999
     assert config.eval.before and not translated(tmp_path, "trainer.val_before_train=false")[0].eval.before
     assert not translated(tmp_path, "data.val_files=null")[0].eval.before, "there is nothing to evaluate"
-    for key in ("clip_high", "clip_dual", "correction", "kl_cov_coef", "max_staleness", "beta2", "epsilon", "before"):
+    for key in ("clip_high", "clip_dual", "correction", "max_staleness", "beta2", "epsilon", "before"):
         assert key in comments
 
 
