@@ -583,7 +583,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# Seconds of the queue's process on a 2.6 GHz core (docs/explanation/queue_speed.md): for a row and, in each second, for
+# Seconds of the queue's process on a 2.6 GHz core (docs/explanation/results.md): for a row and, in each second, for
 # an idle worker, as measured by ``python -m benchmarks.scale --workers 10000`` with groups of 8 rows and their workers'
 # polls and renewals; and for a token, as measured by ``python -m benchmarks.transfer_queue`` with rows of 1,536 and
 # 32,768 tokens.
