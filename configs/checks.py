@@ -471,36 +471,23 @@ def sampling(c: RunConfig) -> str | None:
     """Refuse sampling policies that would have no choice, and windows that hold no batch."""
     queue, batch = c.queue, c.data.train_batch_groups
     spare = slack(queue)
-    if queue.sampling != "fifo" and not 1 <= spare < queue.max_staleness:
+    if queue.sampling != "fifo" and queue.max_staleness <= spare:
         return (
-            f"queue.sampling={queue.sampling} with queue.max_staleness={queue.max_staleness} and queue.slack={spare} "
-            "has nothing to choose from: it needs a queue.slack of 1 or more, by which a batch may pass over a ready "
-            "group, and a queue.max_staleness above that, so that more than one batch of groups is alive"
+            f"queue.sampling={queue.sampling} with queue.max_staleness={queue.max_staleness} has nothing to choose "
+            "from: a batch may pass over a ready group for one step, so it needs a queue.max_staleness of 2 or more"
         )
-    if spare > queue.max_staleness:
-        return f"queue.slack={spare} cannot be more than queue.max_staleness={queue.max_staleness}"
     slots = (queue.max_staleness - spare + 1) * batch
     if queue.sampling == "quota" and len(parts(c.data)) == 1:
         return "queue.sampling=quota needs data.path to be a list of data sets, {path, weight} each; it is a single one"
     if queue.window and not batch <= queue.window < slots:
         return (
             f"queue.window={queue.window} must be at least one batch (data.train_batch_groups={batch}) and less than "
-            f"the {slots} groups that are alive at most (queue.max_staleness - queue.slack + 1 batches); 0: no window"
+            f"the {slots} groups that are alive at most (queue.max_staleness={queue.max_staleness}); 0: no window"
         )
     return None
 
 
-def leases(c: RunConfig) -> str | None:
-    """Refuse leases that end while their episodes may still be played."""
-    if c.queue.max_lease_s < max(c.queue.lease_s, c.agent.episode_timeout_s):
-        return (
-            f"queue.max_lease_s={c.queue.max_lease_s:g} must be at least queue.lease_s={c.queue.lease_s:g} and "
-            f"agent.episode_timeout_s={c.agent.episode_timeout_s:g}"
-        )
-    return None
-
-
-QUEUE_RULES = (journal, leases, access, shards, sampling)
+QUEUE_RULES = (journal, access, shards, sampling)
 
 
 def transport(c: RunConfig) -> str | None:
@@ -535,7 +522,7 @@ def publish_every(c: RunConfig) -> str | None:
     if c.weight_sync.every > batches:
         return (
             f"weight_sync.every={c.weight_sync.every} would deadlock: all slots are used up after "
-            f"queue.max_staleness - queue.slack + 1 = {batches} steps; publish at least that often"
+            f"{batches} steps (queue.max_staleness={c.queue.max_staleness}); publish at least that often"
         )
     return None
 

@@ -201,9 +201,10 @@ def key_folder(config: RunConfig, run: Path) -> Path:
 
 
 def slack(queue: QueueConfig) -> int:
-    """Return ``queue.slack`` or, if it is null, 0 for fifo and 1 for any other sampling policy."""
-    if queue.slack is not None:
-        return queue.slack
+    """Return the steps of the bound that are left to the sampling policy.
+
+    Groups are admitted for max_staleness - slack, so that a batch may pass over a ready one for this many steps.
+    """
     return 0 if queue.sampling == "fifo" else 1
 
 

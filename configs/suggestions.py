@@ -26,15 +26,34 @@ MOVED: dict[str, str] = {  # old key or section -> its new name; in brackets, ho
     "weight_sync.bucket_mb": "weight_sync.bucket_bytes (bytes, not MiB)",
     "rollout.cpu_cache_gb": "rollout.cache_bytes (bytes, not GiB)",
     "rollout.cpu_cache_bytes": "rollout.cache_bytes",
+    "queue.limits.message_bytes": "queue.message_bytes",
+    "queue.metrics_port": "tracking.prometheus (true; RUN/prometheus/ says on which port)",
 }
 ABSENT: dict[str, str] = {  # key that was removed, or that other software has -> what to do instead
     "trainer.attention": "PyTorch's FlashAttention is used where it can be; leave the key out",
     "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
+    "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
+    "queue.slack": "with any queue.sampling but fifo a group may be passed over for one step",
+    "queue.max_lease_s": "a lease lasts 4 hours at most, or 8 times agent.episode_timeout_s if that is longer",
+    "queue.consumer_bytes": "256 MiB are kept of trained groups that consumers have not read",
 }
 
 # Keys that were removed, with the value that always holds now; complete configs that earlier versions wrote into run
 # folders have them.
-DROPPED: dict[str, object] = {"trainer.attention": "auto"}
+DROPPED: dict[str, object] = {
+    "trainer.attention": "auto",
+    "queue.limits": {
+        "frame_bytes": 1 << 28,
+        "message_bytes": 1 << 29,
+        "frames": 4096,
+        "clients": 4096,
+        "requests_per_s": 5000.0,
+    },
+    "queue.slack": None,
+    "queue.max_lease_s": 14400.0,
+    "queue.consumer_bytes": 1 << 28,
+    "queue.metrics_port": 0,
+}
 
 
 def replacement(key: str) -> str | None:

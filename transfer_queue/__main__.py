@@ -31,7 +31,7 @@ from rl_async.transfer_queue.dataset import NO_SCHEMAS, make_sources
 from rl_async.transfer_queue.delivery import GrowingTaskList, TaskSource
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
+from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.telemetry import QueueCollector, QueueTraces, traced_samples
 
@@ -67,7 +67,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
         if tracing.now():
             store.book.traced = traced_samples
             feed.subscribe(QueueTraces())
-        limits, auth = config.queue.limits, None
+        limits, auth = QueueLimits.of(config), None
         if not is_file(address):
             auth = stack.enter_context(Authenticator(context, keys.allowed, lambda: store.count("denied")))
         with bind(context, address, keys=keys, limits=limits) as socket, _metrics(config, run, address):
@@ -79,12 +79,10 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
 
 
 def _metrics(config: RunConfig, run: Path, address: str) -> AbstractContextManager[None]:
-    """Answer Prometheus on ``queue.metrics_port``, and on any port with ``tracking.prometheus``."""
-    port = config.queue.metrics_port
-    if not (port or config.tracking.prometheus):
+    """Answer Prometheus with ``tracking.prometheus``."""
+    if not config.tracking.prometheus:
         return contextlib.nullcontext()
-    queue = QueueCollector(address, client_keys(config, run, "reader"))
-    return exposed(True, run, "queue", "queue", queue, port=port)
+    return exposed(True, run, "queue", "queue", QueueCollector(address, client_keys(config, run, "reader")))
 
 
 def tasks_of(config: RunConfig, schemas: Schemas = NO_SCHEMAS) -> tuple[TaskSource, list[Task]]:

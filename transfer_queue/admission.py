@@ -215,6 +215,12 @@ def seats_by_source(shares: Mapping[str, float], seats: int, step: int) -> dict[
 OnStraggler = Literal["wait", "drop", "mask"]
 
 
+# A lease ends after this long, so that a worker that renews it forever does not keep its group. It outlasts several
+# deadlines of an episode, since a worker may play the samples of a group one after another.
+MAX_LEASE_S = 14400.0
+LEASE_EPISODES = 8
+
+
 class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the config that the store needs.
 
@@ -234,7 +240,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 1
     on_straggler: OnStraggler = "wait"
     lease_s: float = 15.0
-    max_lease_s: float = 14400.0
+    max_lease_s: float = MAX_LEASE_S
     max_attempts: int = 3
     max_bytes: int = 1 << 30
     max_refills: int = 0
@@ -287,7 +293,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_staleness=config.queue.max_staleness,
             on_straggler=config.queue.on_straggler,
             lease_s=config.queue.lease_s,
-            max_lease_s=config.queue.max_lease_s,
+            max_lease_s=max(MAX_LEASE_S, LEASE_EPISODES * config.agent.episode_timeout_s, config.queue.lease_s),
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
             replicas=config.queue.replicas if config.queue.shards else 0,
@@ -295,7 +301,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             sampling=config.queue.sampling,
             slack=slack(config.queue),
             window=config.queue.window,
-            consumer_bytes=config.queue.consumer_bytes,
             weights=dict(zip(labels(config.data), map(points_of, parts(config.data)), strict=True)),
             reward_limit=config.reward.limit,
             reward_parts=tuple(term.name for term in config.reward.functions),

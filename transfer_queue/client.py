@@ -183,7 +183,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL 
 _EVENTS = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _REFUSED = "it refused the handshake; is it closed to this key?"
 _UNKNOWN = "the handshake did not complete; is it closed to clients without a key, or to this one?"
-_CLOSED = "it closed the connection; is it closed to this key, or a frame larger than queue.limits.frame_bytes?"
+_CLOSED = "it closed the connection; is it closed to this key, or a frame larger than half of queue.message_bytes?"
 
 
 class HandshakeWatch:
@@ -337,7 +337,7 @@ def parcel(rows: Sequence[m.Trajectory], media: Mapping[str, bytes] | None) -> P
 
 
 # Limits of one message, unless a single sample exceeds them: requests of other clients wait behind it, and
-# queue.limits.frames allows at least so many rows.
+# QueueLimits.frames allows at least so many rows.
 MAX_BYTES = 1 << 21
 MAX_ROWS = 1024
 # Messages in flight.

@@ -453,7 +453,7 @@ class Delivery:
         for lost in self._book.leases.expired(now):
             self._take_back(lost, f"worker {lost.worker} was lost")
         for lost in self._book.leases.overdue(now):
-            limit = f"{self._book.settings.max_lease_s:g} s (queue.max_lease_s)"
+            limit = f"{self._book.settings.max_lease_s:g} s, the longest that a lease lasts"
             self._take_back(lost, f"worker {lost.worker} did not hand it over within {limit}")
 
     def _take_back(self, lost: Lost, error: str) -> None:

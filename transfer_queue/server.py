@@ -26,6 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -34,7 +35,8 @@ import zmq
 
 from rl_async import messages as m
 from rl_async.configs.derived import is_loopback, slack
-from rl_async.configs.schema.queue import QueueConfig, QueueLimits
+from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import JournalError, ProtocolError, UserError
 from rl_async.files import UNDECODABLE
@@ -126,6 +128,28 @@ class Outgoing(NamedTuple):
     identity: bytes
     request_id: bytes
     response: Response
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """What one client may send, so that no client harms the others.
+
+    ``frames`` and both sizes must allow what our own clients send (client.py): each row of 64 KiB and more is a frame.
+    ``requests_per_s`` holds for each connection, after a burst of one second's worth. A connection beyond ``clients``
+    waits until another has been silent for two minutes.
+    """
+
+    frame_bytes: int = 1 << 28
+    message_bytes: int = 1 << 29
+    frames: int = 4096
+    clients: int = 4096
+    requests_per_s: float = 5000.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "QueueLimits":
+        """Derive the limits of a run. Workers that were killed keep their places for two minutes."""
+        size = config.queue.message_bytes
+        return cls(frame_bytes=size // 2, message_bytes=size, clients=max(cls.clients, 2 * config.agent.workers))
 
 
 class Gate:
@@ -220,7 +244,7 @@ class Gate:
             log.warning("%s sent %d bytes in %d frames", self._peers.name(identity), size, frames)
             reason = (
                 f"a message of {size} bytes in {frames} frames; the limits are "
-                f"queue.limits.message_bytes={limits.message_bytes} and queue.limits.frames={limits.frames}"
+                f"queue.message_bytes={limits.message_bytes} and {limits.frames} frames"
             )
             return m.Refused(code="too_large", reason=reason)
         return None
@@ -238,7 +262,7 @@ class Gate:
             return self._denied(request.name)
         if not self._peers.greet(identity, request.name, self._clock(), key):
             self._count("too_many_clients")
-            reason = f"{len(self._peers)} clients are connected, and queue.limits.clients={self._limits.clients}"
+            reason = f"{len(self._peers)} clients are connected, and at most {self._limits.clients} may be"
             return Response(m.Refused(code=wire.BUSY, reason=reason))
         return Response(m.Welcome(schema=m.SCHEMA, run_id=self._run_id))
 
@@ -679,8 +703,7 @@ def _allow_files(most: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         if allowed < most:
             log.warning(
-                "only %d files may be open, too few for queue.limits.clients=%d connections; raise the hard limit "
-                "(ulimit -Hn) to %d",
+                "only %d files may be open, too few for %d connections; raise the hard limit (ulimit -Hn) to %d",
                 allowed,
                 most - OTHER_FILES,
                 most,

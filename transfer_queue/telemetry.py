@@ -91,7 +91,7 @@ def serve_metrics(
         yield
         return
     text = metrics_text(QueueCollector(address, keys, answer_s))
-    with answering(port, "queue.metrics_port", token, text):
+    with answering(port, "--metrics-port", token, text):
         yield
 
 

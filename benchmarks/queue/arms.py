@@ -21,7 +21,6 @@ import uvloop
 import zmq
 
 from rl_async import codec
-from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import LeasedGroup, Sampling, Task, Trajectory, Version, VersionRun
 from rl_async.process.allocation import collect_rarely, reuse_freed_memory
 from rl_async.transfer_queue.admission import QueueSettings
@@ -31,7 +30,7 @@ from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal, SqliteJournal
 from rl_async.transfer_queue.ledger import Ledger
-from rl_async.transfer_queue.server import JournalRecorder, QueueServer, bind, recover, serve_requests
+from rl_async.transfer_queue.server import JournalRecorder, QueueLimits, QueueServer, bind, recover, serve_requests
 from rl_async.transfer_queue.shard.__main__ import run_shard
 from rl_async.transfer_queue.store import Feed, Store
 

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=3)
     parser.add_argument("--sigma", type=float, default=0.5)
     parser.add_argument("--train", type=float, default=4.0, help="of a step, in median times of a group (default: 4)")
-    parser.add_argument("--slack", type=int, default=1, help="queue.slack, but for the first line (default: 1)")
+    parser.add_argument("--slack", type=int, default=1, help="QueueSettings.slack, but for the first line (default: 1)")
     arguments = parser.parse_args()
     names = ("policy", "window", "staleness", "max", "sd", "top tenth waits", "of set b", "sd of b", "time")
     print("".join(f"{name:>16}" for name in names))

@@ -7,30 +7,6 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 
 
-class QueueLimits(Config, frozen=True):
-    """What one client may send, so that no client harms the others.
-
-    The lower bounds are what our own clients' messages need (transfer_queue/client.py).
-    """
-
-    frame_bytes: Annotated[
-        int, Meta(ge=1 << 22, description="Largest frame; the connection that sends a larger one is closed.")
-    ] = 1 << 28
-    message_bytes: Annotated[
-        int, Meta(ge=1 << 23, description="Largest message, all frames together; a larger one is refused.")
-    ] = 1 << 29
-    frames: Annotated[
-        int, Meta(ge=1026, description="Most frames of a message; each row of 64 KiB and more is one.")
-    ] = 4096
-    clients: Annotated[
-        Positive, doc("Most connections; a further one waits until another has been silent for two minutes.")
-    ] = 4096
-    requests_per_s: Annotated[
-        float,
-        Meta(gt=0, description="Per connection, after a burst of one second's worth; beyond it requests are delayed."),
-    ] = 5000.0
-
-
 class QueueConfig(Config, frozen=True):
     max_staleness: Annotated[
         Count, doc("Bound on the staleness of any trained token, in steps. 0: on-policy, 1: one-step-off-policy.")
@@ -66,6 +42,9 @@ class QueueConfig(Config, frozen=True):
             "may lose the last moments; the queue notices and ends, and --resume continues from the checkpoint."
         ),
     ] = 0
+    message_bytes: Annotated[
+        int, Meta(ge=1 << 23, description="Largest message, such as one row; a larger one is refused.")
+    ] = 1 << 29
     on_straggler: Annotated[
         Literal["wait", "drop", "mask"],
         doc("When passing an unfinished group would break the bound: wait for it, drop it, or mask its stale tokens."),
@@ -78,14 +57,6 @@ class QueueConfig(Config, frozen=True):
             "but fifo need a max_staleness of at least 2."
         ),
     ] = "fifo"
-    slack: Annotated[
-        Count | None,
-        doc(
-            "Steps of the bound left to the sampling policy: groups are admitted for max_staleness - slack, so a batch "
-            "may pass over a ready one for this many steps. With 0 and enough engines, deadlines decide every batch. "
-            "null: 0 with fifo, else 1."
-        ),
-    ] = None
     window: Annotated[
         Count,
         doc(
@@ -94,13 +65,6 @@ class QueueConfig(Config, frozen=True):
         ),
     ] = 0
     lease_s: Annotated[Seconds, doc("A worker that is silent for this long loses its leases.")] = 15.0
-    max_lease_s: Annotated[
-        Seconds,
-        doc(
-            "A lease that lasts this long ends even if its worker renews it, and counts as a failed attempt. A worker "
-            "may play the samples of a group one after another, so several times agent.episode_timeout_s."
-        ),
-    ] = 14400.0
     max_attempts: Annotated[Positive, doc("A group that fails this often is dead-lettered with its error.")] = 3
     max_bytes: Annotated[
         Positive,
@@ -109,13 +73,6 @@ class QueueConfig(Config, frozen=True):
             "groups are admitted only for the next batch (counted as queue/short_of_bytes)."
         ),
     ] = 1 << 30
-    consumer_bytes: Annotated[
-        Count,
-        doc(
-            "Bytes kept of trained groups that the trainer no longer needs and a consumer (rl-async queue tail) has "
-            "not read. Beyond it the oldest are skipped (counted as consumers_missed); training never waits for one."
-        ),
-    ] = 1 << 28
     host: Annotated[
         str,
         doc(
@@ -149,7 +106,3 @@ class QueueConfig(Config, frozen=True):
     replicas: Annotated[
         Positive, doc("Shards that keep each payload; with 2, one shard may be lost without losing data.")
     ] = 1
-    limits: QueueLimits = QueueLimits()
-    metrics_port: Annotated[
-        Count, doc("Port of the queue's Prometheus metrics, http://127.0.0.1:PORT/metrics; 0: none.")
-    ] = 0

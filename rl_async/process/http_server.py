@@ -252,18 +252,16 @@ def text_response(text: bytes) -> Response:
 
 
 @contextlib.contextmanager
-def exposed(wanted: bool, run: Path, role: str, name: str, *collectors: Collector, port: int = 0) -> Iterator[None]:
+def exposed(wanted: bool, run: Path, role: str, name: str, *collectors: Collector) -> Iterator[None]:
     """Answer scrapes while the block runs, at an address that ``RUN/prometheus/NAME.json`` has; if that is ``wanted``.
 
-    ``port`` is ``queue.metrics_port``; 0 takes a free one. Raises UserError if the port cannot be had, or if the run
-    has no token.
+    The port is a free one. Raises UserError if none can be had, or if the run has no token.
     """
     if not wanted:
         yield
         return
-    key = "queue.metrics_port" if port else "tracking.prometheus"
     with (
-        answering(port, key, run_token(run, "metrics"), metrics_text(*collectors)) as taken,
+        answering(0, "tracking.prometheus", run_token(run, "metrics"), metrics_text(*collectors)) as taken,
         listed(True, run, Target(f"{HOST}:{taken}", role, name)),
     ):
         yield

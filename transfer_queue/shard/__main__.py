@@ -30,7 +30,6 @@ from rl_async import messages as m
 from rl_async.codec import Frame
 from rl_async.configs.derived import is_loopback
 from rl_async.configs.load import load_resolved
-from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import EXIT_FAILED, ProtocolError, QueueLost, UserError
 from rl_async.process.allocation import reuse_freed_memory
 from rl_async.process.http_server import exposed
@@ -40,7 +39,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, client_keys, is_fil
 from rl_async.transfer_queue.auth.roles import AllowList
 from rl_async.transfer_queue.client import SyncQueueClient
 from rl_async.transfer_queue.journal.journal import ALL_GROUPS, Payloads
-from rl_async.transfer_queue.server import Gate, Outgoing, bind, serve_requests
+from rl_async.transfer_queue.server import Gate, Outgoing, QueueLimits, bind, serve_requests
 from rl_async.transfer_queue.verbs import SHARD_VERBS, Response
 
 log = logging.getLogger("rl_async.queue")
@@ -204,7 +203,7 @@ def run_shard(
     own = None if config is None or run is None else client_keys(config, run, "shard")
     if keys is None and not is_loopback(urlsplit(address).hostname or ""):
         raise UserError(f"--address {address} can be reached from elsewhere, and a shard without a run has no keys")
-    limits = QueueLimits() if config is None else config.queue.limits
+    limits = QueueLimits() if config is None else QueueLimits.of(config)
     shard_id = new_id(name)
     server = ShardServer(shard_id, limits, allowed=None if keys is None else keys.allowed)
     with zmq.Context() as context, bind(context, address, keys=keys, limits=limits) as socket:

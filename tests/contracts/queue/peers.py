@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from rl_async.configs.schema.queue import QueueLimits
 from rl_async.messages import SCHEMA, Done, Hello, LeasedGroup, Sampling, Trajectory, VersionRun
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
@@ -17,7 +16,7 @@ from rl_async.transfer_queue.auth.keys import Authenticator, ServerKeys, is_file
 from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.journal.journal import Journal, MemoryJournal
-from rl_async.transfer_queue.server import QueueServer, bind, serve_requests
+from rl_async.transfer_queue.server import QueueLimits, QueueServer, bind, serve_requests
 from rl_async.transfer_queue.store import Feed, Store
 
 FREE_PORT = "tcp://127.0.0.1:*"

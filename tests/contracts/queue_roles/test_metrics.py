@@ -84,7 +84,7 @@ def test_strangers_who_begin_a_request_and_fall_silent_hold_no_scrape_up(port):
 def test_a_taken_port_is_named(port, address):
     with (
         serve_metrics(port, address, TOKEN),
-        pytest.raises(UserError, match=r"queue\.metrics_port"),
+        pytest.raises(UserError, match=r"--metrics-port"),
         serve_metrics(port, address, TOKEN),
     ):
         raise AssertionError("it served")

@@ -63,17 +63,17 @@ def start(run: Path, port: int, host: str = "127.0.0.1") -> subprocess.Popen[str
     return subprocess.Popen([*command, "--address", f"tcp://{host}:{port}"], cwd=run, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_process_answers_scrapes_on_the_configured_port(run, port):
-    metrics_port = free_port()
-    queue = msgspec.structs.replace(CONFIG.queue, metrics_port=metrics_port)
-    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, queue=queue)))
+def test_the_process_answers_scrapes_where_its_file_says(run, port):
+    tracking = msgspec.structs.replace(CONFIG.tracking, prometheus=True)
+    (run / "config.yaml").write_text(dump(msgspec.structs.replace(CONFIG, tracking=tracking)))
     make_tokens(run / "keys")
     process = start(run, port)
     try:
         with sync_client(run, f"tcp://127.0.0.1:{port}", "trainer") as client:
             client.publish(Version(0, 0), [])
+        (target,) = json.loads((run / "prometheus" / "queue.json").read_text())
         scrape = urllib.request.Request(
-            f"http://127.0.0.1:{metrics_port}/metrics", headers=bearer(run_token(run, "metrics"))
+            f"http://{target['targets'][0]}/metrics", headers=bearer(run_token(run, "metrics"))
         )
         with urllib.request.urlopen(scrape, timeout=20) as answer:
             assert b"rl_async_queue_published_step 0.0\n" in answer.read()

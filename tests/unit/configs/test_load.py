@@ -248,5 +248,5 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert load_config(str(kept)) == msgspec.structs.replace(config, name="kept")
     with pytest.raises(ConfigError, match=r"trainer\.attention"):
         load_resolved(path, ["trainer.attention=auto"])
-    with pytest.raises(ConfigError, match=r"trainer\.attention"):
+    with pytest.raises(ConfigError, match="|".join(map(re.escape, DROPPED))):
         load_config(str(path))

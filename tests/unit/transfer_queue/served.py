@@ -3,12 +3,11 @@
 from typing import Any
 
 from rl_async import messages as m
-from rl_async.configs.schema.queue import QueueLimits
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.delivery import Counted
 from rl_async.transfer_queue.journal.journal import MemoryJournal
-from rl_async.transfer_queue.server import Outgoing, QueueServer
+from rl_async.transfer_queue.server import Outgoing, QueueLimits, QueueServer
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import Transition
 

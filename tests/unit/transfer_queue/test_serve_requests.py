@@ -12,7 +12,6 @@ import pytest
 import zmq
 
 from rl_async import messages as m
-from rl_async.configs.schema.queue import QueueLimits
 from rl_async.errors import JournalError
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
@@ -23,6 +22,7 @@ from rl_async.transfer_queue.server import (
     OTHER_FILES,
     PROBE_S,
     PROBES,
+    QueueLimits,
     QueueServer,
     bind,
     serve_requests,
@@ -210,7 +210,7 @@ def test_the_kernel_probes_the_hosts_of_clients() -> None:
 
 LISTENS = """
 import logging, resource, sys, zmq
-from rl_async.configs.schema.queue import QueueLimits
+from rl_async.transfer_queue.server import QueueLimits
 from rl_async.transfer_queue.server import bind
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, int(sys.argv[1])))
@@ -228,4 +228,4 @@ def listening(hard: int) -> tuple[int, str]:
 def test_a_file_for_each_connection_may_be_opened_if_the_hard_limit_lets_it() -> None:
     assert listening(1000) == (300 + OTHER_FILES, "")
     allowed, log = listening(500)
-    assert allowed == 500 and "queue.limits.clients=300" in log
+    assert allowed == 500 and "300 connections" in log
