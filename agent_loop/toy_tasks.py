@@ -168,6 +168,13 @@ def _prompt(kind: ToyTaskKind, sample: ToyTask) -> list[Message]:
     return [*system, {"role": "user", "content": sample.prompt}]
 
 
+def sample_row(name: str) -> dict[str, Any]:
+    """Return a row like those that ``make_data`` writes. Raises ConfigError for an unknown ``name``."""
+    if name not in KINDS:
+        raise ConfigError(f"no generator {name!r}; known: {', '.join(KINDS)}")
+    return _row(name, "train", 0, KINDS[name].sample(random.Random(0)))
+
+
 def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
     kind = KINDS[name]
     return {

@@ -4,6 +4,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 (its YAML 1.2 still reads 0.5_5 as 0.55), nor the walk that collects line numbers, and would make `yes` and `on` text.
 """
 
+import difflib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,7 +309,8 @@ def _find(name_or_path: str) -> tuple[str, str]:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or path.parent != Path("."):
         if not path.is_file():
-            raise ConfigError(f"--config: no file {path}")
+            close = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.y*ml")], n=1)
+            raise ConfigError(f"--config: no file {path}{f'; did you mean {close[0]}?' if close else ''}")
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:

@@ -2,11 +2,14 @@
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import Any, NoReturn
 
 from rl_async.configs.engines import ENGINES
+from rl_async.configs.suggestions import nearest
 from rl_async.errors import EXIT_USER, RlAsyncError, UserError
 from rl_async.installation import commit, version
 from rl_async.launcher.cli import run_commands, training_commands
@@ -106,23 +109,39 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, left = parser.parse_known_args(argv)
     if program:
         arguments.program += program
-    if left and not hasattr(arguments, "overrides"):
-        parser.error(f"unknown arguments: {' '.join(left)}")
+    chosen: argparse.ArgumentParser = arguments.parser
     for word in left:
         if word.startswith("-"):
-            parser.error(f"unknown option {word}")
+            known = re.findall(r"--[\w-]+", chosen.format_help())
+            chosen.error(f"unknown option {word}{nearest(word.partition('=')[0], sorted({*known}))}")
+        if not hasattr(arguments, "overrides"):
+            chosen.error(f"unknown argument {word}")
         arguments.overrides.append(word)
     return arguments
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands, from which the reference of the command line is also generated."""
-    parser = argparse.ArgumentParser(prog="rl-async", description="Asynchronous reinforcement learning.")
+    parser = Parser(prog="rl-async", description="Asynchronous reinforcement learning.")
     parser.add_argument("--version", action=PrintVersions, help="print the versions of rl-async, torch and engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_arguments) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=summary))
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest command or option; ``arguments.parser`` is that of the chosen command."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
+            given, known = wrong[1], re.findall(r"[\w-]+", wrong[2])
+            message = message.replace(wrong[0], f"{given!r} is unknown{nearest(given, known)}")
+        super().error(message)
 
 
 class PrintVersions(argparse.Action):

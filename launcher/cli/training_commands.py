@@ -33,7 +33,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=modes, help="take turns on a device, or work side by side")
     add_config(parser)
     parser.add_argument("--name", default="", help="the run's folder below launcher.run_dir")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="try reward and data, print the plan, start nothing")
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run: memory by stage, and command lines")
     parser.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
@@ -52,6 +53,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.runs.rehearsal import Findings, rehearse
     from rl_async.launcher.sources import fetch_sources, fetched_from
 
     if arguments.address and arguments.launcher != "ray":
@@ -74,13 +76,17 @@ def _launch(arguments: argparse.Namespace) -> int:
         for line in () if given.rollout.replay else try_mcp_servers(given.agent):
             print(line, flush=True)
     config = fetch_sources(given)
+    findings = Findings()
     if arguments.launcher == "local":
         try_environment(config)
+        findings = rehearse(config, whole=arguments.dry_run)
+        for line in findings.warnings:
+            print(line, file=sys.stderr)
     fetched = fetched_from(given, config)
     if arguments.dry_run:
         from rl_async.launcher.runs.launch import dry_run
 
-        dry_run(config, folder, resume=bool(arguments.resume))
+        dry_run(config, folder, findings, resume=bool(arguments.resume), verbose=arguments.verbose)
         return 0
     from rl_async.launcher.runs.launch import launch, launch_on_ray
 

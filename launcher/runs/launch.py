@@ -39,6 +39,7 @@ from rl_async.launcher.plan.memory import STAGES, model_size
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
+from rl_async.launcher.runs.rehearsal import Findings
 from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
 from rl_async.process.http_auth import make_tokens, token_file
@@ -409,21 +410,47 @@ def _print_summary(console: Console, view: View | None) -> None:
         say(console, view.summary())
 
 
-def dry_run(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
-    """Check the files, ports and devices of a run, and print the processes that would be started.
+def dry_run(
+    config: RunConfig, folder: Path, findings: Findings, *, resume: bool = False, verbose: bool = False
+) -> None:
+    """Check the files, ports and devices of a run, and print it, with what its rehearsal found, on one screen.
 
-    Raises UserError if the run could not start, for example for a missing file, a taken port or a missing GPU.
+    ``verbose`` adds the memory by stage and the command lines. Raises UserError if the run could not start, for example
+    for a missing file, a taken port or a missing GPU.
     """
     config, machine = settle_here(config, folder)
     planned = plan_here(config, folder, resume=resume)
     # Raises UserError if a configured port is taken.
     assign_ports([wish for wish in planned.ports if wish.port])
     console = Console()
+    for label, text in [*outline(config), *findings.lines]:
+        first, *more = text.split("\n")
+        for line in (f"{label:<12}{first}", *(f"{'':<12}{line}" for line in more)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(plan_table(planned))
-    for table in memory_tables(planned.memory):
-        console.print(table)
-    for line in (*machine.lines, *plan_notes(config, folder, planned)):
+    if verbose:
+        for table in memory_tables(planned.memory):
+            console.print(table)
+    for line in (*machine.lines, *plan_notes(config, folder, planned, verbose=verbose)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def outline(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts: the model, the algorithm and the batch of a step."""
+    algorithm, data, trainer = config.algorithm, config.data, config.trainer
+    yield "model", config.model.path
+    stale = config.queue.max_staleness
+    bound = "on-policy" if stale == 0 else f"at most {stale} step{'s' * (stale > 1)} off-policy"
+    kl = f", KL penalty {algorithm.kl.coef:g}" if algorithm.kl.coef > 0 else ""
+    critic = ", with a critic" if config.critic is not None else ""
+    formulas = f"advantage {algorithm.advantage}, loss {algorithm.loss}, correction {algorithm.correction}"
+    yield "algorithm", f"{formulas}{kl}{critic}; {bound}"
+    tasks, answers = data.train_batch_groups, config.rollout.group_size
+    yield (
+        "step",
+        f"{tasks} tasks x {answers} answers = {tasks * answers} episodes, trained in {trainer.minibatches} "
+        f"mini-batch{'es' * (trainer.minibatches > 1)}; {trainer.steps} steps, learning rate {trainer.learning_rate:g}",
+    )
 
 
 def plan_table(planned: Plan) -> Table:
@@ -481,11 +508,13 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"
 
 
-def plan_notes(config: RunConfig, folder: Path, planned: Plan) -> list[str]:
-    """Return the lines below the table: command lines, folder, total memory, and files that are made first."""
-    notes = [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
+def plan_notes(config: RunConfig, folder: Path, planned: Plan, *, verbose: bool) -> list[str]:
+    """Return the lines below the table: memory, folder, files that are made first, and the command lines."""
     known = [spec.memory_bytes for spec in planned.processes if spec.memory_bytes is not None]
-    notes += [f"run folder: {folder}", f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB"]
+    notes = [f"memory in all, at most about: {sum(known) / 2**30:.1f} GiB{'' if verbose else ' (--verbose: by stage)'}"]
+    if verbose:
+        notes += [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
+    notes.append(f"run folder: {folder}")
     if needs_data(config):
         notes.append(f"made first: {config.data.make} data for {config.data.path}")
     if needs_model(config):

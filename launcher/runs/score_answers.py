@@ -46,7 +46,7 @@ async def score_answers(config: RunConfig, data: str, answers: Path) -> list[Sco
     scored = []
     async with RewardService(config.reward, sandbox=config.sandbox) as service:
         for (row, answer), task in zip(given, tasks, strict=True):
-            trajectory = _trajectory(task, answer)
+            trajectory = answered(task, answer)
             await service.score(task, trajectory)
             scored.append(Scored(row, task, trajectory))
     return scored
@@ -120,7 +120,7 @@ def _tasks(source: DataSource, seed: int, numbers: Sequence[int]) -> list[Task]:
     return tasks
 
 
-def _trajectory(task: Task, answer: str) -> Trajectory:
+def answered(task: Task, answer: str) -> Trajectory:
     """Make a finished episode, without tokens, of an answer that no engine sampled."""
     said = [Turn(role=message["role"], text=said_text(message)) for message in task.prompt]
     return Trajectory(

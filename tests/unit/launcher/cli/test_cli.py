@@ -235,3 +235,27 @@ def test_the_version_is_printed_without_importing_torch() -> None:
     first, *lines, last = done.stdout.splitlines()
     assert first.split()[:2] == ["rl-async", installation.version()]
     assert f"torch {metadata.version('torch')}" in lines and last == "0 False"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["lanch"], "launch"),
+        (["config", "shw", "calculator"], "show"),
+        (["launch", "--config", "calculator", "--dryrun"], "--dry-run"),
+        (["launch", "--config", "calculator", "--mode", "disagregated"], "disaggregated"),
+        (["view", "runs", "--prot=80"], "--port"),
+    ],
+)
+def test_the_nearest_command_or_option_is_named(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert meant in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").touch()
+    assert "mine.yaml" in only_error(capsys, "config", "show", "mien.yaml")

@@ -1,0 +1,166 @@
+"""Tries what a run does first with its own code, its reward and its data, in a separate process: ``python -m
+rl_async.launcher.runs.rehearsal``.
+
+A loss or a reward that raises is found here, before the run has a folder, instead of a minute into the run.
+"""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rl_async.configs.derived import parts
+from rl_async.configs.schema.reward import RewardTerm
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.launcher.plan.user_code import run_apart
+from rl_async.messages import Task
+from rl_async.userload import is_user_reference
+
+# Importing torch and Transformers from a slow disk takes a minute each, and all rows are read once.
+SLACK_S = 300.0
+# Characters of a prompt.
+SHOWN = 800
+
+
+class Findings(msgspec.Struct):
+    """Pairs of a label and a text for ``--dry-run``, and warnings."""
+
+    lines: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    warnings: list[str] = msgspec.field(default_factory=list)
+
+
+class _Trial(msgspec.Struct):
+    """The input of the process."""
+
+    config: RunConfig
+    whole: bool
+
+
+def rehearse(config: RunConfig, *, whole: bool) -> Findings:
+    """Try the user's own loss, advantage, correction and reward functions.
+
+    With ``whole`` also read all rows, try the built-in rewards that need no server, and render the first prompt.
+    Raises ConfigError naming the key, or the row, that the run could not use.
+    """
+    if not (whole or _own_algorithm(config) or any(_own_terms(config))):
+        return Findings()
+    limit_s = SLACK_S + 2 * config.reward.timeout_s
+    what = "trying the algorithm, the reward and the data"
+    given = msgspec.json.encode(_Trial(config, whole))
+    printed = run_apart("launcher.runs.rehearsal", what=what, limit_s=limit_s, given=given)
+    # The user's code may have printed something before.
+    return msgspec.json.decode(printed.splitlines()[-1], type=Findings)
+
+
+def main() -> int:
+    """Rehearse the run on standard input; print the findings, or an error as the last line of standard error."""
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=_Trial)
+    try:
+        findings = _rehearse(trial.config, trial.whole)
+    except RlAsyncError as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return EXIT_USER
+    print(msgspec.json.encode(findings).decode())
+    return 0
+
+
+def _rehearse(config: RunConfig, whole: bool) -> Findings:
+    findings = Findings()
+    if _own_algorithm(config):
+        # Imported only here, since it imports torch.
+        from rl_async.trainer.algorithms.algorithm import build
+
+        build(config)
+    if config.rollout.replay:
+        return findings
+    # Imported only here, since it imports PyArrow, and the launcher imports this module.
+    from rl_async.transfer_queue.dataset import first_task, make_sources, open_rows
+
+    sources = parts(config.data)
+    made = config.data.make is not None and not Path(sources[0].path).is_file()
+    if whole and not made:
+        make_sources(config, _schemas(config))
+        rows = sum(len(open_rows(part.path, seed=config.seed, parameters=part.parameters)) for part in sources)
+        limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+        findings.lines.append(("data", f"{rows:,} rows, all readable, no prompt longer than {limit}"))
+    task = _made_task(config) if made else first_task(config)
+    if whole:
+        findings.lines += _prompt(config, task)
+    asyncio.run(_try_rewards(config, task, whole, findings))
+    return findings
+
+
+def _own_algorithm(config: RunConfig) -> bool:
+    algorithm = config.algorithm
+    return any(map(is_user_reference, (algorithm.advantage, algorithm.loss, algorithm.correction)))
+
+
+def _own_terms(config: RunConfig) -> Iterator[RewardTerm]:
+    return (term for term in config.reward.functions if is_user_reference(term.name))
+
+
+def _made_task(config: RunConfig) -> Task:
+    """Return a task like those that ``data.make`` will write."""
+    from rl_async.agent_loop.toy_tasks import sample_row
+    from rl_async.transfer_queue.dataset import templated, to_task
+
+    assert config.data.make is not None
+    part, place = parts(config.data)[0], f"data.make={config.data.make}"
+    return to_task(templated(sample_row(config.data.make), part, place), place, "first")
+
+
+def _schemas(config: RunConfig) -> dict[str, dict[str, object]]:
+    from rl_async.agent_loop.tools.tool_registry import get_tool
+
+    return {} if config.agent.gateway is not None else {name: get_tool(name).schema for name in config.agent.tools}
+
+
+def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
+    """Yield the first prompt as the policy gets it, and the tokens at which an answer ends."""
+    if config.agent.gateway is not None or not Path(config.model.path).is_dir():
+        return
+    # Imported only here, since they take seconds.
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_async.agent_loop.chat_formats.format_registry import load_format
+
+    chat = load_format(config.model.path, config.agent)
+    token_ids = chat.prompt(task.prompt, list(_schemas(config).values()))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
+    text = tokenizer.decode(token_ids)
+    cut = f"\n... {len(text) - SHOWN} more characters" if len(text) > SHOWN else ""
+    tools = ", and tools of the environment or of MCP servers" if config.agent.environment or config.agent.mcp else ""
+    yield "prompt", f"{len(token_ids)} tokens{tools}:\n{text[:SHOWN]}{cut}"
+    yield "answers end", f"at {', '.join(map(tokenizer.decode, chat.stop_token_ids))}"
+
+
+async def _try_rewards(config: RunConfig, task: Task, whole: bool, findings: Findings) -> None:
+    """Score the ground truth and nothing as answers. Raises ConfigError if neither can be scored."""
+    from rl_async.launcher.runs.score_answers import answered
+    from rl_async.reward_loop.scorers.scorer_registry import SERVED
+    from rl_async.reward_loop.service import RewardService
+
+    terms = [term for term in config.reward.functions if term.name not in SERVED] if whole else [*_own_terms(config)]
+    for term in terms:
+        alone = msgspec.structs.replace(config.reward, functions=(term,), model=None, judge=None)
+        given = {"the ground truth": task.ground_truth, "an empty answer": ""}
+        scored = {name: answered(task, answer) for name, answer in given.items()}
+        async with RewardService(alone, sandbox=config.sandbox) as service:
+            for trajectory in scored.values():
+                await service.score(task, trajectory)
+        failed = {name: trajectory.error for name, trajectory in scored.items() if not trajectory.scored}
+        if len(failed) == len(scored):
+            raise ConfigError(
+                f"reward.functions: {failed['an empty answer'].removeprefix('reward ')}; it can score neither an empty "
+                f"answer nor the ground truth of {task.task_id} as one, and an answer without a reward trains nothing"
+            )
+        findings.warnings += [f"reward.functions: {error} (of {name})" for name, error in failed.items()]
+        values = [f"{scored[name].reward:g} for {name}" for name in scored.keys() - failed.keys()]
+        findings.lines.append(("reward", f"{term.name}: {', '.join(sorted(values, reverse=True))}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

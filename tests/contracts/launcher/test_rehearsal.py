@@ -1,0 +1,90 @@
+"""What a run does first with its own code, its reward and its data is tried before it has a folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rl_async.configs.load import load_config
+from rl_async.errors import ConfigError, RlAsyncError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.runs.rehearsal import rehearse
+
+MINE = """
+import torch
+def raises(inputs): return inputs.nothing_like_this
+def one_number(inputs): return torch.zeros(())
+def not_finite(inputs): return inputs.mask * float("nan")
+def boom(solution_str): raise RuntimeError("boom")
+def endless(solution_str): return float("inf")
+def strict(solution_str): return 1.0 / len(solution_str)
+def length(solution_str): return float(len(solution_str))
+"""
+
+# The model's end token closes each turn.
+TEMPLATE = "{% for m in messages %}{{ m.content }}w1{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("override", "key", "named"),
+    [
+        ("algorithm.loss=mine.py:raises", "algorithm.loss", "nothing_like_this"),
+        pytest.param("algorithm.loss=mine.py:one_number", "algorithm.loss", "shape", marks=pytest.mark.slow),
+        pytest.param("algorithm.advantage=mine.py:raises", "algorithm.advantage", "nothing", marks=pytest.mark.slow),
+        pytest.param("algorithm.advantage=mine.py:not_finite", "algorithm.advantage", "", marks=pytest.mark.slow),
+        ("reward.functions=[{name: mine.py:boom}]", "reward.functions", "RuntimeError: boom"),
+        pytest.param("reward.functions=[{name: mine.py:endless}]", "reward.functions", "", marks=pytest.mark.slow),
+    ],
+)
+def test_the_users_function_that_fails_is_named_with_its_key(override: str, key: str, named: str, whole: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rehearse(load_config("calculator", [override]), whole=whole)
+    told = str(caught.value)
+    assert told.startswith(f"{key}: ") and "mine.py:" in told and named in told and "\n" not in told
+
+
+def test_a_reward_that_cannot_score_some_answers_is_a_warning_and_others_are_shown() -> None:
+    terms = "reward.functions=[{name: mine.py:strict}, {name: mine.py:length}, {name: exact_answer}]"
+    findings = rehearse(load_config("calculator", [terms]), whole=False)
+    (warning,) = findings.warnings
+    assert "mine.py:strict" in warning and "ZeroDivisionError" in warning and "empty answer" in warning
+    assert [text.partition(":")[0] for _, text in findings.lines] == ["mine.py", "mine.py"]
+
+
+def test_nothing_is_started_for_a_run_without_code_of_its_own() -> None:
+    findings = rehearse(load_config("calculator"), whole=False)
+    assert (findings.lines, findings.warnings) == ([], [])
+
+
+def test_a_dry_run_shows_the_first_prompt_and_the_rows(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_template = tmp_path / "model"
+    shutil.copytree(model_folder, own_template)
+    (own_template / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"w{n}", "reward_model": {"ground_truth": "w7"}, "data_source": "x"} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"data.path={tmp_path / 'rows.jsonl'}", "data.make=null", "data.eval_path=null", "eval.every=0"]
+    own += [f"model.path={own_template}", "warm_start=null", "agent.tools=[]"]
+    assert main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *own]) == 0
+    shown = capsys.readouterr().out
+    labels = [line.split()[0] for line in shown.splitlines() if line.strip()]
+    assert labels[:3] == ["model", "algorithm", "step"] and {"data", "prompt", "answers", "reward"} <= set(labels)
+    assert "data        3 rows" in shown
+    assert "answers end at w1" in shown
+
+
+def test_a_row_that_the_queue_would_refuse_is_named(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": "x", "reward_model": {"ground_truth": "1"}, "data_source": "x"})] * 2000
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"prompt": 7}', ""]))
+    own = [f"data.path={tmp_path / 'rows.jsonl'}", "data.make=null", "data.eval_path=null", "eval.every=0"]
+    with pytest.raises(RlAsyncError, match="row 2000"):
+        rehearse(load_config("calculator", own), whole=True)
