@@ -704,6 +704,8 @@ def _lengths(c: RunConfig) -> str | None:
 
 
 def _sandbox(c: RunConfig) -> str | None:
+    if c.sandbox is None:
+        return None
     url = c.sandbox.url
     if plays_harbor(c) and c.sandbox.kind in ("container", "sandbox_fusion"):
         return (

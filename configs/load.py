@@ -194,14 +194,26 @@ def from_values(values: dict[str, Any]) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """Write the complete config as YAML that ``load_resolved`` reads back.
 
-    Options that the chosen formulas do not read, and those that leave a value as the correction's preset has it, are
-    left out.
+    Absent sections, such as `critic`, are left out, as are options that the chosen formulas do not read and those that
+    leave a value as the correction's preset has it.
     """
     values = msgspec.to_builtins(config)
     _forget_unread_options(values)
     options = values["algorithm"]["correction_options"]
     values["algorithm"]["correction_options"] = {key: value for key, value in options.items() if value is not None}
+    _forget_absent_sections(values, "")
     return dump_values(values)
+
+
+def _forget_absent_sections(values: dict[str, Any], prefix: str) -> None:
+    """Delete the sections that are null."""
+    for key, value in list(values.items()):
+        if struct_at(f"{prefix}{key}") is None:
+            continue
+        if value is None:
+            del values[key]
+        elif isinstance(value, dict):
+            _forget_absent_sections(value, f"{prefix}{key}.")
 
 
 def dump_values(values: dict[str, Any]) -> str:

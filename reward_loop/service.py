@@ -22,7 +22,7 @@ import msgspec
 
 from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.configs.derived import CODE_SCORER, unbounded
-from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
+from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm, SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
@@ -302,13 +302,13 @@ class RewardService:
         *,
         model_url: str = "",
         folder: Path | None = None,
-        sandbox: SandboxConfig = SandboxConfig(),  # noqa: B008  frozen
+        sandbox: SandboxConfig | None = None,
         read: Callable[[Sequence[int], Sequence[int]], tuple[str, str]] | None = None,
     ) -> None:
         self._config, self._read = config, read
         self._models: dict[str, RewardModel | Judge | CodeScorer] = {**_models(config, model_url, folder)}
         if CODE_SCORER in {term.name for term in config.functions}:
-            self._models[CODE_SCORER] = CodeScorer(config.code, make_sandbox(sandbox))
+            self._models[CODE_SCORER] = CodeScorer(config.code or CodeConfig(), make_sandbox(sandbox))
         served = {name: ScorerSpec(name, model.score, "served") for name, model in self._models.items()}
         self._terms = [(served.get(term.name) or get_scorer(term.name), term) for term in config.functions]
         blocking, awaited = (

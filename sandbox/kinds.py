@@ -17,11 +17,13 @@ KINDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
 }
 
 
-def make_sandbox(config: SandboxConfig) -> Sandbox:
+def make_sandbox(given: SandboxConfig | None) -> Sandbox:
     """Return the config's sandbox, one of ours or the user's class ``path.py:name``, made from the config.
 
+    Without a config its defaults hold.
     Raises ConfigError where there is none or it cannot work: nothing runs without one.
     """
+    config = given or SandboxConfig()
     if is_user_reference(config.kind):
         made: Sandbox = load_user_object(config.kind, "sandbox.kind")(config)
         return made

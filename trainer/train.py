@@ -59,7 +59,8 @@ def train(run: Run) -> bool:
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))
-        time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
+        if config.debug:
+            time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
         run.recorder.trained(batch, updated.tokens, began_update)
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()  # a barrier: all ranks have trained and recorded before the queue is told

@@ -18,6 +18,7 @@ from rl_async.agent_loop.tools.arithmetic import evaluate
 from rl_async.agent_loop.tools.mcp_toolbox import FIRST_PAUSE_S, McpToolbox, mcp_servers
 from rl_async.agent_loop.tools.tool import CallableTool, Tool
 from rl_async.configs.derived import code_problem, listed_code
+from rl_async.configs.schema.reward import SandboxConfig
 from rl_async.configs.schema.rollout import AgentConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
@@ -52,7 +53,7 @@ class CodeTools:
 
     def __init__(self, sandbox: Opener, config: RunConfig) -> None:
         self._sandbox = sandbox
-        self._limit, self._share = config.sandbox.timeout_s, SHARE * config.agent.tool_timeout_s
+        self._limit, self._share = (config.sandbox or SandboxConfig()).timeout_s, SHARE * config.agent.tool_timeout_s
         self._workspace: Programs | None = None
         self._closed = False
         self._lock = asyncio.Lock()

@@ -168,6 +168,6 @@ class RewardConfig(Config, frozen=True):
     per_minute: Annotated[Count, doc("Scorings started per minute, per worker; 0: no limit.")] = 0
     model: Annotated[RewardModelConfig | None, doc("The model behind the scorer reward_model.")] = None
     judge: Annotated[JudgeConfig | None, doc("The model behind the scorer judge.")] = None
-    code: Annotated[CodeConfig, doc("The scorer code: how it runs hidden tests (docs/reference/sandbox.md).")] = (
-        CodeConfig()
-    )
+    code: Annotated[
+        CodeConfig | None, doc("How the scorer code runs hidden tests (docs/reference/sandbox.md); null: by defaults.")
+    ] = None

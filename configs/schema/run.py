@@ -111,7 +111,9 @@ class RunConfig(Config, frozen=True):
     data: DataConfig
     agent: AgentConfig = AgentConfig()
     rollout: RolloutConfig = RolloutConfig()
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: Annotated[
+        SandboxConfig | None, doc("Where programs that models write run; null: bubblewrap, with the defaults.")
+    ] = None
     reward: RewardConfig = RewardConfig()
     queue: QueueConfig = QueueConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -123,7 +125,7 @@ class RunConfig(Config, frozen=True):
     warm_start: Annotated[WarmStartConfig | None, doc("Makes the model at warm_start.out if it is missing.")] = None
     finetune: Annotated[FinetuneConfig | None, doc("Supervised fine-tuning of model.path by `rl-async sft`.")] = None
     launcher: LauncherConfig = LauncherConfig()
-    debug: DebugConfig = DebugConfig()
+    debug: Annotated[DebugConfig | None, doc("Slows stages down, for benchmarks and tests.")] = None
     mode: Annotated[
         Literal["colocated", "disaggregated"], doc("Whether engines and trainer share devices; given by --mode.")
     ] = "disaggregated"

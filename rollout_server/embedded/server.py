@@ -557,7 +557,7 @@ def serve(run: Path, index: int, host: str, port: int, cache_bytes: int | None) 
         max_batch=rollout.max_batch_size,
         max_length=rollout.max_model_len,
         cache_bytes=cache_bytes or (rollout.cpu_cache_bytes if model.device.type == "cpu" else rollout.cache_bytes),
-        min_iteration_s=config.debug.min_iteration_s,
+        min_iteration_s=config.debug.min_iteration_s if config.debug else 0.0,
         record_routes=config.trainer.router_replay != "never",
     )
     engine = EngineThread(core, on_crash=_crash)
