@@ -163,7 +163,7 @@ def _reward_parts(c: RunConfig) -> str | None:
         return f"algorithm.advantage_options.gdpo_weights: {sorted(unknown)[0]!r} is none of reward.functions"
     ignored = {
         "algorithm.kl.place=reward": a.kl.place == "reward" and a.kl.coef > 0,
-        "algorithm.shaping.overlong_max_tokens": shaping.overlong_max_tokens is not None,
+        "algorithm.shaping.overlong": shaping.overlong is not None,
         "algorithm.shaping.reward_scale": shaping.reward_scale != "none",
         "algorithm.shaping.reward_clip": shaping.reward_clip is not None,
     }
@@ -203,14 +203,14 @@ def _kl(c: RunConfig) -> str | None:
             "algorithm.kl.estimator=full needs both distributions over the vocabulary, which no token's reward keeps; "
             "use algorithm.kl.place=loss, or another estimator"
         )
-    if kl.coef == 0 and (kl.controller == "adaptive" or kl.reference_path is not None):
-        key = "controller=adaptive" if kl.controller == "adaptive" else "reference_path"
+    if kl.coef == 0 and (kl.adaptive or kl.reference_path is not None):
+        key = "adaptive" if kl.adaptive else "reference_path"
         return f"algorithm.kl.{key} does nothing while algorithm.kl.coef=0; set algorithm.kl.coef"
     rows = c.data.train_batch_groups * c.rollout.group_size
-    if kl.controller == "adaptive" and kl.horizon <= ADAPTIVE_LIMIT * rows:
+    if kl.adaptive and kl.adaptive.horizon <= ADAPTIVE_LIMIT * rows:
         return (
-            f"algorithm.kl.horizon={kl.horizon} with {rows} trajectories per step could make the coefficient negative "
-            f"in one step; use more than {ADAPTIVE_LIMIT * rows:.0f}"
+            f"algorithm.kl.adaptive.horizon={kl.adaptive.horizon} with {rows} trajectories per step could make the "
+            f"coefficient negative in one step; use more than {ADAPTIVE_LIMIT * rows:.0f}"
         )
     if kl.place == "reward" and kl.estimator.endswith("+"):
         return (
@@ -261,12 +261,12 @@ def _dynamic_sampling(c: RunConfig) -> str | None:
 
 
 def _overlong(c: RunConfig) -> str | None:
-    shaping = c.algorithm.shaping
-    if shaping.overlong_max_tokens is not None and shaping.overlong_cache_tokens > shaping.overlong_max_tokens:
+    overlong = c.algorithm.shaping.overlong
+    if overlong is not None and overlong.cache_tokens > overlong.max_tokens:
         return (
-            f"algorithm.shaping.overlong_cache_tokens={shaping.overlong_cache_tokens} is more than "
-            f"algorithm.shaping.overlong_max_tokens={shaping.overlong_max_tokens}; the penalty would begin below no "
-            "tokens at all"
+            f"algorithm.shaping.overlong.cache_tokens={overlong.cache_tokens} is more than "
+            f"algorithm.shaping.overlong.max_tokens={overlong.max_tokens}; the penalty would begin below no tokens at "
+            "all"
         )
     return None
 

@@ -294,7 +294,7 @@ def unrewarded(c: RunConfig) -> str | None:
     model and a penalty for length teach without one. An evaluation needs none either, so this is no rule.
     """
     elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
-    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong_max_tokens is not None
+    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong is not None
     named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
     if c.reward.functions or elsewhere or shaped or any(map(is_user_reference, named)):
         return None

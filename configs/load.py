@@ -22,7 +22,7 @@ from rl_async.configs.checks import check
 from rl_async.configs.explain import choices, field_at, field_names, struct_at
 from rl_async.configs.schema.algorithm import AlgorithmConfig, read_options
 from rl_async.configs.schema.run import RunConfig
-from rl_async.configs.suggestions import DROPPED, key_hint, nearest, replacement
+from rl_async.configs.suggestions import DROPPED, GROUPED, key_hint, nearest, replacement
 from rl_async.configs.suggestions import hint as foreign_hint
 from rl_async.errors import ConfigError
 
@@ -156,20 +156,31 @@ def _is_of_run(path: Path, values: dict[str, Any]) -> bool:
 
 
 def _forget_removed(values: dict[str, Any]) -> None:
-    """Delete the keys that a complete config of an earlier version has and this version does not.
+    """Delete or group the keys that a complete config of an earlier version has and this version does not.
 
     Logs those whose value differs from the one that always holds now.
     """
+    for place, group, names, absent in GROUPED:
+        section = _section_of(values, place)
+        old = {name: section.pop(name) for name in names if name in section}
+        if any(old.get(name, value) != value for name, value in absent.items()):
+            section[group] = {names[name]: value for name, value in old.items() if names[name]}
     for key, now in DROPPED.items():
-        *sections, leaf = key.split(".")
-        section: Any = values
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or leaf not in section:
+        place, _, leaf = key.rpartition(".")
+        section = _section_of(values, place)
+        if leaf not in section:
             continue
         if (was := section.pop(leaf)) != now:
             log.warning("config of the run: %s=%s was removed; %s holds now", key, was, now)
     _forget_unread_options(values)
+
+
+def _section_of(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the section at a dotted key, or an empty one if it is absent."""
+    section: Any = values
+    for name in key.split("."):
+        section = section.get(name) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _forget_unread_options(values: dict[str, Any]) -> None:

@@ -18,7 +18,31 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else f"; known: {', '.join(known)}"
 
 
-MOVED: dict[str, str] = {  # old key or section -> its new name; in brackets, how the value differs
+# Keys that became a section: the section around, the new one, and its keys by their old names. A complete config of an
+# earlier version in which the values of the last dict hold has no such section.
+GROUPED: tuple[tuple[str, str, dict[str, str], dict[str, object]], ...] = (
+    (
+        "algorithm.shaping",
+        "overlong",
+        {
+            "overlong_max_tokens": "max_tokens",
+            "overlong_cache_tokens": "cache_tokens",
+            "overlong_factor": "factor",
+        },
+        {"overlong_max_tokens": None},
+    ),
+    (
+        "algorithm.kl",
+        "adaptive",
+        {"controller": "", "target": "target", "horizon": "horizon"},
+        {"controller": "fixed"},
+    ),
+)
+MOVED: dict[str, str] = {
+    f"{section}.{old}": f"{section}.{group}.{new}".removesuffix(".")
+    for section, group, names, _ in GROUPED
+    for old, new in names.items()
+} | {  # old key or section -> its new name; in brackets, how the value differs
     "sft": "warm_start",
     "trainer.context_parallel": "trainer.sequence_parallel",
     "trainer.min_train_s": "debug.min_train_s",
@@ -35,6 +59,7 @@ ABSENT: dict[str, str] = {  # key that was removed, or that other software has -
     "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
     "queue.slack": "with any queue.sampling but fifo a group may be passed over for one step",
     "queue.max_lease_s": "a lease lasts 4 hours at most, or 8 times agent.episode_timeout_s if that is longer",
+    "algorithm.shaping.resample_power": "algorithm.shaping.resample=pow squares rewards",
     "queue.consumer_bytes": "256 MiB are kept of trained groups that consumers have not read",
 }
 
@@ -53,6 +78,7 @@ DROPPED: dict[str, object] = {
     "queue.max_lease_s": 14400.0,
     "queue.consumer_bytes": 1 << 28,
     "queue.metrics_port": 0,
+    "algorithm.shaping.resample_power": 2.0,
 }
 
 

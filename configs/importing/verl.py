@@ -330,23 +330,23 @@ def _kl(t: Translation) -> None:
     t.put("algorithm.kl.estimator", name, f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty")
     if not in_loss:
         t.put("algorithm.kl.place", "reward", "algorithm.use_kl_in_reward")
-        t.put("algorithm.kl.controller", controller, "algorithm.kl_ctrl.type")
         if controller == "adaptive":
-            t.put("algorithm.kl.target", target, "algorithm.kl_ctrl.target_kl")
-            t.put("algorithm.kl.horizon", horizon, "algorithm.kl_ctrl.horizon")
+            t.put("algorithm.kl.adaptive.target", target, "algorithm.kl_ctrl.target_kl")
+            t.put("algorithm.kl.adaptive.horizon", horizon, "algorithm.kl_ctrl.horizon")
 
 
 def _shaping(t: Translation) -> None:
     method, power = t.take("algorithm.pf_ppo.reweight_method", "pow"), t.take("algorithm.pf_ppo.weight_pow", 2.0)
     if t.take("algorithm.use_pf_ppo", False):
         t.put("algorithm.shaping.resample", method, "algorithm.pf_ppo.reweight_method")
-        t.put("algorithm.shaping.resample_power", power, "algorithm.pf_ppo.weight_pow")
+        if method == "pow" and power != 2.0:
+            t.notes.append(f"algorithm.pf_ppo.weight_pow={power}: algorithm.shaping.resample=pow squares rewards")
     for buffer in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"):
         length, factor = t.take(f"{buffer}.len"), t.take(f"{buffer}.penalty_factor")
         if t.take(f"{buffer}.enable", False):
-            t.put("algorithm.shaping.overlong_max_tokens", t.ours["rollout.max_tokens"], f"{buffer}.enable")
-            t.put("algorithm.shaping.overlong_cache_tokens", length, f"{buffer}.len")
-            t.put("algorithm.shaping.overlong_factor", factor or 1.0, f"{buffer}.penalty_factor")
+            t.put("algorithm.shaping.overlong.max_tokens", t.ours["rollout.max_tokens"], f"{buffer}.enable")
+            t.put("algorithm.shaping.overlong.cache_tokens", length, f"{buffer}.len")
+            t.put("algorithm.shaping.overlong.factor", factor or 1.0, f"{buffer}.penalty_factor")
 
 
 def _rewards(t: Translation) -> None:

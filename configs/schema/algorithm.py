@@ -268,6 +268,13 @@ class LossOptions(Config, frozen=True):
     kl_cov_coef: Annotated[NotNegative, loss_option("kl_cov_coef", "weight of |log r| on them.")] = 1.0
 
 
+class AdaptiveKl(Config, frozen=True):
+    """Changes the coefficient of the KL after each step, towards a target."""
+
+    target: Annotated[float, Meta(gt=0, description="Wanted KL per token.")] = 0.01
+    horizon: Annotated[Positive, doc("Time constant, in trajectories.")] = 10_000
+
+
 class KlConfig(Config, frozen=True):
     """Distance to a reference model."""
 
@@ -277,10 +284,16 @@ class KlConfig(Config, frozen=True):
         doc("Estimator of KL(pi || reference) per token; full needs both logits; + : k2's gradient."),
     ] = "k3"
     place: Annotated[Literal["loss", "reward"], doc("Added to the loss, or taken from each token's reward.")] = "loss"
-    controller: Annotated[Literal["fixed", "adaptive"], doc("adaptive: coef follows `target`.")] = "fixed"
-    target: Annotated[float, Meta(gt=0, description="adaptive: wanted KL per token.")] = 0.01
-    horizon: Annotated[Positive, doc("adaptive: time constant, in trajectories.")] = 10_000
+    adaptive: Annotated[AdaptiveKl | None, doc("The coefficient follows a target; null: it stays.")] = None
     reference_path: Annotated[str | None, doc("Reference model; null: model.path.")] = None
+
+
+class OverlongConfig(Config, frozen=True):
+    """A penalty for long answers (DAPO), taken from the reward."""
+
+    max_tokens: Annotated[Positive, doc("Sampled tokens of an episode from which on the penalty is whole.")]
+    cache_tokens: Annotated[Positive, doc("The penalty grows linearly over this many tokens before max_tokens.")] = 64
+    factor: Annotated[float, Meta(gt=0, description="The whole penalty.")] = 1.0
 
 
 class ShapingConfig(Config, frozen=True):
@@ -296,13 +309,7 @@ class ShapingConfig(Config, frozen=True):
             "Every batch adds this many to an allowance of at most max_staleness + 1 times as many."
         ),
     ] = 64
-    overlong_max_tokens: Annotated[
-        Positive | None, doc("Sampled tokens of an episode from which on the overlong penalty is whole; null: none.")
-    ] = None
-    overlong_cache_tokens: Annotated[
-        Positive, doc("The penalty grows linearly over this many tokens before overlong_max_tokens.")
-    ] = 64
-    overlong_factor: Annotated[float, Meta(gt=0, description="The whole penalty, taken from the reward.")] = 1.0
+    overlong: Annotated[OverlongConfig | None, doc("The penalty for long answers; null: none.")] = None
     overlong_filter: Annotated[
         bool,
         doc("Trajectories that were cut off (length, timeout) count in their group and do not train themselves."),
@@ -317,11 +324,10 @@ class ShapingConfig(Config, frozen=True):
     resample: Annotated[
         Literal["none", "pow", "max_min", "max_random"],
         doc(
-            "PF-PPO: the batch's rows are drawn again with replacement. pow: by |reward|^resample_power; max_min: only "
+            "PF-PPO: the batch's rows are drawn again with replacement. pow: by the squared reward; max_min: only "
             "the best and worst; max_random: the best four times as often as others."
         ),
     ] = "none"
-    resample_power: Annotated[float, Meta(gt=0, description="pow: the exponent.")] = 2.0
 
 
 class GuardConfig(Config, frozen=True):

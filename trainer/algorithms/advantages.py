@@ -495,7 +495,7 @@ def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) 
 
 
 def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """Compute the soft overlong punishment, float64 [N], from -overlong_factor to 0.
+    """Compute the soft overlong punishment, float64 [N], from -factor to 0.
 
     With L sampled tokens in all rows of the episode, or of its role in it, which have one reward: 0 up to max - cache,
     ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13; there the factor is 1.
@@ -504,10 +504,11 @@ def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConf
     for h in headers:
         sampled[h.episode_id, h.role] += h.sampled
     lengths = torch.tensor([sampled[h.episode_id, h.role] for h in headers], dtype=torch.float64)
-    if options.overlong_max_tokens is None:
+    overlong = options.overlong
+    if overlong is None:
         return torch.zeros_like(lengths)
-    begins = options.overlong_max_tokens - options.overlong_cache_tokens
-    return options.overlong_factor * ((begins - lengths) / options.overlong_cache_tokens).clamp(-1.0, 0.0)
+    begins = overlong.max_tokens - overlong.cache_tokens
+    return overlong.factor * ((begins - lengths) / overlong.cache_tokens).clamp(-1.0, 0.0)
 
 
 def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
@@ -553,17 +554,21 @@ def row_repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, see
     if options.resample == "none" or not scored.any() or not values.isfinite().all():
         # An infinite reward makes the loss diverge, and that error names the step.
         return counts
-    odds = resample_weights(values[scored].numpy(), options)
+    odds = resample_weights(values[scored].numpy(), options.resample)
     draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
     counts[scored] = torch.from_numpy(draw.multinomial(len(odds), odds / odds.sum())).double()
     return counts
 
 
-def resample_weights(values: np.ndarray, options: ShapingConfig) -> np.ndarray:
+# The exponent of PF-PPO's weights in verl.
+RESAMPLE_POWER = 2.0
+
+
+def resample_weights(values: np.ndarray, method: str, power: float = RESAMPLE_POWER) -> np.ndarray:
     """Weigh the scored rewards for drawing, float64 [n], never 0."""
-    match options.resample:
+    match method:
         case "pow":
-            weights = np.abs(values) ** options.resample_power
+            weights = np.abs(values) ** power
         case "max_min":
             weights = ((values == values.max()) | (values == values.min())).astype(np.float64)
         case "max_random":

@@ -437,14 +437,14 @@ class KlController:
     """
 
     def __init__(self, config: KlConfig) -> None:
-        self._config, self.coef = config, config.coef
+        self._adaptive, self.coef = config.adaptive, config.coef
 
     def after_step(self, kl: float, trajectories: int) -> dict[str, float]:
         """Take in the mean KL per token of a step. Returns the coefficient that the step had, as a metric."""
         had = self.coef
-        if self._config.controller == "adaptive":
-            error = min(max(kl / self._config.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
-            self.coef *= max(0.0, 1 + error * trajectories / self._config.horizon)
+        if adaptive := self._adaptive:
+            error = min(max(kl / adaptive.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
+            self.coef *= max(0.0, 1 + error * trajectories / adaptive.horizon)
         return {"kl/coef": had} if had > 0 else {}
 
 

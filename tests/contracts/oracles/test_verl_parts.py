@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import Aggregation, KlConfig
+from rl_async.configs.schema.algorithm import AdaptiveKl, Aggregation, KlConfig
 from rl_async.trainer.algorithms.advantages import value_loss
 from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, Counts, KlController
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
@@ -92,7 +92,7 @@ def test_the_adaptive_coefficient_is_verls(verl: Oracle) -> None:
     for case, theirs in zip(cases, verl.ask("kl_controller", cases), strict=True):
         given = SimpleNamespace(**case.options)
         controller = KlController(
-            KlConfig(coef=given.coef, controller="adaptive", target=given.target, horizon=given.horizon)
+            KlConfig(coef=given.coef, adaptive=AdaptiveKl(target=given.target, horizon=given.horizon))
         )
         coefs = []
         for value in case["kl"].tolist():

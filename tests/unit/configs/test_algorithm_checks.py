@@ -19,8 +19,8 @@ REFUSED = [
         ["algorithm.advantage=gdpo", "algorithm.kl.place=reward"],
     ),
     (
-        ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=76"],
-        ["algorithm.kl.horizon=76", "384", "77"],
+        ["algorithm.kl.coef=0.1", "algorithm.kl.adaptive.horizon=76"],
+        ["algorithm.kl.adaptive.horizon=76", "384", "77"],
     ),
     (
         ["algorithm.advantage=gdpo", "algorithm.shaping.reward_clip=1"],
@@ -31,8 +31,8 @@ REFUSED = [
         ["algorithm.advantage=gdpo", "algorithm.shaping.reward_scale"],
     ),
     (
-        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens=9"],
-        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong_max_tokens"],
+        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong.max_tokens=9"],
+        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong"],
     ),
     (
         ["algorithm.advantage=gdpo", "algorithm.advantage_options.gdpo_weights={typo: 2}"],
@@ -42,7 +42,7 @@ REFUSED = [
         ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter=true"],
         ["algorithm.advantage=optimal_token_baseline", "algorithm.shaping.overlong_filter"],
     ),
-    (["algorithm.kl.controller=adaptive"], ["algorithm.kl.controller=adaptive", "algorithm.kl.coef=0"]),
+    (["algorithm.kl.adaptive={}"], ["algorithm.kl.adaptive", "algorithm.kl.coef=0"]),
     (["algorithm.kl.reference_path=x"], ["algorithm.kl.reference_path", "algorithm.kl.coef"]),
     (["algorithm.correction_options.max_age=1"], ["algorithm.correction_options.max_age=1", "queue.max_staleness=1"]),
     (
@@ -79,7 +79,7 @@ ACCEPTED = [
     ["algorithm.loss=gspo", "algorithm.aggregation=seq-mean-token-mean"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
     ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "algorithm.kl.place=reward"],
-    ["algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=77"],
+    ["algorithm.kl.coef=0.1", "algorithm.kl.adaptive.horizon=77"],
 ]
 
 

@@ -186,8 +186,8 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["algorithm.advantage=gae", "critic.warmup_steps=50"], ["critic.warmup_steps=50", "trainer.steps=50"]),
         (["rollout.group_size=1", "algorithm.shaping.dynamic_sampling=true"], ["shaping.dynamic_sampling"]),
         (
-            ["algorithm.shaping.overlong_max_tokens=32", "algorithm.shaping.overlong_cache_tokens=33"],
-            ["shaping.overlong_cache_tokens=33", "shaping.overlong_max_tokens=32"],
+            ["algorithm.shaping.overlong.max_tokens=32", "algorithm.shaping.overlong.cache_tokens=33"],
+            ["shaping.overlong.cache_tokens=33", "shaping.overlong.max_tokens=32"],
         ),
         (
             ["algorithm.correction=my.py:weigh", "algorithm.correction_options.cap=2.0"],
@@ -333,7 +333,7 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
     "source",
     [
         *(GAME, GATEWAY, "rollout.replay=runs/before", "data.trust_code=true"),
-        *("algorithm.kl.coef=0.1", "algorithm.shaping.overlong_max_tokens=64"),
+        *("algorithm.kl.coef=0.1", "algorithm.shaping.overlong.max_tokens=64"),
         *("agent.loop=x.py:loop", "agent.tools=[x.py:tool]", "algorithm.advantage=x.py:own", "algorithm.loss=x.py:own"),
     ],
 )

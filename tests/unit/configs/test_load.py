@@ -230,9 +230,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """Its complete config has keys that were removed since; whoever gives one is told so."""
-    config = load_config("calculator")
+    adaptive = {"target": 0.02, "horizon": 999}
+    config = load_config("calculator", ["algorithm.kl.coef=0.1", f"algorithm.kl.adaptive={adaptive}"])
     path = tmp_path / "config.yaml"
     values = yaml.safe_load(dump(config))
+    del values["algorithm"]["kl"]["adaptive"]
+    values["algorithm"]["kl"] |= adaptive | {"controller": "adaptive"}
+    values["algorithm"]["shaping"] |= {"overlong_max_tokens": None, "overlong_cache_tokens": 9, "overlong_factor": 1.0}
     for key, value in DROPPED.items():
         *sections, leaf = key.split(".")
         section = values
@@ -248,5 +252,5 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert load_config(str(kept)) == msgspec.structs.replace(config, name="kept")
     with pytest.raises(ConfigError, match=r"trainer\.attention"):
         load_resolved(path, ["trainer.attention=auto"])
-    with pytest.raises(ConfigError, match="|".join(map(re.escape, DROPPED))):
+    with pytest.raises(ConfigError, match="|".join(map(re.escape, DROPPED | MOVED))):
         load_config(str(path))

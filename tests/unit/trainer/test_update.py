@@ -17,6 +17,7 @@ from rl_async.configs.schema.algorithm import (
     CorrectionOptions,
     KlConfig,
     LossOptions,
+    OverlongConfig,
     ShapingConfig,
     resolve,
 )
@@ -148,7 +149,10 @@ def test_shaped_rewards_repeats_and_filtered_rows_reach_the_gradient() -> None:
     rows = make_rows(0)
     rows[1].scored, rows[6].finish_reason, rows[9].finish_reason = False, "length", "length"
     options = ShapingConfig(
-        overlong_max_tokens=14, overlong_cache_tokens=8, overlong_filter=True, resample="max_random", reward_clip=0.9
+        overlong=OverlongConfig(max_tokens=14, cache_tokens=8),
+        overlong_filter=True,
+        resample="max_random",
+        reward_clip=0.9,
     )
     algorithm = AlgorithmConfig(loss="reinforce", correction="disabled", aggregation="token-sum", shaping=options)
     policy, updated = train(rows, algorithm)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, ShapingConfig
+from rl_async.configs.schema.algorithm import AdvantageOptions, AlgorithmConfig, OverlongConfig, ShapingConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import ADVANTAGES as TRAITS
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm
@@ -899,13 +899,13 @@ def soft_punishment(length: int, longest: int, cache: int) -> float:
 
 @given(st.integers(1, 200), st.integers(1, 100), st.integers(0, 100), st.floats(0.1, 5))
 def test_overlong_penalty_is_eq_13(length: int, cache: int, more: int, factor: float) -> None:
-    options = ShapingConfig(overlong_max_tokens=cache + more, overlong_cache_tokens=cache, overlong_factor=factor)
+    options = ShapingConfig(overlong=OverlongConfig(max_tokens=cache + more, cache_tokens=cache, factor=factor))
     expected = factor * soft_punishment(length, cache + more, cache)
     assert advantages.overlong_penalties([header(sampled=length)], options).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_penalty_is_that_of_the_episode_or_of_a_role_in_it() -> None:
-    options = ShapingConfig(overlong_max_tokens=20, overlong_cache_tokens=10)
+    options = ShapingConfig(overlong=OverlongConfig(max_tokens=20, cache_tokens=10))
     split = [header(1.0, sampled, episode="split") for sampled in (4, 5, 6)]
     roles = [header(1.0, 12, episode="game", role=role) for role in ("one", "two", "two")]
     headers = [*split, header(1.0, 15), *roles]
@@ -930,8 +930,7 @@ def test_rewards_are_penalised_then_scaled_then_clipped(rows, scale, clip, longe
     options = ShapingConfig(
         reward_scale="batch_std" if scale else "none",
         reward_clip=clip,
-        overlong_max_tokens=longest,
-        overlong_cache_tokens=10,
+        overlong=OverlongConfig(max_tokens=longest, cache_tokens=10) if longest else None,
     )
     expected = [r + (soft_punishment(n, longest, 10) if longest else 0.0) if ok else 0.0 for r, n, ok in rows]
     known = [value for value, (_, _, ok) in zip(expected, rows, strict=True) if ok]
@@ -947,7 +946,7 @@ def test_rewards_are_penalised_then_scaled_then_clipped(rows, scale, clip, longe
 
 @given(ROWS, st.randoms())
 def test_shaped_rewards_follow_their_rows(rows, random) -> None:
-    options = ShapingConfig(reward_scale="batch_std", overlong_max_tokens=20, overlong_cache_tokens=10)
+    options = ShapingConfig(reward_scale="batch_std", overlong=OverlongConfig(max_tokens=20, cache_tokens=10))
     order = list(range(len(rows)))
     random.shuffle(order)
     headers = [header(r, n, ok) for r, n, ok in rows]
@@ -998,7 +997,7 @@ def verl_weights(values: list[float], method: str, power: float) -> list[float]:
     st.sampled_from([1.0, 2.0, 3.5]),
 )
 def test_resampling_weights(values, method, power) -> None:
-    got = advantages.resample_weights(np.array(values), ShapingConfig(resample=method, resample_power=power))
+    got = advantages.resample_weights(np.array(values), method, power)
     assert got.tolist() == pytest.approx(verl_weights(values, method, power), abs=1e-7)
 
 
@@ -1024,7 +1023,7 @@ def test_an_infinite_reward_is_left_for_the_loss_to_name() -> None:
 
 def test_metrics_are_those_of_the_rows_that_were_scored() -> None:
     made = [header(1.0, sampled=12), header(0.5, sampled=4, finish="length"), header(9.0, scored=False)]
-    options = ShapingConfig(overlong_max_tokens=10, overlong_cache_tokens=4, overlong_filter=True)
+    options = ShapingConfig(overlong=OverlongConfig(max_tokens=10, cache_tokens=4), overlong_filter=True)
     assert advantages.shaping_metrics(made, options) == {
         "shaping/reward_mean": pytest.approx((0.0 + 0.5) / 2),
         "shaping/overlong_penalty_mean": pytest.approx(-1 / 3),

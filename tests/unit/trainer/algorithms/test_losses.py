@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, KlConfig, LossOptions
+from rl_async.configs.schema.algorithm import AdaptiveKl, Aggregation, AlgorithmConfig, KlConfig, LossOptions
 from rl_async.configs.schema.formulas import LOSSES as TRAITS
 from rl_async.trainer.algorithms.losses import (
     AGGREGATIONS,
@@ -524,7 +524,7 @@ def test_extreme_log_probabilities_stay_finite() -> None:
 
 
 def test_the_adaptive_coefficient_follows_the_target_within_its_limits() -> None:
-    controller = KlController(KlConfig(coef=0.1, controller="adaptive", target=0.02, horizon=1000))
+    controller = KlController(KlConfig(coef=0.1, adaptive=AdaptiveKl(target=0.02, horizon=1000)))
     assert controller.after_step(0.021, 100) == {"kl/coef": 0.1}
     assert controller.coef == pytest.approx(0.1 * (1 + 0.05 * 0.1))
     before = controller.coef
@@ -536,13 +536,13 @@ def test_the_adaptive_coefficient_follows_the_target_within_its_limits() -> None
 
 
 def test_the_coefficient_never_turns() -> None:
-    controller = KlController(KlConfig(coef=0.1, controller="adaptive", horizon=5))
+    controller = KlController(KlConfig(coef=0.1, adaptive=AdaptiveKl(horizon=5)))
     controller.after_step(0.0, 1000)
     assert controller.coef == 0.0
 
 
 def test_a_fixed_coefficient_stays_and_none_is_not_reported() -> None:
-    fixed = KlController(KlConfig(coef=0.1, target=0.02))
+    fixed = KlController(KlConfig(coef=0.1))
     fixed.after_step(5.0, 100)
     assert fixed.coef == 0.1
     assert KlController(KlConfig()).after_step(0.0, 100) == {}
