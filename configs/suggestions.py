@@ -59,6 +59,8 @@ ABSENT: dict[str, str] = {  # key that was removed, or that other software has -
     "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
     "queue.slack": "with any queue.sampling but fifo a group may be passed over for one step",
     "queue.max_lease_s": "a lease lasts 4 hours at most, or 8 times agent.episode_timeout_s if that is longer",
+    "algorithm.guard.patience": "algorithm.guard acts after three steps in a row",
+    "weight_sync.mismatch.tokens": "each engine samples 32 tokens for a comparison",
     "algorithm.shaping.resample_power": "algorithm.shaping.resample=pow squares rewards",
     "queue.consumer_bytes": "256 MiB are kept of trained groups that consumers have not read",
 }
@@ -79,6 +81,8 @@ DROPPED: dict[str, object] = {
     "queue.consumer_bytes": 1 << 28,
     "queue.metrics_port": 0,
     "algorithm.shaping.resample_power": 2.0,
+    "algorithm.guard.patience": 3,
+    "weight_sync.mismatch.tokens": 32,
 }
 
 

@@ -36,6 +36,10 @@ class GuardAction:
     max_staleness: int | None = None
 
 
+# Single steps scatter; three in a row, out of band or back in it, are a trend.
+PATIENCE = 3
+
+
 class Guard:
     """Acts when ``patience`` consecutive steps were out of band.
 
@@ -43,10 +47,10 @@ class Guard:
     samples already drawn are still old. It raises the bound by one after every ``patience`` steps in band.
     """
 
-    def __init__(self, config: GuardConfig, max_staleness: int, least: int = 0) -> None:
+    def __init__(self, config: GuardConfig, max_staleness: int, least: int = 0, patience: int = PATIENCE) -> None:
         """``max_staleness`` is the configured bound; with a bound below ``least`` the run could not continue."""
         self._config, self._configured, self._least = config, max_staleness, min(least, max_staleness)
-        self._bound = max_staleness
+        self._bound, self._patience = max_staleness, patience
         # The number of consecutive steps out of band.
         self._outside = 0
         self._inside = 0
@@ -73,13 +77,13 @@ class Guard:
         self._inside = 0
         self._outside += 1
         what = f"step {step}, out of band for {self._outside} consecutive steps: {'; '.join(map(str, breaches))}"
-        if self._config.action == "stop" and self._outside >= self._config.patience:
+        if self._config.action == "stop" and self._outside >= self._patience:
             raise PolicyDrifted(
                 f"{what}. The data is too far from the policy: lower queue.max_staleness or trainer.learning_rate, or "
                 "check that engines and trainer compute the same log-probabilities"
             )
-        warning = f"off-policy: {what}" if self._outside == self._config.patience else ""
-        if self._config.action == "adapt" and self._outside % self._config.patience == 0:
+        warning = f"off-policy: {what}" if self._outside == self._patience else ""
+        if self._config.action == "adapt" and self._outside % self._patience == 0:
             return self._set_bound(max(self._bound // 2, self._least), warning)
         return GuardAction(warning)
 
@@ -95,7 +99,7 @@ class Guard:
     def _in_band(self) -> GuardAction:
         self._outside = 0
         self._inside += 1
-        if self._config.action == "adapt" and self._inside % self._config.patience == 0:
+        if self._config.action == "adapt" and self._inside % self._patience == 0:
             return self._set_bound(min(self._bound + 1, self._configured), "")
         return GuardAction()
 

@@ -84,7 +84,7 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
         with memory.explained():
             models, kl = build_models(config, device), KlController(config.algorithm.kl)
             start = _restore(folder, models, kl, resume)
-            trainer, rank = config.trainer, dist.get_rank()
+            trainer, profile, rank = config.trainer, config.trainer.profile, dist.get_rank()
             run = Run(
                 config=config,
                 folder=folder,
@@ -111,7 +111,7 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
                     is_recorder=models.policy.data_parallel.is_recorder,
                     keep=trainer.keep_trajectories,
                 ),
-                profiler=StepProfiler(folder, rank, trainer.profile.steps, models.policy.device),
+                profiler=StepProfiler(folder, rank, profile.steps if profile else (), models.policy.device),
                 memory=memory,
                 tracking=Tracking(config, folder) if rank == 0 else None,
             )
@@ -272,6 +272,10 @@ def _weight_source(run: Run, host: str, store: dist.Store) -> Iterator[WeightSou
         yield ShardedByRank(outlet, shards)
 
 
+# Tokens that each engine samples for a comparison: enough to average, and sampled in a moment.
+CANARY_TOKENS = 32
+
+
 def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> Publisher:
     """Have the publisher compare log-probabilities with the engines unless that is off. Rank 0 has the queue."""
     config = run.config
@@ -285,7 +289,7 @@ def _watched(run: Run, publisher: Publisher, queue: SyncQueueClient | None) -> P
             queue.engines,
             lambda record: connect(record.kind, record.url, token=token),
             vocabulary=AutoConfig.from_pretrained(config.model.path, trust_remote_code=False).vocab_size,
-            tokens=min(mismatch.tokens, config.rollout.max_model_len - PROMPT_TOKENS),
+            tokens=min(CANARY_TOKENS, config.rollout.max_model_len - PROMPT_TOKENS),
             temperature=temperature,
             timeout_s=config.weight_sync.timeout_s,
         )

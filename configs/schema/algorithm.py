@@ -342,7 +342,6 @@ class GuardConfig(Config, frozen=True):
     ] = "warn"
     min_ess: Annotated[Fraction, doc("Smallest correction/ess, the tokens' effective share.")] = 0.3
     max_kl: Annotated[float, Meta(gt=0, description="Largest correction/k3: estimate of KL(mu || pi) per token.")] = 0.3
-    patience: Annotated[Positive, doc("Steps in a row, out of band or back in it, before it acts.")] = 3
 
 
 class AlgorithmConfig(Config, frozen=True):

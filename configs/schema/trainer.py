@@ -122,7 +122,7 @@ class TrainerConfig(Config, frozen=True):
         bool,
         doc("Checkpoints also hold the model as Hugging Face safetensors; otherwise `rl-async export` makes them."),
     ] = True
-    profile: ProfileConfig = ProfileConfig()
+    profile: Annotated[ProfileConfig | None, doc("Steps that torch.profiler records; null: none.")] = None
     batch_timeout_s: Annotated[
         Seconds,
         doc(
@@ -152,7 +152,6 @@ class MismatchConfig(Config, frozen=True):
         Positive,
         doc("Compare after the first and then after every this many publications; the trainer waits meanwhile."),
     ] = 5
-    tokens: Annotated[Positive, doc("Tokens that each engine samples for a comparison.")] = 32
 
 
 class WeightSyncConfig(Config, frozen=True):
