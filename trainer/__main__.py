@@ -14,8 +14,8 @@ from rl_async.process.role import add_run, end_with, role_parser, run_role
 
 
 def main() -> int:
-    """Entry point; the exit code is 0 only when the last step was trained and published, 143 or 130 when asked to stop
-    before, and saved."""
+    """Run the trainer; return 0 only if the last step was trained and published, and 143 or 130 if it was asked to stop
+    earlier and has saved."""
     arguments = _parse()
     exits = {RanksLost: EXIT_RESTART, RlAsyncError: EXIT_FAILED}
     return run_role(f"trainer-{os.environ.get('RANK', '0')}", lambda: _run(arguments), exits)

@@ -35,7 +35,7 @@ log = logging.getLogger("rl_async.trainer")
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a step. A critic that shares the policy's backbone is not a model of its own."""
+    """The models of a step. A critic that shares the policy's backbone is not a separate model."""
 
     policy: Backend
     reference: Reference | None = None
@@ -45,10 +45,10 @@ class Models:
 
     @property
     def row_cost(self) -> RowCost:
-        """The policy's cost of a row, padded if any model pads rows, so that rows are grouped by length.
+        """The policy's cost of a row. It is that of padded rows as soon as one model pads, so that length groups them.
 
-        Rows share prefixes only if all models can, and if no whole distributions are kept: their memory grows with the
-        rows.
+        Rows share prefixes only if all models support it and no whole distributions are kept, since their memory grows
+        with the rows.
         """
         return replace(
             self.policy.row_cost,
@@ -62,7 +62,7 @@ class Models:
         return {".": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def sleep(self) -> None:
-        """Free the device's memory, as far as the backends can."""
+        """Free as much of the device's memory as the backends can."""
         for model in self._all():
             model.sleep()
         give_back(torch.device(self.policy.device))
@@ -92,7 +92,7 @@ def build_models(config: RunConfig, device: str) -> Models:
                 warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
                 # Megatron is an optional installation.
                 from rl_async.trainer.megatron.backend import MegatronBackend
-            log.info("trainer.backend=megatron: what rows begin with is computed for each of them")
+            log.info("trainer.backend=megatron: prompts shared by several rows are computed for each of them")
             logging.getLogger("megatron").setLevel(logging.WARNING)
             backend = MegatronBackend
     make = functools.partial(backend, dtype=compute_type(model), device=device)
@@ -125,13 +125,13 @@ class PolicyBase:
 
 
 def policy_training(config: RunConfig) -> TrainerConfig:
-    """Return the policy's optimizer settings; its schedule skips the steps that train the critic alone."""
+    """Return the policy's optimizer settings; its schedule skips the steps that only train the critic."""
     waits = config.critic.warmup_steps if config.critic else 0
     return msgspec.structs.replace(config.trainer, steps=config.trainer.steps - waits)
 
 
 def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
-    """Return the optimizer settings of a critic with a model of its own; all its weights train."""
+    """Return the optimizer settings of a critic with its own model, all of whose weights train."""
     return msgspec.structs.replace(
         trainer,
         learning_rate=critic.learning_rate,
@@ -146,9 +146,9 @@ def critic_training(trainer: TrainerConfig, critic: CriticConfig) -> TrainerConf
 class CriticUpdate:
     """A critic's targets for a batch, [M], and the losses of this rank's mini-batches.
 
-    ``values`` are float32, from before the step, and so are ``returns``, their targets. Every sampled token of a scored
-    row has a target, also one that the correction masks for the policy. ``losses`` are this rank's, by micro-batch, on
-    the device; ``norms``, by mini-batch, stay empty for a shared critic.
+    ``values``, from before the step, and ``returns``, their targets, are float32. Every sampled token of a scored row
+    has a target, even if the correction masks it for the policy. ``losses`` are this rank's, by micro-batch, on the
+    device; ``norms``, by mini-batch, stay empty for a shared critic.
     """
 
     ranks: DataParallel
@@ -164,9 +164,9 @@ class CriticUpdate:
     def wrap_loss(
         self, critic: Backend | None, policy_loss: LossFn, parts: Sequence[MicroBatch], rows: Sequence[int]
     ) -> LossFn:
-        """Train on this rank's ``parts`` of the mini-batch ``rows``. Returns the loss for the policy's model.
+        """Train on this rank's ``parts`` of the mini-batch ``rows``; return the loss for the policy's model.
 
-        A critic of its own takes its optimizer step here; a shared one adds its loss to the policy's. Raises
+        A separate critic takes its optimizer step here; a shared one adds its loss to the policy's. Raises
         TrainingDiverged, before the critic's weights change.
         """
         # A mean over the mini-batch's tokens of all ranks, regardless of the policy's aggregation.
@@ -195,7 +195,7 @@ class CriticUpdate:
         return sum(torch.stack(self.losses).tolist()) if self.losses else 0.0
 
     def shared_loss(self) -> float:
-        """Return the critic's part of this rank's policy losses, 0 for a critic with a model of its own."""
+        """Return the critic's part of this rank's policy losses, 0 for a separate critic."""
         return self.config.value_coef * self._total() if self.config.shared else 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -218,10 +218,7 @@ class CriticUpdate:
 
 
 def critic_update(ranks: DataParallel, x: AdvantageInputs, config: CriticConfig | None) -> CriticUpdate | None:
-    """Take the batch's returns as targets for the values that the critic gave before the step.
-
-    Returns None if the run has no critic.
-    """
+    """Return the update towards the batch's returns, from the critic's values before the step. None without critic."""
     if config is None:
         return None
     assert x.values is not None and x.rows is not None
@@ -251,20 +248,20 @@ BACKWARD = 2
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return a device's peak by its name, or None where it is unknown, as for CPUs and for float32."""
+    """Return a device's peak by its name; None if it is unknown, as for CPUs and for float32."""
     if dtype != "bfloat16":
         return None
     return next((peak for name, peak in BFLOAT16_PEAKS if re.search(rf"\b{name}\b", device)), None)
 
 
 def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: bool, recomputes: bool) -> float:
-    """Return the operations that the models' passes over the batch need, on all ranks together.
+    """Return the operations of the models' passes over the batch, on all ranks together.
 
     The policy takes a forward pass in each epoch and, if it is trained, a backward pass; it takes one more forward pass
-    if it ``recomputes`` log-probabilities before the epochs. A critic with a model of its own takes a forward pass
-    before the epochs and both passes in each. A reference takes one forward pass. Padding, and layers recomputed for
-    the backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a
-    prompt computed once for several rows counts once. ``RowCost`` has the formula of a row.
+    if it ``recomputes`` log-probabilities before the epochs. A separate critic takes a forward pass before the epochs
+    and both passes in each. A reference takes one forward pass. Padding, and layers recomputed for the backward pass,
+    do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a prompt computed once
+    for several rows counts once. ``RowCost`` has the formula of a row.
     """
     shares = models.row_cost.shares_prefixes
 
@@ -279,12 +276,12 @@ def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: boo
 
 
 def compute_rates(metrics: Mapping[str, float], ranks: int, device: str, dtype: str) -> dict[str, float]:
-    """Return each rank's TFLOP/s during the update, and ``compute/mfu`` where the peak of the ``device`` is known."""
+    """Return each rank's TFLOP/s during the update, and ``compute/mfu`` if the peak of the ``device`` is known."""
     each = metrics["compute/model_flops"] / ranks / max(metrics["time/update_s"], 1e-9)
     peak = peak_flops(device, dtype)
     return {"compute/tflops_per_s": each / 1e12} | ({} if peak is None else {"compute/mfu": each / peak})
 
 
 def device_name(device: str) -> str:
-    """Return the name of a PyTorch device, as ``peak_flops`` takes it."""
+    """Return the name of a PyTorch device for ``peak_flops``."""
     return device if device == "cpu" else torch.get_device_module(device).get_device_name(device)

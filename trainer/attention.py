@@ -25,7 +25,7 @@ dL / d(its own outputs) alone, so over the S ranks L is counted once, and every 
 rank whose tokens they belong to. A rank's gradient of a weight is then the part of dL / dw that goes through its
 tokens and its heads, and dL / dw is the sum over ranks. FSDP adds up exactly that over all ranks, those of one row
 and those of different rows alike: no factor depends on S. The transpose of a plain all-gather would add up S equal
-losses, each of which would have to be divided by S.
+losses, and each of them would have to be divided by S.
 """
 
 import inspect
@@ -47,7 +47,8 @@ from rl_async.trainer.packing import TreeCalls
 from rl_async.trainer.ranks import DataParallel, adjacent_and_strided, pure_data_parallel
 
 NAME = "rl_async_packed"
-Groups = tuple[tuple[int, int], ...]  # (length, sequences)
+# For each length, how many sequences of that length stand side by side.
+Groups = tuple[tuple[int, int], ...]
 # FlashAttention's largest head.
 KERNEL_HEAD_DIM = 256
 _kernel: Any = varlen_attn

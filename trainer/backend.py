@@ -30,14 +30,22 @@ class Outputs(msgspec.Struct, frozen=True):
     ``values`` comes from a value head (always for a critic, on request for a policy that shares its backbone with one),
     everything else from a policy head. Outputs that were not requested are None, and so is ``agreement`` unless experts
     are replayed. Beyond the end of a row (``Tensors.lengths``) the numbers are finite and meaningless.
+
+    Attributes:
+        logprobs: Log-probabilities of the tokens in the row.
+        entropy: Entropy of the distribution over the next token.
+        sum_squares: Sum of the squared probabilities of all tokens of the vocabulary.
+        distribution: Log-probabilities of all tokens of the vocabulary.
+        values: Value of the state before each token.
+        agreement: Share of the layers whose router would have chosen the experts that were replayed.
     """
 
-    logprobs: Tensor | None = None  # [B, T-1] of the tokens that are there
-    entropy: Tensor | None = None  # [B, T-1] of the distribution over the next token
-    sum_squares: Tensor | None = None  # [B, T-1] sum over the vocabulary of pi^2
-    distribution: Tensor | None = None  # [B, T-1, V] log-probabilities of all tokens
-    values: Tensor | None = None  # [B, T-1] value of the state before each token
-    agreement: Tensor | None = None  # [B, T-1] share of layers whose router agrees with the experts that were replayed
+    logprobs: Tensor | None = None  # [B, T-1]
+    entropy: Tensor | None = None  # [B, T-1]
+    sum_squares: Tensor | None = None  # [B, T-1]
+    distribution: Tensor | None = None  # [B, T-1, V]
+    values: Tensor | None = None  # [B, T-1]
+    agreement: Tensor | None = None  # [B, T-1]
 
 
 def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputName]) -> Outputs:
@@ -56,7 +64,8 @@ def policy_outputs(logits: Tensor, chosen: Tensor, requested: frozenset[OutputNa
     )
 
 
-LossFn = Callable[[int, Outputs], Tensor]  # (micro-batch number, outputs that carry gradient) -> scalar
+# Computes a scalar loss from a micro-batch's number and its outputs, which carry gradient.
+LossFn = Callable[[int, Outputs], Tensor]
 
 
 class Reference(Protocol):
@@ -75,11 +84,15 @@ class Backend(Protocol):
     The processes of one data-parallel rank pass the same micro-batches. In ``step`` each of them calls ``loss_fn`` on
     every micro-batch in turn, on equal numbers; these carry gradient only where the logits are. A loss may therefore
     keep sums over its inputs, and all processes get the same sums.
+
+    Attributes:
+        row_cost: How much work a row is; rows are divided among ranks by it.
+        replays_routers: Whether tokens go through the experts that engines recorded (``Tensors.experts``).
     """
 
     device: str
-    row_cost: RowCost  # how much work a row is
-    replays_routers: bool  # whether tokens go through the experts that engines recorded, ``Tensors.experts``
+    row_cost: RowCost
+    replays_routers: bool
     data_parallel: DataParallel
 
     def forward(self, batch: Tensors, requested: frozenset[OutputName] = frozenset()) -> Outputs:

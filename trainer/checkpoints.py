@@ -25,7 +25,7 @@ Every rank has one ``Saver``; the background threads communicate through a proce
 
 Each rank writes the shards that it holds, as ``Part``s: boxes of whole tensors, independent of how a backend names or
 fuses that memory. So the other backend can read them, on any number of ranks. The format is that of
-torch.distributed.checkpoint's (DCP) safetensors storage, whose header tells which part of which tensor a file has.
+torch.distributed.checkpoint's (DCP) safetensors storage: a file's header names its tensors and the part of each.
 DCP's ``save`` and ``load`` are not used: their plans go from rank to rank as pickles, which anyone who reaches a
 rank's socket could forge. Nothing here is pickled, and a rank knows by itself what it writes and reads.
 """

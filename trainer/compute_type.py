@@ -1,4 +1,4 @@
-"""Measures in which type this machine multiplies the matrices of a model's layers faster.
+"""Measures whether this machine multiplies the matrices of a model's layers faster in bfloat16 or in float32.
 
 The launcher runs it as a process of its own before a run starts, since importing torch takes seconds and keeps its
 memory; it prints one line of JSON, ``Measured`` of ``launcher/plan/machine.py``:

@@ -124,7 +124,8 @@ def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> in
 
 ADAPTER_FOLDER = "adapter"
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
-OURS, PEFTS = "lm.", "base_model.model."  # prefixes of the model's modules
+# The prefix of the model's modules here, and in a file that PEFT reads.
+OURS, PEFTS = "lm.", "base_model.model."
 WEIGHT = ".weight"
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYERS = {"full_attention", "sliding_attention"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # one angle for all rows, by the longest of the batch
+# These turn all rows of a batch by angles that the longest row decides, so packing would change results.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,20 @@ class PrefixTree:
     """B rows as N tokens, ordered so that a node's descendants follow it.
 
     Rows of different temperatures share nothing, so that a token is predicted by one distribution.
+
+    Attributes:
+        nodes: The nodes, ordered by their start.
+        places: Index of each token in the flattened batch.
+        positions: Position of each token in its row.
+        before: The token before each in its row, -1 for a row's first.
+        paths: The tokens of each row, T_b of row b.
     """
 
-    nodes: tuple[Node, ...]  # by start
-    places: np.ndarray  # int64 [N], where each token stands in [B, T] when that is flat
-    positions: np.ndarray  # int64 [N], in the row
-    before: np.ndarray  # int64 [N], the token before it in the row; -1 for a first one
-    paths: tuple[np.ndarray, ...]  # per row int64 [T_b], its tokens
+    nodes: tuple[Node, ...]
+    places: np.ndarray  # int64 [N]
+    positions: np.ndarray  # int64 [N]
+    before: np.ndarray  # int64 [N]
+    paths: tuple[np.ndarray, ...]  # int64 [T_b]
 
 
 def prefix_tree(
@@ -89,7 +96,7 @@ def prefix_tree(
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Count the tokens at the beginning that both share."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     return int(differ.argmax()) if differ.any() else length
@@ -144,14 +151,20 @@ class Tensors(msgspec.Struct):
     """A micro-batch, padded on the right. B rows, T = longest row; position t stands for token t+1.
 
     Attention needs no mask: padding stands behind every real token, where causal attention never looks.
+
+    Attributes:
+        lengths: Number of real tokens of each row, on the host.
+        mask: Whether token t+1 is trained.
+        tree: The prefixes that rows share, for a model that computes them once.
+        experts: The experts that the engines chose, -1 where they were not recorded; on the host.
     """
 
     tokens: Tensor  # int64 [B, T]
-    lengths: Tensor  # int64 [B] on the host, real tokens of each row
-    mask: Tensor  # bool [B, T-1], true where token t+1 is trained
+    lengths: Tensor  # int64 [B]
+    mask: Tensor  # bool [B, T-1]
     temperature: Tensor  # float32 [B, 1, 1]
-    tree: PrefixTree | None = None  # shared prefixes of the rows, for a model that computes them once
-    experts: Tensor | None = None  # int16 [B, T, layers, k] on the host, the engines' choice, -1 if not recorded
+    tree: PrefixTree | None = None
+    experts: Tensor | None = None  # int16 [B, T, layers, k]
 
     @property
     def computed(self) -> int:
@@ -218,18 +231,25 @@ def empty_tensors(device: str) -> Tensors:
 class Packed:
     """The N real tokens of a micro-batch in one row, longest sequence first; position n stands for the token after it.
 
-    ``groups`` are (length, sequences) of equally long sequences that stand side by side.
+    Attributes:
+        positions: Position of each token in its sequence, from 0.
+        groups: (length, sequences) of equally long sequences that stand side by side.
+        targets: The token that follows, 0 where a sequence ends.
+        predicts: The M positions that a token follows.
+        places: Index of these in the flattened results, [B, T-1].
+        shape: B and T-1.
+        experts: The experts to replay, -1 to leave a token to the router.
     """
 
     tokens: Tensor  # int64 [1, N]
-    positions: Tensor  # int64 [1, N], from 0 in every sequence
+    positions: Tensor  # int64 [1, N]
     groups: tuple[tuple[int, int], ...]
-    targets: Tensor  # int64 [N], the token that follows; 0 where a sequence ends
+    targets: Tensor  # int64 [N]
     temperature: Tensor  # float32 [N]
-    predicts: Tensor  # int64 [M], positions that a token follows
-    places: Tensor  # int64 [M], where those stand in [B, T-1] when it is flat
-    shape: tuple[int, int]  # B, T-1
-    experts: Tensor | None = None  # int16 [N, layers, k], the experts to replay, -1 for the router's own
+    predicts: Tensor  # int64 [M]
+    places: Tensor  # int64 [M]
+    shape: tuple[int, int]
+    experts: Tensor | None = None  # int16 [N, layers, k]
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; ``packed_borders``, int32, are those of the row's sequences."""
@@ -301,28 +321,44 @@ def pack(batch: Tensors) -> Packed:
 
 @dataclass(frozen=True)
 class TreeCalls:
-    """How the tokens of a packed tree attend, call by call; indexes are on the device."""
+    """How the tokens of a packed tree attend, call by call; indexes are on the device.
 
-    longest: int  # tokens of a path
-    own: tuple[tuple[int, Tensor], ...]  # length, and int64 [S * length]: the tokens of S nodes
-    over: tuple[tuple[int, int, int], ...]  # a node's [start, stop), which [stop, end) see
-    paths: tuple[tuple[Tensor, Tensor], ...]  # int64 [S, L] tokens of nodes, and [S, K] those that their last ones see
+    Attributes:
+        longest: Tokens of the longest path.
+        own: For each length L the tokens of its S nodes, int64 [S * L].
+        over: (start, stop, end) of each node whose tokens [start, stop) are seen by its descendants, [stop, end).
+        paths: For nodes of one length and depth their tokens, int64 [S, L], and their paths from the root, [S, K].
+    """
+
+    longest: int
+    own: tuple[tuple[int, Tensor], ...]
+    over: tuple[tuple[int, int, int], ...]
+    paths: tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
 class PackedTree:
-    """The N tokens of a tree in one row, and the M predictions of a next token that rows make with them."""
+    """The N tokens of a tree in one row, and the M predictions of a next token that rows make with them.
+
+    Attributes:
+        predictors: The token whose hidden state makes each prediction.
+        targets: The token that is predicted.
+        predictions: For every token of a row but its first, the number of its prediction.
+        places: Index of these tokens in the flattened results, [B, T-1].
+        shape: B and T-1.
+        experts: The experts to replay, -1 to leave a token to the router.
+    """
 
     tokens: Tensor  # int64 [1, N]
     positions: Tensor  # int64 [1, N]
     calls: TreeCalls
-    predictors: Tensor  # int64 [M], the token whose hidden state predicts
-    targets: Tensor  # int64 [M], the token that follows
+    predictors: Tensor  # int64 [M]
+    targets: Tensor  # int64 [M]
     temperature: Tensor  # float32 [M]
-    predictions: Tensor  # int64 [K], of the M, for every token of a row but its first
-    places: Tensor  # int64 [K], where those stand in [B, T-1] when it is flat
-    shape: tuple[int, int]  # B, T-1
-    experts: Tensor | None = None  # int16 [N, layers, k], the experts to replay, -1 for the router's own
+    predictions: Tensor  # int64 [K]
+    places: Tensor  # int64 [K]
+    shape: tuple[int, int]
+    experts: Tensor | None = None  # int16 [N, layers, k]
 
     def backbone_inputs(self) -> dict[str, Any]:
         """Arguments of a decoder of Transformers; our attention reads ``packed_tree``."""

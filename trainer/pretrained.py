@@ -126,10 +126,13 @@ def _without_memory() -> Iterator[None]:
 
 
 class _Converted(NamedTuple):
-    """Tensors that Transformers makes of stored ones under other names."""
+    """Tensors that Transformers makes of stored ones under other names.
 
-    target: str  # of several the first
-    stored: Mapping[str, Sequence[str]]  # in order, by the converter's pattern
+    ``target`` is the first of them; ``stored`` has the stored names in their order, by the converter's pattern.
+    """
+
+    target: str
+    stored: Mapping[str, Sequence[str]]
     converter: WeightConverter
 
     @property
@@ -171,7 +174,8 @@ class Pretrained:
             )
         named = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
-        self._names = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}  # tied ones agree
+        # Tied tensors get the same name.
+        self._names = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
         self._plain: dict[str, str] = {}
         self._converted: list[_Converted] = []
         self._plan(named)
@@ -198,10 +202,12 @@ class Pretrained:
         collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(self._stored.shapes, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, named)
-            if target not in named and name in named:  # a rule that is not meant for it
+            if target not in named and name in named:
+                # A rule that is meant for other models' names renamed it.
                 target, pattern = rename_source_key(name, [], [], prefix, named)
             if target not in named:
-                continue  # of a head that this model does not have
+                # It belongs to a head that this model lacks.
+                continue
             if pattern is not None:
                 collected[target][pattern].append(name)
             elif self._names[target] == target or self._names[target] not in self._plain:

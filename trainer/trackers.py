@@ -34,7 +34,8 @@ class Destination(NamedTuple):
     close: Callable[[], object]
 
 
-Tracker = Callable[[RunConfig, Path], Destination]  # the run's config and folder; raises if it cannot start
+# Opens a tracker for a run's config and folder, and raises if it cannot start.
+Tracker = Callable[[RunConfig, Path], Destination]
 
 
 def jsonl(config: RunConfig, folder: Path) -> Destination:
@@ -63,8 +64,8 @@ def tensorboard(config: RunConfig, folder: Path) -> Destination:
     """Write event files to ``tensorboard/`` in the run folder.
 
     One event per step: with an event per metric, as SummaryWriter writes them, a step would cost nine times as much.
-    The first event of a process is a session's start, from which on TensorBoard forgets what earlier files have: a
-    resumed run trains steps behind its checkpoint again.
+    The first event of a process is a session's start, and TensorBoard forgets the steps of earlier files from there
+    on: a resumed run repeats the steps after its checkpoint.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary

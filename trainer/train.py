@@ -63,7 +63,8 @@ def train(run: Run) -> bool:
             time.sleep(max(0.0, have_batch + config.debug.min_train_s - time.perf_counter()))
         run.recorder.trained(batch, updated.tokens, began_update)
         run.at(step, "meeting the ranks")
-        stopping = run.stop.agreed()  # a barrier: all ranks have trained and recorded before the queue is told
+        # This is a barrier as well: all ranks have trained and recorded before the queue is told.
+        stopping = run.stop.agreed()
         if run.rank == 0:
             run.source.commit(step)
         trained = time.perf_counter()
@@ -128,8 +129,9 @@ def batch_metrics(headers: Sequence[TrajectoryHeader], step: int, max_staleness:
     episode its reward is the mean of theirs, and ``reward/mean/ROLE`` is each one's.
     """
     baselines = list(episode_rewards(h for h in headers if h.baseline).values())
-    nbytes = float(sum(h.nbytes for h in headers))  # fetched from the queue
-    without_signal = _flat_groups(headers)  # a greedy episode is compared with, so it counts here
+    # Both count greedy episodes too: they were fetched from the queue, and the others are compared with them.
+    nbytes = float(sum(h.nbytes for h in headers))
+    without_signal = _flat_groups(headers)
     headers = [h for h in headers if not h.baseline]
     episodes = [h for h in headers if h.segment == 0]
     rewards = np.array(list(episode_rewards(headers).values()))

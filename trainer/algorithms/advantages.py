@@ -1,18 +1,17 @@
-"""Advantage estimators, the reward shaping before them, and a critic's values: from rewards to a number per token.
+"""Advantage estimators, the reward shaping before them, and formulas for a critic's values.
 
 Estimators are functions of the whole step's batch. Outcome estimators give one advantage per row, from the rewards of
 its group, on each of the row's sampled tokens; turn rewards enter through the episode's total reward, and an episode
-alone in its group gets 0 (``remax`` apart). Token estimators look at every token: discounted returns, a critic's
-values, baselines per position. To add one: write the function here, name it in ``ADVANTAGES``, and declare its traits
+alone in its group gets 0 (except with ``remax``). Token estimators differ by token: discounted returns, a critic's
+values, baselines per position. To add one, write the function here, name it in ``ADVANTAGES``, and declare its traits
 in ``configs/schema/formulas.py``.
 
-Shaping comes before, as pure functions of the batch's headers, which every rank sees:
+Shaping comes first. It consists of pure functions of the batch's headers, which every rank sees:
 
     scored reward ── + overlong penalty ── / scale ── clip ──> advantages ── x repeats ──> loss of the rows that train
 
-Rewards are recorded as they were scored, and the queue's dynamic sampling looks at those. The penalty belongs to the
-reward (DAPO adds it to the correctness reward), scaling sees the reward that is learned from, and clipping bounds the
-result.
+Records, and the queue's dynamic sampling, use the rewards as they were scored. The penalty is part of the reward (DAPO
+adds it to the correctness reward), scaling applies to the sum, and clipping bounds the result.
 """
 
 from collections import Counter
@@ -27,42 +26,60 @@ from rl_async.configs.schema.algorithm import AdvantageOptions, ShapingConfig
 from rl_async.messages import TIMEOUT, TrajectoryHeader
 from rl_async.trainer.algorithms.rows import Rows, by_rows, on_tokens, row_sums
 
-# Added to a standard deviation that divides.
+# Added to standard deviations in denominators.
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A whole step's batch, the same on every rank. N rows, T predicted tokens.
+    """A whole step's batch, the same on every rank, with N rows and T predicted tokens.
 
-    A user's estimator gets the tensors per token padded, as they are written below, and ``rows`` None. The project's
-    own take either form, and get them packed: [M] in place of [N, T].
+    A user's estimator gets the tensors per token padded, as described below, and ``rows`` None. The project's own
+    accept either form, and get them packed: [M] in place of [N, T].
 
-    Groups may differ in size, and lack members that were lost. An episode that yielded several rows counts once in
-    every statistic (``row_weights``); its rows share its total reward, and each has the outcome and its own turn
-    rewards on its tokens. Rows without a valid reward (``scored`` false) belong to no statistic and get advantage 0.
+    Groups may differ in size, and lack members that were lost. An episode with several rows counts once in every
+    statistic (``row_weights``); its rows share its total reward, and each has the outcome and its own turn rewards on
+    its tokens. Rows without a valid reward (``scored`` false) are left out of statistics and get advantage 0.
 
-    Where episodes have several roles, each stands for an episode of its own: ``groups`` are those of one role, and
-    rewards and weights those of the row's role in its episode.
+    If episodes have several roles, each role counts as a separate episode: a group holds rows of one role, and rewards
+    and weights are those of the row's role in its episode.
+
+    Attributes:
+        rewards: float64 [N], the outcome plus all turn rewards of the row's role in its episode.
+        token_rewards: float64 [N, T], the outcome on the last sampled token, each turn's reward on its last one.
+        mask: bool [N, T], sampled tokens that train.
+        groups: int64 [N], arbitrary ids.
+        scored: bool [N], rows with a valid reward.
+        row_weights: float64 [N], 1 / rows of the row's role in its episode (``player_weights`` of the batch).
+        lengths: float64 [N], sampled tokens of the row, including those that do not train.
+        turns: int64 [N, T], the assistant turn of a sampled token, from 0, and -1 elsewhere; for users' estimators.
+        parts: float64 [N] each, the named parts of the reward.
+        baselines: float64 [N], the reward of the group's greedy episode.
+        values: float64 [N, T], the critic's values.
+        logprobs: float64 [N, T], log pi_old.
+        sum_squares: float64 [N, T], the sum of pi_old^2 over the vocabulary.
+        importance: float64 [N, T], the correction's weights, 0 where it rejects; None if it is bypassed.
+        cut: bool [N], rows that ended because of a limit on tokens, turns or time.
+        rows: the places of packed rows.
     """
 
-    rewards: Tensor  # float64 [N], of the row's role in all its episode: outcome and all turn rewards
-    token_rewards: Tensor  # float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last
-    mask: Tensor  # bool [N, T], sampled tokens that train
-    groups: Tensor  # int64 [N], any ids
-    scored: Tensor  # bool [N]
-    row_weights: Tensor  # float64 [N], 1 / rows of the row's role in its episode: ``player_weights`` of the batch
-    lengths: Tensor  # float64 [N], sampled tokens of the row, also those that do not train
-    turns: Tensor  # int64 [N, T], assistant turn of a sampled token, from 0; -1 elsewhere. For users' estimators
+    rewards: Tensor
+    token_rewards: Tensor
+    mask: Tensor
+    groups: Tensor
+    scored: Tensor
+    row_weights: Tensor
+    lengths: Tensor
+    turns: Tensor
     options: AdvantageOptions
-    parts: dict[str, Tensor]  # float64 [N] each: the named parts of the reward
-    baselines: Tensor | None = None  # float64 [N], reward of the group's greedy episode
-    values: Tensor | None = None  # float64 [N, T], the critic's
-    logprobs: Tensor | None = None  # float64 [N, T], log pi_old
-    sum_squares: Tensor | None = None  # float64 [N, T], sum of pi_old^2 over the vocabulary
-    importance: Tensor | None = None  # float64 [N, T], the correction's weights, 0 where it rejects, None if bypassed
-    cut: Tensor | None = None  # bool [N], rows that ended because of a limit on tokens, turns or time
-    rows: Rows | None = None  # where packed rows stand
+    parts: dict[str, Tensor]
+    baselines: Tensor | None = None
+    values: Tensor | None = None
+    logprobs: Tensor | None = None
+    sum_squares: Tensor | None = None
+    importance: Tensor | None = None
+    cut: Tensor | None = None
+    rows: Rows | None = None
 
     @property
     def weights(self) -> Tensor:
@@ -71,7 +88,7 @@ class AdvantageInputs:
 
     @property
     def bootstrap(self) -> Tensor | None:
-        """bool [N], the rows whose last state `gae` takes for one that goes on; None if it takes none."""
+        """bool [N], the rows whose last state `gae` treats as unfinished; None if it treats none so."""
         return self.cut if self.options.bootstrap_cut else None
 
     def spread(self, rows: Tensor) -> Tensor:
@@ -79,7 +96,7 @@ class AdvantageInputs:
         return torch.where(self.mask, on_tokens(rows, self.rows), 0.0)
 
     def padded(self) -> "AdvantageInputs":
-        """The same with packed tensors padded."""
+        """Return a copy with padded tensors in place of packed ones."""
         assert self.rows is not None
         pad = self.rows.pad_all
         return replace(
@@ -95,14 +112,15 @@ class AdvantageInputs:
         )
 
 
-AdvantageFn = Callable[[AdvantageInputs], Tensor]  # float64 [N, T] or packed [M], 0 where nothing was sampled
+# Returns float64 [N, T] or packed [M], 0 for tokens that were not sampled.
+AdvantageFn = Callable[[AdvantageInputs], Tensor]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of N rows and their weighted sums."""
+    """The groups of N rows, numbered from 0, and their weighted statistics."""
 
-    index: Tensor  # int64 [N], the group's number, from 0
+    index: Tensor  # int64 [N]
     weights: Tensor  # float64 [N]
     count: int
 
@@ -113,37 +131,39 @@ class Groups:
         return cls(index, weights, len(ids))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Weighted sum of values [N] per group, at every row of the group [N]."""
+        """Sum values [N] with their weights over each row's group, [N]."""
         weighted = torch.where(self.weights > 0, self.weights * values, 0.0)
         return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.index, weighted)[self.index]
 
     @property
     def size(self) -> Tensor:
-        """Scored episodes of each row's group, float64 [N]; whole numbers, which sums of 1/9 and the like miss."""
+        """The number of scored episodes in each row's group, float64 [N], rounded, since sums of 1/9 miss integers."""
         return self.sum(torch.ones_like(self.weights)).round(decimals=9)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over each row's group, [N]; 0 for a group without a scored episode."""
+        """Average values over each row's group, [N]; 0 for a group without a scored episode."""
         return self.sum(values) / self.size.clamp(min=1)
 
     def std(self, values: Tensor) -> Tensor:
-        """Unbiased standard deviation over each row's group, [N]; 0 for a group of one."""
+        """Compute the unbiased standard deviation over each row's group, [N]; 0 for a group of one."""
         variance = self.sum((values - self.mean(values)) ** 2) / (self.size - 1).clamp(min=1)
         return variance.sqrt()
 
     def max(self, values: Tensor, where: Tensor) -> Tensor:
-        """Largest of the values [N] where ``where`` [N], over each row's group [N]; -inf without any."""
+        """Return the largest value with ``where`` [N] in each row's group, [N]; -inf without any."""
         start = torch.full((self.count,), -torch.inf, dtype=values.dtype)
         return start.scatter_reduce(0, self.index[where], values[where], "amax")[self.index]
 
     def differs(self, values: Tensor) -> Tensor:
-        """Whether the values [N] of each row's group are not all equal, bool [N]; a deviation is off by rounding."""
+        """Whether the values [N] in each row's group differ, bool [N]; rounding would spoil a deviation for this."""
         counts = self.weights > 0
         return self.max(values, counts) > -self.max(-values, counts)
 
     def centred(self, values: Tensor) -> Tensor:
-        """Values [N] minus their group's mean; exactly 0 in a group whose values are equal, and for rows that do not
-        count. Rounding would be scaled up by a division or whitening, and by the optimizer."""
+        """Subtract the group's mean from values [N]; exactly 0 in a group of equal values, and for rows of weight 0.
+
+        Otherwise a division, whitening or the optimizer would scale up rounding errors.
+        """
         tells = self.differs(values) | ~values.isfinite()
         return torch.where((self.weights > 0) & tells, values - self.mean(values), 0.0)
 
@@ -170,7 +190,7 @@ def grpo(x: AdvantageInputs) -> Tensor:
 
 
 def dr_grpo(x: AdvantageInputs) -> Tensor:
-    """A_i = r_i - mean: no standard deviation, which would favour groups that are nearly always right or wrong.
+    """A_i = r_i - mean, without a standard deviation, which would favour groups that are nearly always right or wrong.
 
     Source: Dr. GRPO (arXiv:2503.20783); its other half is the aggregation ``seq-mean-token-sum-norm``.
     """
@@ -199,7 +219,7 @@ def opo(x: AdvantageInputs) -> Tensor:
 def gpg(x: AdvantageInputs) -> Tensor:
     """A_i = alpha (r_i - mean), alpha = episodes / episodes of groups whose rewards differ, over the batch.
 
-    Source: GPG (arXiv:2504.02546) with F_norm = 1: alpha makes up for groups that give no gradient.
+    Source: GPG (arXiv:2504.02546) with F_norm = 1: alpha compensates for groups without gradient.
     """
     groups = _groups(x)
     centred = groups.centred(x.rewards)
@@ -211,7 +231,7 @@ def gpg(x: AdvantageInputs) -> Tensor:
 def grpo_passk(x: AdvantageInputs) -> Tensor:
     """Only the best episode of a group learns: A = (r_best - r_second) / (std + 1e-4), all others 0.
 
-    Rows stand for episodes here: of several rows of one episode two may be best and second best.
+    Rows count as episodes here, so two rows of the same episode may be best and second best.
 
     Source: Tang et al. (arXiv:2503.19595), the leave-one-out advantage of the group's maximum, max(r) - max(the others'
     r), which is 0 for all but a single best one. verl divides it by the standard deviation; ``passk_std=false`` leaves
@@ -227,11 +247,11 @@ def grpo_passk(x: AdvantageInputs) -> Tensor:
 
 
 def gdpo(x: AdvantageInputs) -> Tensor:
-    """Every part of the reward is normalised in its group by itself, then summed and whitened over the batch.
+    """Normalise every part of the reward separately in its group, then sum the parts and whiten over the batch.
 
-    A = whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-4)), so that a part of small spread is not drowned by another.
-    w_k from ``gdpo_weights``, 1 if not named (``advantage_inputs`` names all, so that a penalty stays one). Without
-    parts the reward is the only one; turn rewards do not enter. Source: GDPO (arXiv:2601.05242).
+    A = whiten(sum_k w_k (r_k - mean_k) / (std_k + 1e-4)), so that no part is drowned by another of larger spread. w_k
+    is that of ``gdpo_weights``, by default 1 (``advantage_inputs`` names all, so that a penalty stays one). Without
+    parts, the reward is the only one; turn rewards are left out. Source: GDPO (arXiv:2601.05242).
     """
     groups = _groups(x)
     total = torch.zeros_like(x.rewards)
@@ -242,7 +262,7 @@ def gdpo(x: AdvantageInputs) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
-    """The group's mean as baseline, then whitened over all sampled tokens of the batch.
+    """Subtract the group's mean as a baseline, then whiten over all sampled tokens of the batch.
 
     Source: REINFORCE++ (arXiv:2501.03262), the variant with a group baseline.
     """
@@ -250,7 +270,7 @@ def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
 
 
 def remax(x: AdvantageInputs) -> Tensor:
-    """A_i = r_i - r of the greedy episode of the same task, both with their turn rewards.
+    """A_i = r_i - r_greedy, the reward of the greedy episode of the same task, both with their turn rewards.
 
     Source: ReMax (arXiv:2310.10505). A group whose greedy episode has no score gets 0.
     """
@@ -259,7 +279,7 @@ def remax(x: AdvantageInputs) -> Tensor:
 
 
 def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
-    """Rows [N] on their tokens, with mean 0 and standard deviation 1 over the scored tokens of the batch."""
+    """Spread numbers of rows [N] over their tokens, whitened over the scored tokens of the batch."""
     return whiten(x.spread(rows), x.mask & on_tokens(x.scored, x.rows))
 
 
@@ -267,7 +287,7 @@ def _whitened(rows: Tensor, x: AdvantageInputs) -> Tensor:
 
 
 def gae_advantage(x: AdvantageInputs) -> Tensor:
-    """Generalised advantage estimation by a critic's values (``gae``), whitened over the batch on demand."""
+    """Generalised advantage estimation with a critic's values (``gae``), optionally whitened over the batch."""
     assert x.values is not None, "gae needs a critic"
     advantages, _ = gae(x.token_rewards, x.values, x.mask, x.options.gamma, x.options.lam, x.bootstrap, x.rows)
     if not x.options.whiten:
@@ -276,15 +296,15 @@ def gae_advantage(x: AdvantageInputs) -> Tensor:
 
 
 def returns_to_go(x: AdvantageInputs, gamma: float = 1.0) -> Tensor:
-    """Discounted sum of a row's rewards from each sampled token on; only sampled tokens are steps."""
+    """Sum a row's rewards from each sampled token on, discounted by the number of sampled tokens in between."""
     returns, _ = gae(x.token_rewards, torch.zeros_like(x.token_rewards), x.mask, gamma, 1.0, rows=x.rows)
     return returns
 
 
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
-    """Returns to go, discounted by gamma per sampled token, whitened over all sampled tokens of the batch.
+    """Compute returns to go, discounted by gamma per sampled token, whitened over all sampled tokens of the batch.
 
-    Source: REINFORCE++ (arXiv:2501.03262). No group is needed.
+    Source: REINFORCE++ (arXiv:2501.03262). It needs no groups.
     """
     return whiten(returns_to_go(x, x.options.gamma), x.mask & on_tokens(x.scored, x.rows))
 
@@ -293,34 +313,34 @@ def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
     """A_t = G_t - sum_i(G_t W_t) / sum_i(W_t) over the group's rows that sampled column t.
 
     G is the return to go, W_t = sum over sampled j <= t of w_j^2 (1 - 2 pi_j + sum_v pi_j(v)^2), a proxy for the
-    squared norm of the gradient so far, in which the correction's weight w is a factor of token j's. Source: the
+    squared norm of the gradient so far; the correction's weight w scales the gradient of each token. Source: the
     Optimal Token Baseline with the Logit-Gradient Proxy (arXiv:2602.07078), as verl defines it (its equations were not
-    at hand). Columns of the group's rows are compared where they stand, which fits single-turn episodes, whose answers
-    all start behind the same prompt. Beyond the end of the second longest row there is nothing to compare with, and the
-    longest keeps its return. A group of one gets 0.
+    at hand). Tokens in the same column of the group's rows are compared, which suits single-turn episodes, whose
+    answers all follow the same prompt. Beyond the end of the second longest row, the longest keeps its return. A group
+    of one gets 0.
     """
     return _baseline_per_position(x, by_column=True)
 
 
 def tir_optimal_token_baseline(x: AdvantageInputs) -> Tensor:
-    """``optimal_token_baseline`` by the number of the sampled token instead of its column: multi-turn episodes.
+    """``optimal_token_baseline`` by the number of the sampled token instead of its column, for multi-turn episodes.
 
-    Tool results of different lengths shift the columns of later turns; counting sampled tokens alone puts them beside
-    each other again. As verl defines it (`tir_optimal_token_baseline`).
+    Tool results of different lengths shift the columns of later turns; counting only sampled tokens aligns them again.
+    As verl defines it (`tir_optimal_token_baseline`).
     """
     return _baseline_per_position(x, by_column=False)
 
 
 def _baseline_per_position(x: AdvantageInputs, *, by_column: bool) -> Tensor:
-    """Advantages over the mean of the group's returns at the same column, or at the same number of a sampled token."""
+    """Subtract a weighted mean of the group's returns at the same column, or the same number of sampled tokens."""
     assert x.logprobs is not None and x.sum_squares is not None, "the baseline needs the distribution of pi_old"
-    # a squared norm is never negative, but the rounding of a nearly certain token is, and weights must not be
+    # Rounding may turn the squared norm of a nearly certain token negative, but weights must not be.
     norms = (1 - 2 * x.logprobs.exp() + x.sum_squares).clamp(min=0)
     if x.importance is not None:
         norms = norms * x.importance**2
     (energy,) = by_rows(lambda values: (values.cumsum(1),), x.rows, torch.where(x.mask, norms, 0.0))
     groups = Groups.of(x.groups, x.weights)
-    # From here on sampled tokens alone, [m], by row and position.
+    # From here on only sampled tokens, [m], by row and position.
     energy, returns = energy[x.mask], returns_to_go(x)[x.mask]
     counts = row_sums(x.mask, x.rows).long()
     row = torch.arange(len(counts)).repeat_interleave(counts)
@@ -331,13 +351,13 @@ def _baseline_per_position(x: AdvantageInputs, *, by_column: bool) -> Tensor:
     ends = torch.zeros_like(counts).scatter_reduce(0, row, position + 1, "amax")
     second = _second_ends(groups, ends, x.scored)
     compared = (x.scored & (groups.size > 1))[row]
-    # Where each group's positions begin in the sums over its rows.
+    # The place of each token's position in the concatenated sums of all groups.
     most = torch.zeros(groups.count, dtype=torch.int64).scatter_reduce(0, groups.index, ends, "amax")
     place = (most.cumsum(0) - most)[groups.index][row] + position
     weight = torch.where(compared, energy * groups.weights[row], 0.0)
     sums = torch.zeros(2, int(most.sum()), dtype=torch.float64)
     total, weighted = sums[0].index_add_(0, place, weight), sums[1].index_add_(0, place, weight * returns)
-    # Where the total is 0 there was no gradient so far.
+    # A total of 0 means that there was no gradient so far.
     there = compared & (total[place] > 0) & (position < second[row])
     baseline = torch.where(there, weighted[place] / total[place], 0.0)
     advantages = torch.where(compared, returns - baseline, 0.0)
@@ -345,14 +365,14 @@ def _baseline_per_position(x: AdvantageInputs, *, by_column: bool) -> Tensor:
 
 
 def _columns(x: AdvantageInputs) -> Tensor:
-    """The number of each token in its row, in the shape of the mask."""
+    """Return the column of each token in its row, in the shape of the mask."""
     if x.rows is None:
         return torch.arange(x.mask.shape[1]).expand(x.mask.shape)
     return torch.arange(len(x.mask)) - on_tokens(x.rows.starts, x.rows)
 
 
 def _second_ends(groups: Groups, ends: Tensor, scored: Tensor) -> Tensor:
-    """Where the second longest scored row of each row's group ends, int64 [N]; 0 if it is alone."""
+    """Return the end of the second longest scored row in each row's group, int64 [N]; 0 for a single row."""
     order = torch.where(scored, ends, -1).argsort(descending=True)
     order = order[groups.index[order].argsort(stable=True)]
     first = torch.searchsorted(groups.index[order], torch.arange(groups.count))
@@ -392,23 +412,23 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns of sampled tokens, float64, 0 elsewhere.
 
-    An episode's steps are the tokens of ``mask``: the state after one is that of the row's next one, whatever the
-    prompt or a tool put in between, and after the last one it is over (value 0).
+    An episode's steps are the tokens of ``mask``. The state after one is that of the row's next one, even if tool
+    output lies in between, and after the last one the episode is over (value 0).
 
         delta_k = r_k + gamma V_{k+1} - V_k,   A_k = delta_k + gamma lam A_{k+1},   return_k = A_k + V_k
 
-    A row of ``bootstrap`` did not end: its last state is worth what the one before it was, since no value of the state
-    behind the last token was computed.
+    A row of ``bootstrap`` did not end: its final state gets the value of the state before, since no value after the
+    last token was computed.
 
     Source: Schulman et al. (arXiv:1506.02438), eq. 16, for episodes that end. Bootstrapping at a limit: Pardo et al.
     (arXiv:1712.00378), section 3.2.
 
     Args:
         token_rewards: [N, T], or packed [M] with their ``rows``, as all tensors per token
-        values: [N, T], of the state in which each token was chosen
+        values: [N, T], the value of the state before each token
         mask: bool [N, T]; rewards and values elsewhere do not matter
         bootstrap: bool [N]; none by default
-        rows: where packed rows stand
+        rows: the places of packed rows
     """
     value, counts = values[mask].double(), row_sums(mask, rows).long()
     ends, row = counts.cumsum(0), torch.arange(len(counts)).repeat_interleave(counts)
@@ -416,8 +436,8 @@ def gae(
     following = value.roll(-1)
     following[last] = 0.0 if bootstrap is None else torch.where(bootstrap[counts > 0], value[last], 0.0)
     delta = token_rewards[mask].double() + gamma * following - value
-    # The steps at equal distance from the ends of their rows are taken at once: ``order`` puts them beside each other,
-    # with those of the rows that have the most steps first.
+    # Steps at equal distance from the ends of their rows are computed at once: ``order`` makes them adjacent, with
+    # those of the longest rows first.
     rank = torch.empty_like(counts).scatter_(0, counts.argsort(descending=True), torch.arange(len(counts)))
     distance = ends[row] - 1 - torch.arange(len(row))
     order = (distance * len(counts) + rank[row]).argsort()
@@ -434,10 +454,10 @@ def gae(
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale values to mean 0 and variance 1 over the tokens of ``mask``, 0 elsewhere.
 
-    Values that are all equal, which leave nothing to tell apart but rounding, become 0, and so does a single one.
+    Equal values, which only differ by rounding after the shift, become 0, and so does a single value.
 
-    (A - mean) / sqrt(var + 1e-8) with the unbiased variance, as verl and TRL have it. No part of the paper, but
-    of its authors' ``ppo2`` (openai/baselines), there over a mini-batch and biased.
+    (A - mean) / sqrt(var + 1e-8) with the unbiased variance, as in verl and TRL. It is not in the paper on PPO, but in
+    its authors' ``ppo2`` (openai/baselines), there over a mini-batch and biased.
     """
     picked = values[mask]
     if len(picked) < 2 or bool(picked.min() == picked.max()):
@@ -446,7 +466,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Squared error of each value [B, T], at least that of the value kept within ``clip`` of the old one.
+    """Compute the squared error of each value [B, T], or that of the value clipped around the old one, if larger.
 
     0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2); without ``clip`` 0.5 * (V - R)^2. A value that
     has moved further than ``clip`` towards its return gets no gradient.
@@ -462,9 +482,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over the tokens of ``mask``: 1 is perfect, 0 no better than a constant.
+    """Compute 1 - Var(R - V) / Var(R) over the tokens of ``mask``: 1 is perfect, 0 no better than a constant.
 
-    0 when the returns do not vary: there is nothing to explain.
+    It is also 0 if the returns do not vary, so that there is nothing to explain.
     """
     if not mask.any():
         return 0.0
@@ -474,9 +494,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 SHAPING_EPSILON = 1e-8
-# Beside (seed, step), so that this draw is independent of that of mini-batches.
+# Seeds this draw together with (seed, step), so that it is independent of that of mini-batches.
 RESAMPLE = 1
-# Finish reasons of trajectories that reached a limit on tokens or time, and of all that a limit cut.
+# Finish reasons of trajectories that reached a limit on tokens or time, or any limit.
 CUT_OFF = ("length", TIMEOUT)
 LIMITS = (*CUT_OFF, "max_turns")
 # The weights of max_random.
@@ -484,7 +504,7 @@ BEST_AND_OTHERS = (0.4, 0.1)
 
 
 def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """Compute the rewards that advantages see, float64 [N]; those of unscored rows are 0."""
+    """Compute the rewards for advantages, float64 [N]; those of unscored rows are 0."""
     scored = torch.tensor([h.scored for h in headers])
     values = torch.tensor([h.reward for h in headers], dtype=torch.float64)
     values = torch.where(scored, values + overlong_penalties(headers, options), 0.0)
@@ -497,8 +517,9 @@ def shaped_rewards(headers: Sequence[TrajectoryHeader], options: ShapingConfig) 
 def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
     """Compute the soft overlong punishment, float64 [N], from -factor to 0.
 
-    With L sampled tokens in all rows of the episode, or of its role in it, which have one reward: 0 up to max - cache,
-    ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13; there the factor is 1.
+    With L sampled tokens in all rows of the episode, or of the row's role in it, which share a reward: 0 up to
+    max - cache, ((max - cache) - L) / cache up to max, -1 beyond. Source: DAPO (arXiv:2503.14476), eq. 13, where the
+    factor is 1.
     """
     sampled = Counter[tuple[str, str]]()
     for h in headers:
@@ -514,11 +535,11 @@ def overlong_penalties(headers: Sequence[TrajectoryHeader], options: ShapingConf
 def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> float:
     """Return the divisor of outcome and turn rewards: the biased standard deviation of the scored outcomes that train.
 
-    Penalties are included. 1 if the deviation is 0 or ``reward_scale`` is none.
+    Penalties are included. The divisor is 1 if the deviation is 0 or ``reward_scale`` is none.
 
-    The mean is not taken away, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by
-    the deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its
-    batch alone and a checkpoint has nothing to keep.
+    The mean is not subtracted, so signs stay. Source: reward scaling, arXiv:2005.12729, section 2, which divides by the
+    deviation of a rolling sum of discounted rewards. Here it is that of the batch, so that a step depends on its batch
+    alone and checkpoints need no further state.
     """
     penalised = torch.tensor([h.reward for h in headers], dtype=torch.float64) + overlong_penalties(headers, options)
     known = penalised[torch.tensor([h.scored and not h.baseline for h in headers])]
@@ -529,30 +550,30 @@ def reward_divisor(headers: Sequence[TrajectoryHeader], options: ShapingConfig) 
 
 
 def trainable_rows(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> Tensor:
-    """Which rows train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
+    """Return the rows that train, bool [N]. Source: overlong filtering, DAPO (arXiv:2503.14476), section 3.4."""
     return torch.tensor([not (options.overlong_filter and h.finish_reason in CUT_OFF) for h in headers])
 
 
 def cut_rows(headers: Sequence[TrajectoryHeader]) -> Tensor:
-    """Which rows ended because of a limit on tokens, turns or time, bool [N]: the episode could have gone on."""
+    """Return the rows that ended because of a limit on tokens, turns or time, bool [N]."""
     return torch.tensor([h.finish_reason in LIMITS for h in headers])
 
 
 def row_repeats(headers: Sequence[TrajectoryHeader], options: ShapingConfig, seed: int, step: int) -> Tensor:
-    """Count how often each row is drawn, float64 [N]: N_scored draws with replacement, fixed by (seed, step).
+    """Count how often each row is drawn, float64 [N]: N_scored draws with replacement, seeded by (seed, step).
 
-    Source: PF-PPO (arXiv:2409.06957) keeps rows whose rewards are reliable. The weights are those of verl's
+    Source: PF-PPO (arXiv:2409.06957), which prefers rows with reliable rewards. The weights are those of verl's
     ``compute_pf_ppo_reweight_data``, over the whole batch; the paper's own table of weights was not at hand.
 
-    A row that counts k times has its advantage multiplied by k, which is k copies of it in every loss that is linear in
-    positive factors of the advantage. The loss is divided by the counts of the batch as it was, and KL and entropy
-    terms see every row once.
+    A row that is drawn k times has its advantage multiplied by k, which equals k copies of it in every loss that is
+    linear in positive factors of the advantage. The loss is divided by the counts of the original batch, and KL and
+    entropy terms include every row once.
     """
     scored = torch.tensor([h.scored and not h.baseline for h in headers])
     counts = torch.ones(len(headers), dtype=torch.float64)
     values = shaped_rewards(headers, options)
     if options.resample == "none" or not scored.any() or not values.isfinite().all():
-        # An infinite reward makes the loss diverge, and that error names the step.
+        # An infinite reward makes the loss diverge, and the error for that names the step.
         return counts
     odds = resample_weights(values[scored].numpy(), options.resample)
     draw = np.random.default_rng([seed & 0xFFFFFFFF, step, RESAMPLE])
@@ -565,7 +586,7 @@ RESAMPLE_POWER = 2.0
 
 
 def resample_weights(values: np.ndarray, method: str, power: float = RESAMPLE_POWER) -> np.ndarray:
-    """Weigh the scored rewards for drawing, float64 [n], never 0."""
+    """Compute weights of the scored rewards for drawing, float64 [n], never 0."""
     match method:
         case "pow":
             weights = np.abs(values) ** power
@@ -579,7 +600,7 @@ def resample_weights(values: np.ndarray, method: str, power: float = RESAMPLE_PO
 
 
 def shaping_metrics(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> dict[str, float]:
-    """Report what shaping did to a batch; empty if no option changes rewards or rows."""
+    """Summarize the effects of shaping on a batch; empty if no option changes rewards or rows."""
     if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling, max_refills=options.max_refills):
         return {}
     scored = torch.tensor([h.scored and not h.baseline for h in headers])

@@ -1,4 +1,4 @@
-"""The algorithm that a config names, as functions: looked up once, before training begins.
+"""Looks up the functions of the algorithm in a config, once, before training begins.
 
 Users' own advantages, losses and corrections are loaded here, and tried on a tiny batch before anything is trained.
 They have the signatures of the built-in ones:
@@ -7,10 +7,11 @@ They have the signatures of the built-in ones:
     loss        (LossInputs) -> float [B, T], or a PolicyLoss
     correction  (target, behaviour, mask, age: [N, T]) -> Corrected
 
-A loss sees micro-batches. An advantage and a correction may average over the whole batch, and a PolicyLoss may pick
-tokens over a mini-batch, so they get these whole, padded: for them alone the batch takes rows times the longest row.
-Every loader raises ConfigError naming the key, the function, and the problem: missing, raising, of another shape or
-type, not finite, without gradient, learning from rows without a reward, or changed by values where the mask is false.
+A loss gets micro-batches. An advantage and a correction may average over the whole batch, and a PolicyLoss may pick
+tokens over a mini-batch, so they get these whole and padded; only for them does a batch need memory for rows times the
+longest row. Every loader raises ConfigError naming the key, the function, and the problem: the function is missing or
+raises, or its result has a wrong shape or type, is not finite, has no gradient, learns from rows without a reward, or
+depends on values where the mask is false.
 """
 
 from collections.abc import Callable
@@ -46,10 +47,10 @@ class Algorithm:
 
     Attributes:
         correct: takes target, behaviour, mask, age, free, all [B, T]; or packed [M], and their rows.
-        rules: those that the correction may apply to a token.
-        decoupled: whether pi_old is recomputed before the first mini-batch. Otherwise it is mu.
-        precompute: outputs that the pass for pi_old must compute beside log-probabilities.
-        train_outputs: outputs that the passes with gradient must compute.
+        rules: the rules that the correction may apply to a token.
+        decoupled: whether pi_old is recomputed before the first mini-batch; otherwise it is mu.
+        precompute: further outputs of the pass for pi_old, beside log-probabilities.
+        train_outputs: further outputs of the passes with gradient.
     """
 
     advantage: AdvantageFn
@@ -64,7 +65,7 @@ class Algorithm:
 
 
 def build(config: RunConfig) -> Algorithm:
-    """Look up the functions that ``config`` names, and try a user's own on a tiny batch.
+    """Look up the functions that ``config`` names, and try users' own on a tiny batch.
 
     Raises ConfigError naming the key if a name is unknown or a user's function does not fit.
     """
@@ -142,7 +143,7 @@ class Trial:
             raise self.error(f"raised {type(error).__name__} on a tiny batch: {error}") from error
 
     def tensor(self, value: object, shape: torch.Size, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
-        """Return the value if it is a tensor of this shape and type; with no ``dtype``, floating and finite."""
+        """Return a tensor of this shape and type or, without ``dtype``, floating and finite. Raises ConfigError."""
         named = f"gave {name} " if name else "gave "
         if not isinstance(value, Tensor):
             raise self.error(f"{named}a {type(value).__name__}, not a tensor")
@@ -196,9 +197,9 @@ def load_loss(reference: str, options: AlgorithmConfig) -> PolicyLoss:
 
 
 def load_correction(reference: str) -> Callable[..., Corrected]:
-    """Load a user's off-policy correction and try it. Returns a function as in ``Algorithm.correct``.
+    """Load a user's off-policy correction and try it; return a function as in ``Algorithm.correct``.
 
-    A user's correction measures all sampled tokens, also those that are not free.
+    A user's correction measures all sampled tokens, including those that are not free.
     """
     trial = Trial("algorithm.correction", reference)
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Corrected] = trial.load()
@@ -237,7 +238,7 @@ def load_correction(reference: str) -> Callable[..., Corrected]:
 
 
 def padded_estimator(function: AdvantageFn) -> AdvantageFn:
-    """Make an estimator that takes packed tensors out of one that takes padded ones."""
+    """Turn an estimator of padded tensors into one that also takes packed ones."""
     return lambda x: function(x) if x.rows is None else x.rows.pack(function(x.padded()))
 
 
@@ -280,7 +281,7 @@ def _gradient(trial: Trial, value: Tensor, logprobs: Tensor) -> Tensor:
 
 
 class _Parts(dict[str, Tensor]):
-    """Parts of the reward under any name: the real names are known only once an episode was scored."""
+    """Parts of the reward under any name, since the real names are only known once an episode is scored."""
 
     def __missing__(self, name: str) -> Tensor:
         return REWARDS.clone()

@@ -1,9 +1,9 @@
 """Off-policy correction: a weight for each token, whether it trains, and metrics of both, overall and by age.
 
-``configs/schema/algorithm.py`` declares the options. Every rule looks at all sampled tokens of its row, regardless
-of the other rules' decisions, so their order only decides which of them is named; tokens that were sampled under a
-grammar's mask are left out of the measurements. The ratio of a token is r = pi/mu. Metrics say how far the policies
-are apart, and count the effects of the rules.
+``configs/schema/algorithm.py`` declares the options. Every rule considers all sampled tokens of its row, regardless of
+the other rules' decisions, so their order only determines which of them is named; tokens that were sampled under a
+grammar's mask are not measured. The ratio of a token is r = pi/mu. Metrics measure the distance between the policies,
+and count the effects of the rules.
 """
 
 import functools
@@ -23,23 +23,29 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class Corrected:
-    """Weight, mask and reason for each token of whole rows, [B, T] or packed [M]; nothing carries gradient."""
+    """Weight, mask and reason for each token of whole rows, [B, T] or packed [M], without gradient.
 
-    weights: Tensor  # 0 where ``keep`` is false
-    keep: Tensor  # bool, tokens that train
-    rule: Tensor  # uint8, index into RULES of the rule that masked a token or set its weight to 0, else 0
+    Attributes:
+        weights: 0 where ``keep`` is false.
+        keep: bool, tokens that train.
+        rule: uint8, the index in RULES of the rule that masked a token or set its weight to 0, else 0.
+    """
+
+    weights: Tensor
+    keep: Tensor
+    rule: Tensor
 
     def times(self, weights: Tensor | None) -> "Corrected":
-        """Multiply the weights of all tokens; None leaves them."""
+        """Multiply the weights of all tokens, or leave them for None."""
         return self if weights is None else Corrected(self.weights * weights, self.keep, self.rule)
 
 
 def grammar_weights(target: Tensor, behaviour: Tensor, constrained: Tensor) -> Tensor:
     """Weigh tokens that were sampled under a grammar's mask: min(1, pi_old / mu), 1 for all others, [B, T].
 
-    mu is the policy restricted to the allowed tokens and renormalised, so on-policy the weight is the probability that
-    the policy had left to them: an importance weight that never exceeds 1 and needs no truncation. Stale data is
-    truncated at 1, as rho-bar in V-trace (arXiv:1802.01561, section 4.1) may be.
+    mu is the policy restricted to the allowed tokens and renormalised, so on-policy the weight is the policy's total
+    probability of these tokens: an importance weight that never exceeds 1 and needs no truncation. For stale data it is
+    truncated at 1, a possible value of rho-bar in V-trace (arXiv:1802.01561, section 4.1).
 
     Args:
         target: float [B, T], log pi_old.
@@ -58,13 +64,13 @@ def correct(
     free: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Corrected:
-    """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same.
+    """Weigh and mask tokens. Every rule is local to a row, so any split into whole rows gives the same result.
 
-    Only free tokens are measured: to the rules and in the weight of a sequence the others have a ratio of 1. What is
-    decided of a row (a rejection, the weight of the sequence) holds for all of its tokens.
+    Only free tokens are measured; for the rules and in the weight of a sequence, the others have a ratio of 1. A
+    decision about a row (a rejection, the weight of the sequence) applies to all of its tokens.
 
-    ``normalise`` alone is not: it divides the weights by their mean over what was sampled, rejected or not, so it needs
-    the whole batch. Weights of sequences are averaged over rows. That is verl's `rollout_is_batch_normalize`.
+    Only ``normalise`` needs the whole batch: it divides the weights by their mean over all sampled tokens, rejected or
+    not, where weights of sequences are averaged over rows. That is verl's `rollout_is_batch_normalize`.
 
     Three policies instead of two: Hilton et al. (arXiv:2110.00641). A band zeroes weights outside it and leaves the
     mask alone: IcePop, Ring-1T (arXiv:2510.18855), section 2.3.2.
@@ -77,8 +83,8 @@ def correct(
         mask: bool [B, T], sampled tokens.
         age: int [B, T], staleness of each token in steps.
         correction: the options.
-        free: bool [B, T], those of ``mask`` that no grammar's mask restricted, by default all.
-        rows: where packed rows stand.
+        free: bool [B, T], tokens of ``mask`` that were sampled without a grammar's mask, by default all.
+        rows: the places of packed rows.
     """
     free = mask if free is None else free
     weigh = functools.partial(_weigh, correction=correction)
@@ -92,8 +98,7 @@ def _weigh(
     target: Tensor, behaviour: Tensor, mask: Tensor, age: Tensor, free: Tensor, *, correction: Correction
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute weights, [B, T] or [B, 1], the tokens that train, uint8 [B, T], and the rules that mask the others."""
-    # Bytes and numbers in place of booleans, and tensors changed in place: on a CPU that is several times faster than
-    # masks and new tensors.
+    # On a CPU, bytes in place of booleans and in-place changes are several times faster than masks and new tensors.
     keep, rule = mask.to(torch.uint8), torch.zeros_like(mask, dtype=torch.uint8)
     log_ratio = torch.where(mask, target - behaviour, 0.0)
     measured = torch.where(free, log_ratio, 0.0)
@@ -113,7 +118,7 @@ def _weigh(
 
 
 def _mean_weight(weights: Tensor, free: Tensor, correction: Correction, rows: Rows | None) -> float:
-    """Average weights over free tokens, those of sequences over rows; 1 if all are 0."""
+    """Average weights over free tokens, or those of sequences over rows; return 1 if all are 0."""
     sampled = row_sums(free, rows)
     sums = row_sums(torch.where(free, weights.double(), 0.0), rows)
     if correction.weight == "sequence":
@@ -150,8 +155,8 @@ def _rejected(log_ratio: Tensor, free: Tensor, age: Tensor, correction: Correcti
 def _outside(log_ratio: Tensor, free: Tensor, level: str, measure: str, low: float, high: float) -> Tensor:
     """Find where a measure, over a token [B, T] or a row [B, 1], is outside [low, high].
 
-    k1 is log r, so that its sum and mean are the logarithms of the product and the geometric mean of r; a row's
-    seq_max_k1 is outside if any r is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
+    k1 is log r, so its sum and mean are the logarithms of the product and the geometric mean of r; a row's seq_max_k1
+    is outside if r of some token is. k2 = log(r)^2 / 2 and k3 = r - 1 - log r estimate KL(mu || pi). Source of the
     estimators: Schulman, "Approximating KL divergence" (2020).
     """
     values = log_ratio
@@ -247,7 +252,7 @@ def _drift_metrics(log_ratio: Tensor, chosen: Tensor, rows: Rows | None) -> dict
 
 
 def _perplexities(policy: Tensor, behaviour: Tensor, chosen: Tensor) -> dict[str, float]:
-    """Perplexity per token under pi and under mu, and the first over the second."""
+    """Compute the perplexity per token under pi and under mu, and their ratio."""
     ours, theirs = policy[chosen].mean(), behaviour[chosen].mean()
     return {
         "ppl_policy": ours.exp().item(),
@@ -271,9 +276,9 @@ def _weight_metrics(corrected: Corrected, chosen: Tensor) -> dict[str, float]:
 
 
 def _rule_metrics(corrected: Corrected, chosen: Tensor, rules: Sequence[str]) -> dict[str, float]:
-    """Shares of tokens masked by any rule, and by each; a token that several rules reject counts for the first.
+    """Compute the shares of tokens masked by any rule, and by each; a token rejected by several counts for the first.
 
-    ``rule/band`` is the share whose weight became 0, which are not masked.
+    ``rule/band`` is the share of tokens with weight 0, which are not masked.
     """
     counts = {"masked": (chosen & ~corrected.keep).sum()}
     for name in rules:

@@ -1,17 +1,17 @@
 """Policy losses per token and the table that names them, the KL penalty, and the aggregation to one number.
 
-Notation: w is the correction's weight, r = pi_theta / pi_old, A the advantage; pi_old is mu, the policy that sampled,
-when old log-probabilities are bypassed. Every loss is [B, T]. To add one: write the function here, name it in
-``LOSSES``, and declare its traits in ``configs/schema/formulas.py``.
+Notation: w is the correction's weight, r = pi_theta / pi_old, A the advantage. When old log-probabilities are bypassed,
+pi_old is mu, the sampling policy. Every loss is [B, T]. To add one, write the function here, name it in ``LOSSES``, and
+declare its traits in ``configs/schema/formulas.py``.
 
-Estimators of KL(pi_theta || pi_ref) are in ``ESTIMATORS``; k1, k2, k3: Schulman, "Approximating KL divergence"
-(2020). Of a sampled token only its two log-probabilities are known; ``full`` sums over the vocabulary. As part of a
-loss their gradients differ: that of k2 is an unbiased gradient of the divergence on-policy, those of k1 and k3 are
-not. A name with ``+`` has the estimator's value and the gradient of k2. With d = log pi_theta - log pi_ref, k3 alone
-grows exponentially as d falls, so it alone has a limit.
+Estimators of KL(pi_theta || pi_ref) are in ``ESTIMATORS``; k1, k2, k3: Schulman, "Approximating KL divergence" (2020).
+They only use the two log-probabilities of the sampled token, except ``full``, which sums over the vocabulary. As part
+of a loss their gradients differ: on-policy, that of k2 is an unbiased gradient of the divergence, those of k1 and k3
+are not. A name with ``+`` has the estimator's value and the gradient of k2. With d = log pi_theta - log pi_ref, only k3
+grows exponentially as d falls, so only k3 has a limit.
 
-Aggregations divide by counts of the global mini-batch: every rank divides its micro-batches' sums by the same counts,
-so the gradient does not depend on how the mini-batch was split into micro-batches and ranks.
+Aggregations divide by counts of the global mini-batch: every rank divides the sums of its micro-batches by the same
+counts, so the gradient does not depend on the split into micro-batches and ranks.
 """
 
 from collections.abc import Callable
@@ -32,17 +32,27 @@ SMALLEST = 1e-8
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch of whole rows, all [B, T] (T counts predicted tokens)."""
+    """A micro-batch of whole rows; all tensors are [B, T], where T counts predicted tokens.
 
-    logprobs: Tensor  # log pi_theta, carries the gradient
-    proximal: Tensor  # log pi_old, or log mu when old log-probabilities are bypassed
-    behaviour: Tensor  # log mu
+    Attributes:
+        logprobs: log pi_theta, with gradient.
+        proximal: log pi_old, or log mu when old log-probabilities are bypassed.
+        behaviour: log mu.
+        weights: the correction's weights, detached.
+        mask: bool, tokens that train; elsewhere all values are finite and must not matter.
+        free: bool, the tokens of ``mask`` that were sampled without a grammar's mask; ratios of rows are over these.
+        selected: bool, tokens that the loss's ``select`` picked in the whole mini-batch.
+    """
+
+    logprobs: Tensor
+    proximal: Tensor
+    behaviour: Tensor
     advantages: Tensor
-    weights: Tensor  # the correction's, detached
-    mask: Tensor  # bool, tokens that train; elsewhere all values are finite and must not matter
-    free: Tensor  # bool, those of them that were sampled without a grammar's mask; ratios of rows are over these
+    weights: Tensor
+    mask: Tensor
+    free: Tensor
     options: AlgorithmConfig
-    selected: Tensor | None = None  # bool, tokens that the loss's ``select`` picked in the whole mini-batch
+    selected: Tensor | None = None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -60,7 +70,7 @@ class LossInputs:
 
     @property
     def clipped(self) -> Tensor:
-        """Where PPO's clip takes the gradient of a token, bool [B, T]: r is beyond the bound that A pushes it to."""
+        """The tokens whose gradient PPO's clip removes, bool [B, T]: r is beyond the bound in the direction of A."""
         ratio = self.ratio.detach()
         above = (ratio > 1 + self.options.clip_high) & (self.advantages > 0)
         return above | ((ratio < 1 - self.options.clip_low) & (self.advantages < 0))
@@ -70,20 +80,25 @@ class LossInputs:
 class SelectInputs:
     """A whole mini-batch before its forward passes, the same on every rank and for every split.
 
-    A user's rule gets padded tensors [N, T], and ``rows`` None. The project's own take either form, and get packed
+    A user's rule gets padded tensors [N, T], and ``rows`` None. The project's own accept either form, and get packed
     ones.
+
+    Attributes:
+        mask: tokens that train and were sampled without a grammar's mask; no others may be picked.
+        seed: differs by mini-batch, for losses that draw tokens.
+        rows: the places of packed rows.
     """
 
     proximal: Tensor
     behaviour: Tensor
     advantages: Tensor
-    mask: Tensor  # tokens that train, without those that a grammar's mask restricted: these are neither seen nor picked
+    mask: Tensor
     options: AlgorithmConfig
-    seed: int  # of this mini-batch, for losses that draw tokens
-    rows: Rows | None = None  # where packed rows stand
+    seed: int
+    rows: Rows | None = None
 
     def padded(self) -> "SelectInputs":
-        """The same with packed tensors padded."""
+        """Return a copy with padded tensors in place of packed ones."""
         assert self.rows is not None
         pad = self.rows.pad_all
         return SelectInputs(
@@ -93,9 +108,9 @@ class SelectInputs:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of each token [B, T], and optionally a rule that picks tokens of the whole mini-batch first.
+    """The loss of each token [B, T], and an optional rule that first picks tokens in the whole mini-batch.
 
-    ``select`` sees the mini-batch whole, so that its outcome does not depend on the split into micro-batches.
+    ``select`` gets the whole mini-batch, so that its result does not depend on the split into micro-batches.
     """
 
     per_token: Callable[[LossInputs], Tensor]
@@ -122,7 +137,7 @@ def decoupled_ppo(x: LossInputs) -> Tensor:
     """-b min(r A, clip(r) A) with the behaviour weight b = pi_old / mu, 0 where it is above ``decoupled_cap``, [B, T].
 
     The clip is around the proximal policy, the weight outside it. Sources: Hilton et al. (arXiv:2110.00641), eq. 4, as
-    AReaL (arXiv:2505.24298) uses it, with its cap on b. It brings its own weight, so no correction may add another.
+    used by AReaL (arXiv:2505.24298), with its cap on b. It has its own weight, so no correction may add another.
     """
     behaviour = (x.proximal - x.behaviour).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     behaviour = torch.where(behaviour <= x.options.loss_options.decoupled_cap, behaviour, 0.0)
@@ -137,7 +152,7 @@ def reinforce(x: LossInputs) -> Tensor:
 def cispo(x: LossInputs) -> Tensor:
     """-w sg(clip(r, 1 - low, 1 + high)) A log pi_theta: clips the weight, so every token keeps its gradient, [B, T].
 
-    Source: MiniMax-M1 (arXiv:2506.13585), eqs. 4 and 5; there without a lower bound, which is ``clip_low=1`` here.
+    Source: MiniMax-M1 (arXiv:2506.13585), eqs. 4 and 5, without a lower bound, which is ``clip_low=1`` here.
     """
     return -x.weights * x.clip(x.ratio).detach() * x.advantages * x.logprobs
 
@@ -156,18 +171,18 @@ def sapo(x: LossInputs) -> Tensor:
 def dro(x: LossInputs) -> Tensor:
     """-w (A log pi_theta - beta / 2 (log r)^2): a quadratic penalty in place of a clip, [B, T].
 
-    Direct reward optimisation (arXiv:2405.19107) with the advantage for r - V, multiplied out, without the
-    constant: the per-token form that verl and others call `dro`. beta is ``dro_beta``.
+    Direct reward optimisation (arXiv:2405.19107) with the advantage for r - V, expanded and without the constant: the
+    per-token form that verl and others call `dro`. beta is ``dro_beta``.
     """
     penalty = 0.5 * x.options.loss_options.dro_beta * x.log_ratio**2
     return -x.weights * (x.advantages * x.logprobs - penalty)
 
 
-# --- One ratio per sequence. Meant for aggregation=seq-mean-token-mean, where every sequence counts the same
+# --- One ratio per sequence, meant for aggregation=seq-mean-token-mean, where every sequence counts the same
 
 
 def _row_mean(values: Tensor, x: LossInputs) -> Tensor:
-    """Mean over a row's free tokens, or over all that train if none of them is free, [B, 1]."""
+    """Average over a row's free tokens, or over all that train if none is free, [B, 1]."""
     chosen = torch.where(x.free.any(1, keepdim=True), x.free, x.mask)
     return torch.where(chosen, values, 0.0).sum(1, keepdim=True) / chosen.sum(1, keepdim=True).clamp(min=1)
 
@@ -175,10 +190,10 @@ def _row_mean(values: Tensor, x: LossInputs) -> Tensor:
 def gspo(x: LossInputs) -> Tensor:
     """-w min(s A, clip(s, 1 - low, 1 + high) A) with the length-normalised ratio s of the sequence, [B, T].
 
-    s = exp(mean_t log r_t); as GSPO-token, its value is the sequence's and its gradient goes through the token itself:
-    s_t = sg(s) pi_t / sg(pi_t). A weight per token weighs that token's term. s stays much nearer to 1 than r: the paper
-    clips at 3e-4 and 4e-4. log s is limited to 10 from above, as in verl and SkyRL. Source: GSPO (arXiv:2507.18071),
-    eqs. 7, 13 and 14.
+    s = exp(mean_t log r_t). As in GSPO-token, the value is that of the sequence and the gradient goes through the token
+    itself: s_t = sg(s) pi_t / sg(pi_t). A weight per token scales that token's term. s stays much closer to 1 than r:
+    the paper clips at 3e-4 and 4e-4. log s is at most 10, as in verl and SkyRL. Source: GSPO (arXiv:2507.18071), eqs.
+    7, 13 and 14.
     """
     log_s = _row_mean(x.log_ratio, x).detach() + x.logprobs - x.logprobs.detach()
     s = log_s.clamp(max=LOG_SEQUENCE_RATIO_LIMIT).exp()
@@ -188,12 +203,12 @@ def gspo(x: LossInputs) -> Tensor:
 def gmpo(x: LossInputs) -> Tensor:
     """-w A exp(mean_t of log r_t, limited token by token): the geometric mean of the ratios, on each token, [B, T].
 
-    log r_t is limited to [-clip_low, clip_high], on the side where PPO would clip: the smaller of A log r_t and
-    A clip(log r_t). The paper's limits are 0.4 and 0.4. Weights enter by their own geometric mean over the row, and A
-    by its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
+    log r_t is limited to [-clip_low, clip_high] on the side where PPO would clip: the smaller of A log r_t and
+    A clip(log r_t). The paper's limits are 0.4 and 0.4. Weights enter by their geometric mean over the row, and A by
+    its mean over the row's tokens. Source: GMPO (arXiv:2507.20673).
 
-    As in ``gspo`` the value of a term is the row's and its gradient goes through the token itself, with the same sum
-    over a row: so a token that is not free can have its own weight in place of the row's.
+    As in ``gspo``, the value of a term is that of the row and its gradient goes through the token itself, with the same
+    sum over a row, so that a token that is not free can have its own weight in place of the row's.
     """
     sign = x.advantages.sign()
     log_ratio = x.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -214,7 +229,7 @@ def _moves_away(x: LossInputs) -> Tensor:
 
 
 def _beyond(x: LossInputs, distance: Tensor, limit: float) -> Tensor:
-    """Where a distance is above ``limit``, or where A > 0 above an optional ``dppo_high``, bool [B, T]."""
+    """Find distances above ``limit`` or, for A > 0, above an optional ``dppo_high``, bool [B, T]."""
     high = x.options.loss_options.dppo_high
     return distance > (limit if high is None else torch.where(x.advantages > 0, high, limit))
 
@@ -235,7 +250,7 @@ def dppo_tv(x: LossInputs) -> Tensor:
 
 
 def dppo_kl(x: LossInputs) -> Tensor:
-    """As ``dppo_tv`` with KL(pi_old || pi_theta) of the sampled token against all others, above ``dppo_kl``, [B, T].
+    """``dppo_tv`` with KL(pi_old || pi_theta) of the sampled token against all others and ``dppo_kl``, [B, T].
 
     1e-8 is added to both complements, as in verl.
     """
@@ -248,8 +263,8 @@ def dppo_kl(x: LossInputs) -> Tensor:
 def ipo(x: LossInputs) -> Tensor:
     """-w (r A - ``ipo_penalty`` (log r)^2), without r A where the probability moved by more than ``ipo``, [B, T].
 
-    The direction does not matter, and the penalty draws masked tokens back too. As prime-rl defines it (loss `ipo`,
-    threshold 0.1, `kl_tau` 1e-3), with mu for pi_old; no paper is named there.
+    The direction does not matter, and the penalty also draws masked tokens back. As prime-rl defines it (loss `ipo`,
+    threshold 0.1, `kl_tau` 1e-3), with mu for pi_old; it names no paper.
     """
     distance = (x.logprobs.detach().exp() - x.proximal.exp()).abs()
     penalty = x.options.loss_options.ipo_penalty * x.log_ratio**2
@@ -257,7 +272,7 @@ def ipo(x: LossInputs) -> Tensor:
 
 
 def prime_rl(x: LossInputs) -> Tensor:
-    """``dppo_tv`` + w ``ipo_penalty`` (log r)^2, the penalty on masked tokens too, [B, T].
+    """``dppo_tv`` + w ``ipo_penalty`` (log r)^2, with the penalty also on masked tokens, [B, T].
 
     prime-rl's default loss, DPPO+KL, with mu for pi_old; its threshold is 0.2 and its `kl_tau` 1e-3.
     """
@@ -274,9 +289,9 @@ def m2po(x: LossInputs) -> Tensor:
 
 
 def select_m2po(x: SelectInputs) -> Tensor:
-    """Pick the tokens without which the mean of (log pi_old - log mu)^2 is at most ``m2po``.
+    """Pick tokens so that the mean of (log pi_old - log mu)^2 over the others is at most ``m2po``.
 
-    These are the largest squares, no more of them than needed, and any that equal the smallest of them. Source: M2PO
+    These are the largest squares, as few as possible, and any that equal the smallest of them. Source: M2PO
     (arXiv:2510.01161), the second-moment constraint; the budget 0.04 is the paper's.
     """
     squares = torch.where(x.mask, (x.proximal - x.behaviour).double() ** 2, 0.0)
@@ -286,20 +301,20 @@ def select_m2po(x: SelectInputs) -> Tensor:
     kept = int((means <= x.options.loss_options.m2po).sum())
     if kept == len(values):
         return torch.zeros_like(x.mask)
-    # Tokens as extreme as the first that has to go are masked with it.
+    # Tokens as extreme as the first one to be masked are masked, too.
     limit = values[kept]
     return x.mask & (squares >= limit)
 
 
 # --- Against the collapse of entropy: holds back tokens whose advantage and log-probability rise together
 #
-# The covariance of a token is (A - mean A) (log pi_old - mean log pi_old), means over the mini-batch. The paper takes
-# it of the policy in training; taking pi_old (mu when bypassed) lets tokens be picked before the forward passes, so
-# that the choice does not depend on micro-batches and ranks. In a step's first mini-batch the two are the same.
+# The covariance of a token is (A - mean A) (log pi_old - mean log pi_old), with means over the mini-batch. The paper
+# uses the policy in training; with pi_old (mu when bypassed) tokens can be picked before the forward passes, so that
+# the choice does not depend on micro-batches and ranks. In a step's first mini-batch the two are the same.
 
 
 def covariance(x: SelectInputs) -> Tensor:
-    """Compute each token's covariance, float64, 0 where nothing trains. Source: arXiv:2505.22617."""
+    """Compute each token's covariance, float64, 0 outside the mask. Source: arXiv:2505.22617."""
     count = x.mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
@@ -310,7 +325,7 @@ def covariance(x: SelectInputs) -> Tensor:
 
 
 def _share(share: float, mask: Tensor) -> int:
-    """How many of the mask's tokens a share is: at least one if the share is positive and there are tokens."""
+    """Convert a share of the mask's tokens to a count, at least one if the share and the mask are not empty."""
     tokens = int(mask.sum())
     return min(max(int(share * tokens), 1), tokens) if share > 0 else 0
 
@@ -371,10 +386,11 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-# Reached at d = -2.6: one token must not outweigh a whole batch.
+# The limit, reached at d = -2.6, keeps a single token from outweighing a whole batch.
 K3_LIMIT = 10.0
 
-Estimator = Callable[[Tensor, Tensor], Tensor]  # log pi_theta, log pi_ref -> KL; all [B, T]
+# Maps log pi_theta and log pi_ref to the KL, all [B, T].
+Estimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -390,8 +406,7 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(-d) - 1 + d, at most 10, [B, T]: unbiased up to that limit, never negative.
 
-    A token at the limit has no gradient. The limit is verl's (`low_var_kl`), which slime has under that name too; TRL
-    has none.
+    A token at the limit has no gradient. The limit is that of `low_var_kl` in verl and slime; TRL has none.
     """
     d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return ((-d).exp() - 1 + d).clamp(max=K3_LIMIT)
@@ -440,7 +455,7 @@ class KlController:
         self._adaptive, self.coef = config.adaptive, config.coef
 
     def after_step(self, kl: float, trajectories: int) -> dict[str, float]:
-        """Take in the mean KL per token of a step. Returns the coefficient that the step had, as a metric."""
+        """Adapt to the mean KL per token of a step; return the coefficient of that step as a metric."""
         had = self.coef
         if adaptive := self._adaptive:
             error = min(max(kl / adaptive.target - 1, -ADAPTIVE_LIMIT), ADAPTIVE_LIMIT)
@@ -452,8 +467,8 @@ class KlController:
 class Counts:
     """The divisors of a mini-batch, over all ranks.
 
-    ``tokens`` counts those that train. ``sequences`` is the sum of all row weights, also of rows that train no token.
-    ``width`` is the length of the longest possible response, the constant of seq-mean-token-sum-norm.
+    ``tokens`` counts tokens that train. ``sequences`` is the sum of all row weights, including rows without a token
+    that trains. ``width`` is the length of the longest possible response, the constant of seq-mean-token-sum-norm.
     """
 
     tokens: int
@@ -462,21 +477,21 @@ class Counts:
 
 
 def count(mask: Tensor, row_weights: Tensor, width: int) -> Counts:
-    """Count a mini-batch from its mask, padded or packed, and row weights [N]; never zero, since they are divisors.
+    """Count a mini-batch by its mask, padded or packed, and row weights [N]; counts are never zero, being divisors.
 
-    A row that was rejected whole stays in a mean over rows, as in verl and TRL: the step then shrinks with the share of
-    rejected rows, and does not depend on whether they were rejected before the loss (decoupled) or in it (bypass).
+    As in verl and TRL, a row that was rejected as a whole stays in a mean over rows. The step then shrinks with the
+    share of rejected rows, whether they were rejected before the loss (decoupled) or in it (bypass).
     """
     return Counts(tokens=max(int(mask.sum()), 1), sequences=row_weights.sum().item() or 1.0, width=width)
 
 
 def token_mean(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
-    """Every token of the mini-batch counts the same (DAPO, arXiv:2503.14476, eq. 12)."""
+    """Average over all tokens of the mini-batch (DAPO, arXiv:2503.14476, eq. 12)."""
     return _tokens(values, mask).sum() / counts.tokens
 
 
 def token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
-    """Sum over all tokens, not divided by anything."""
+    """Sum over all tokens of the mini-batch."""
     return _tokens(values, mask).sum()
 
 
@@ -486,7 +501,7 @@ def seq_mean_token_sum(values: Tensor, mask: Tensor, row_weights: Tensor, counts
 
 
 def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, row_weights: Tensor, counts: Counts) -> Tensor:
-    """``seq_mean_token_sum`` over a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783)."""
+    """Divide ``seq_mean_token_sum`` by a constant length, free of length bias (Dr. GRPO, arXiv:2503.20783)."""
     return seq_mean_token_sum(values, mask, row_weights, counts) / counts.width
 
 

@@ -1,7 +1,7 @@
-"""Numbers per token of many rows, packed: one row behind the other in tensors [M], without padding.
+"""Packs numbers per token of many rows: the rows are concatenated in tensors [M], without padding.
 
-One long row in a batch of short ones then costs its own tokens and no more. Formulas take packed tensors with their
-``Rows``, or padded tensors [N, T] without: a micro-batch, and the batch as users' functions get it.
+A long row among short ones then only costs its own tokens. Formulas take packed tensors with their ``Rows``, or padded
+tensors [N, T] without ``Rows``, which are a micro-batch or the batch for users' functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# ``by_rows`` gives a function at most so many padded positions at once, unless a single row is longer.
+# ``by_rows`` passes at most this many padded positions at once, unless a single row is longer.
 PART = 1 << 18
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each of N rows stands in packed tensors of M tokens."""
+    """The places of N rows in packed tensors of M tokens."""
 
     lengths: Tensor  # int64 [N]
 
@@ -27,17 +27,17 @@ class Rows:
         return self.lengths.cumsum(0) - self.lengths
 
     def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """Where the tokens of these rows stand, in this order, int64 [m]."""
+        """Return the positions of the tokens of these rows, in this order, int64 [m]."""
         lengths = self.lengths[rows]
         shifts = self.starts[rows] - (lengths.cumsum(0) - lengths)
         return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
     def there(self, rows: Sequence[int] | Tensor, width: int) -> Tensor:
-        """Which positions of padded rows are tokens, bool [B, width]."""
+        """Return the positions of padded rows that are tokens, bool [B, width]."""
         return torch.arange(width) < self.lengths[rows][:, None]
 
     def pad(self, values: Tensor, rows: Sequence[int] | Tensor, width: int | None = None, fill: float = 0) -> Tensor:
-        """Copy these rows out of packed values [M], padded on the right to [B, width], or else to the longest."""
+        """Copy these rows from packed values [M], padded on the right to [B, width], by default to the longest row."""
         there = self.there(rows, max(int(self.lengths[rows].max()), 1) if width is None else width)
         padded = values.new_full(there.shape, fill)
         padded[there] = values[self.positions(rows)]
@@ -52,7 +52,7 @@ class Rows:
         return padded[self.there(torch.arange(len(self.lengths)), padded.shape[1])]
 
     def similar(self) -> Iterator[Tensor]:
-        """Yield the indexes of all rows in parts of similar length, so that little of a padded part is padding."""
+        """Yield the indexes of all rows in parts of similar length, so that padded parts contain little padding."""
         order = self.lengths.argsort(descending=True, stable=True)
         lengths = self.lengths[order].tolist()
         start = 0
@@ -72,15 +72,14 @@ def row_sums(values: Tensor, rows: Rows | None) -> Tensor:
 
 
 def on_tokens(values: Tensor, rows: Rows | None) -> Tensor:
-    """Repeat a value per row [N] for each of its tokens, [M]; [N, 1] for padded rows, which broadcasts."""
+    """Repeat a value per row [N] for each of its tokens, [M]; for padded rows return [N, 1], which broadcasts."""
     return values[:, None] if rows is None else values.repeat_interleave(rows.lengths)
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], rows: Rows | None, *values: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function of padded tensors [B, T] whose results, [B, T] or [B, 1], depend on nothing but their own row.
+    """Apply a function of padded tensors [B, T] whose results, [B, T] or [B, 1], only depend on their own row.
 
-    Packed values [M] are given to it in parts, so that padding never takes more than a part, and its results are
-    packed.
+    It gets packed values [M] in padded parts, which bounds the memory for padding, and its results are packed.
     """
     if rows is None:
         return function(*values)

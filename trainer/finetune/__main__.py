@@ -1,7 +1,7 @@
 """One rank of supervised fine-tuning: ``python -m rl_async.trainer.finetune --run OUT.run``.
 
-It trains on the conversations that ``rl-async sft`` encoded there, from the newest checkpoint, if any, and
-writes the model when the last step is done.
+It trains on the conversations that ``rl-async sft`` encoded there, continues from the newest checkpoint when the
+folder has one, and writes the model after the last step.
 """
 
 import os

@@ -9,15 +9,16 @@ import numpy as np
 
 from rl_async.configs.schema.data import FinetuneConfig
 
-ROWS, HELD_OUT = "rows", "held-out"  # folders within the run folder
+# Folders within the run folder.
+ROWS, HELD_OUT = "rows", "held-out"
 
 
 class RowSize(NamedTuple):
-    """The properties of a row that ``batch_layout.layout`` reads."""
+    """The properties of a row that ``batch_layout.layout`` reads. Conversations share no prompt, so it is empty."""
 
     tokens: int
     baseline: bool = False
-    prompt_tokens: int = 0  # conversations have no prompt in common
+    prompt_tokens: int = 0
     prompt: None = None
 
 

@@ -270,7 +270,8 @@ def run_rank(folder: Path) -> None:
         )
         ended, writes = finetune(run), dist.get_rank() == 0
     out = Path(config.finetune.out)
-    if ended and writes and not out.exists():  # after the process group, in which the other ranks would wait too long
+    # The model is written after the process group has ended, since the other ranks would wait too long in it.
+    if ended and writes and not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         export(folder, out)
     if not ended:

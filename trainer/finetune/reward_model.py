@@ -13,7 +13,8 @@ from rl_async.errors import TrainingDiverged
 from rl_async.reward_loop.server.classifier import score, values
 
 REPORTS = 10
-WARMUP = 0.1  # of the steps
+# Share of the steps over which the learning rate rises.
+WARMUP = 0.1
 GRAD_CLIP = 1.0
 
 
@@ -27,10 +28,13 @@ class TokenPair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairTraining:
-    """Settings of a training. The learning rate rises over the first tenth of the steps, then falls linearly to 0."""
+    """Settings of a training with ``batch_size`` pairs per step.
+
+    The learning rate rises over the first tenth of the steps, then falls linearly to 0.
+    """
 
     epochs: int
-    batch_size: int  # pairs per step
+    batch_size: int
     learning_rate: float
     seed: int
 

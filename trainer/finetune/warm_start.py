@@ -14,7 +14,8 @@ from rl_async.errors import UserError
 
 WARMUP_STEPS = 30
 IGNORED = -100
-TokenRow = tuple[list[int], list[bool]]  # token ids, and which of them to learn
+# Token ids, and for each whether it is learned.
+TokenRow = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ class WarmStartResult:
 class Plateau:
     """Halves the learning rate when greedy reward has not risen for ``PATIENCE`` checks.
 
-    It waits until the model copies at all, since before that a lower rate only delays the jump.
+    It waits until the model copies at all, since before that a lower rate only delays the jump. A model whose greedy
+    reward reaches ``COPIES`` does.
     """
 
     PATIENCE = 3
-    COPIES = 0.3  # greedy reward from which on the model copies
+    COPIES = 0.3
 
     def __init__(self) -> None:
         self.best, self.scale = 0.0, 1.0

@@ -1,6 +1,6 @@
 """The Megatron-Core backend: forward and backward passes through the pipeline, checkpoints, weights for engines.
 
-The rows of a micro-batch are packed into one sequence, of which ranks that share rows hold a part each. All processes
+The rows of a micro-batch are packed into one sequence, and ranks that share rows hold a part of it each. All processes
 of one data-parallel rank get the same micro-batches; the last pipeline stage differentiates the loss, and the others
 evaluate it on the last stage's outputs, so that the sums which a loss keeps are equal on all of them. ``Pass`` has
 the callbacks of Megatron-Core's schedules; its routers replay recorded experts as in ``trainer/model.py``.
@@ -9,7 +9,7 @@ the callbacks of Megatron-Core's schedules; its routers replay recorded experts 
 on a laptop, although Megatron-Core hard-codes CUDA devices. Inside it
 
 - ``torch.cuda.current_device`` returns ``cpu``; ``set_device``, ``synchronize`` and ``empty_cache`` do nothing;
-- there is one stream, on which all work is complete;
+- there is one stream, and its work is always complete;
 - token counts of experts, which Megatron moves to the host as NumPy arrays, are converted to these directly;
 - the random state of "the GPU" is that of the CPU;
 - a factory's ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.to("cuda")`` stay on the CPU;
@@ -74,16 +74,23 @@ from rl_async.trainer.packing import Tensors, empty_tensors
 from rl_async.weight_sync.layout import Layout
 from rl_async.weight_sync.reshard import ShardedWeights
 
-Choice = tuple[Tensor, Tensor]  # scores and experts, [N, k]
+# The scores and the numbers of the experts that tokens go through, [N, k] each.
+Choice = tuple[Tensor, Tensor]
 
 
 class ReplayedRouter:
-    """Stands in for Megatron-Core's ``RouterReplay``, which knows no tokens without a record."""
+    """Stands in for Megatron-Core's ``RouterReplay``, which cannot leave tokens without a record to the router.
+
+    Attributes:
+        layer: Number of its layer in the whole model, from 0.
+        record: The experts to replay, or None to route freely.
+        same: Which tokens the router would have sent to the same experts in the last pass that replayed.
+    """
 
     def __init__(self, layer: int) -> None:
-        self.layer = layer  # of the whole model, from 0
-        self.record: Tensor | None = None  # int16 [N, k], or None if nothing is replayed
-        self.same: Tensor | None = None  # bool [N], where the router would have chosen the same experts
+        self.layer = layer
+        self.record: Tensor | None = None  # int16 [N, k]
+        self.same: Tensor | None = None  # bool [N]
 
     def get_replay_topk(
         self,
@@ -111,7 +118,7 @@ def replays_routers(shape: Shape, parallel: Parallel, config: TrainerConfig) -> 
 
 
 def replayed_routers(chunk: Any) -> list[ReplayedRouter]:
-    """Let the routers of a part of the model replay records; return what they read them from."""
+    """Let the routers of a part of the model replay records; return the objects that hold these."""
     found = []
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
@@ -137,16 +144,24 @@ class PackedRows(NamedTuple):
     """A packed micro-batch: which tokens each of the S ranks that share its rows holds, [S, N].
 
     Rows are padded at their ends so that ranks hold equal parts, and behind the last one so that these divide further.
+
+    Attributes:
+        rows: Number of each token's row in the batch.
+        places: Position of each token in its row.
+        there: Whether it is a token. Padding has the row and position of some token.
+        lengths: Lengths of the rows with their padding, on the host; the padding behind the last row is one more.
     """
 
-    rows: Tensor  # int64, number in the batch
-    places: Tensor  # int64, position in the row
-    there: Tensor  # bool, whether it is a token and not padding, which has row and position of any token
-    lengths: Tensor  # int64 [B] or [B + 1], with padding, on the host
+    rows: Tensor  # int64 [S, N]
+    places: Tensor  # int64 [S, N]
+    there: Tensor  # bool [S, N]
+    lengths: Tensor  # int64 [B] or [B + 1]
 
 
-OutputsOf = Callable[[Tensor, Tensors, PackedRows], Outputs]  # of the last stage's output
-RoutersOf = Callable[[Any], Sequence[ReplayedRouter]]  # of a part of the model
+# Computes a micro-batch's outputs from the tensor that the last stage returns.
+OutputsOf = Callable[[Tensor, Tensors, PackedRows], Outputs]
+# Returns the routers of a part of the model.
+RoutersOf = Callable[[Any], Sequence[ReplayedRouter]]
 
 
 class Pass:
@@ -169,7 +184,8 @@ class Pass:
         self._loss_fn, self._count, self._gives, self._outputs_of = loss_fn, count, gives, outputs_of
         self._routers_of, self._context, self._multiple = routers_of, context, multiple
         self.outputs: list[Outputs] = []
-        self.losses = list[Tensor]()  # on the device: reading one would wait for it
+        # They stay on the device, since reading one waits until it is computed.
+        self.losses = list[Tensor]()
 
     def forward(self, batches: Iterator[tuple[int, Tensors]], chunk: Any) -> tuple[Tensor, Any]:
         """Pass the next micro-batch through a part of the model; return its output and the loss function for it."""
@@ -262,7 +278,7 @@ class MegatronBackend:
     """Implements ``backend.Backend`` with Megatron-Core. It offers no distributions.
 
     It computes in ``dtype``. Gradients are summed in float32, and with dtype bfloat16 the optimizer keeps float32
-    masters, of which the model's weights are the rounded values. ``config`` says how the ranks share the model; unless
+    masters; the model's weights are these, rounded. ``config`` says how the ranks share the model; unless
     ``trains``, the model is frozen: a reference. ``path`` is a Hugging Face folder, or a checkpoint's of a model.
     """
 
@@ -357,7 +373,8 @@ class MegatronBackend:
                 data_iterator=[iter(enumerate(passed)) for _ in chunks],
                 model=chunks,
                 num_microbatches=len(passed),
-                seq_length=1,  # of the first message between stages; each message carries its own shape
+                # These two describe the first message between stages alone; every message carries its own shape.
+                seq_length=1,
                 micro_batch_size=1,
                 forward_only=loss_fn is None,
             )
@@ -375,7 +392,8 @@ class MegatronBackend:
             logits, wanted = out[0].float() / batch.temperature[rows, 0], requested - {"values"}
             outputs = vocab_parallel_outputs(logits, following, wanted, self._parallel.tensor, shape.vocab)
         values = self._model.chunks[-1].output_layer.value_head.take() if shape.has_values else None
-        agreed = agreement(self._routers[0]) if self._parallel.pipeline.size == 1 else None  # else of this stage alone
+        # With several stages it would be the agreement of this stage's layers alone.
+        agreed = agreement(self._routers[0]) if self._parallel.pipeline.size == 1 else None
         inside = packed.there & (packed.places < batch.lengths.to(self.device)[packed.rows] - 1)
         index = packed.rows[inside], packed.places[inside]
 
@@ -394,7 +412,8 @@ class MegatronBackend:
         )
 
     def sharded_weights(self, what: Published = "merged") -> ShardedWeights:
-        assert what == "merged" and self._model.shape.has_logits  # it trains no adapters, and engines get no critic
+        # This backend trains no adapters, and engines get no critic.
+        assert what == "merged" and self._model.shape.has_logits
         return local_shards(self._model, self._layout)
 
     @functools.cached_property

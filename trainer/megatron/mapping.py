@@ -31,17 +31,23 @@ Form = Literal["copy", "rows", "vocab", "qkv", "gate_up"]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The dimensions of a model that the mapping depends on."""
+    """The dimensions of a model that the mapping depends on.
+
+    Attributes:
+        groups: Number of groups of queries that share a key.
+        tied: Whether embedding and output are one matrix.
+        experts: Number of experts per layer, 0 in a dense model.
+    """
 
     layers: int
     heads: int
-    groups: int  # of queries that share a key
+    groups: int
     head_dim: int
     vocab: int
-    tied: bool  # embedding and output are one
+    tied: bool
     qk_norm: bool
     qkv_bias: bool
-    experts: int = 0  # 0: dense
+    experts: int = 0
     head: Head = "policy"
 
     @property
@@ -82,7 +88,8 @@ class Rule(NamedTuple):
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "copy")
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab")
-TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hugging_face, "vocab")  # the last stage's own copy
+# The last stage's own copy of the embedding.
+TIED_OUTPUT = Rule("output_layer.weight", EMBEDDING.hugging_face, "vocab")
 VALUES = tuple(
     Rule(f"output_layer.{VALUE_HEAD}{name}", (f"{VALUE_HEAD}{name}",), "copy") for name in ("weight", "bias")
 )
@@ -132,8 +139,10 @@ def padded_vocab(vocab: int, ranks: int) -> int:
     return -(-vocab // ranks) * ranks
 
 
-Place = tuple[slice, ...]  # of a box in a whole tensor
-Fill = Callable[[Tensor, str, Place, tuple[int, ...]], None]  # a tensor, from a box of that of this name and shape
+# The place of a box in a whole tensor.
+Place = tuple[slice, ...]
+# Fills a tensor with the box at a place of the tensor with this name and whole shape.
+Fill = Callable[[Tensor, str, Place, tuple[int, ...]], None]
 
 
 class Shard(NamedTuple):
@@ -147,12 +156,18 @@ class Shard(NamedTuple):
 
 
 class RangePart(NamedTuple):
-    """What a range of a shard's numbers holds of one tensor."""
+    """The numbers of one tensor in a range of a shard's numbers.
+
+    Attributes:
+        size: Shape of the whole tensor.
+        pieces: Slices of the range, in the order of the tensor's numbers; several if other tensors' lie between them.
+        boxes: Places in the whole tensor, in the same order.
+    """
 
     name: str
-    size: tuple[int, ...]  # shape of the whole tensor
-    pieces: list[slice]  # of the range, in the order of the tensor's numbers; several if it is interleaved with others
-    boxes: list[Place]  # of the whole tensor, in the same order
+    size: tuple[int, ...]
+    pieces: list[slice]
+    boxes: list[Place]
 
     def numbers(self, flat: Tensor) -> Tensor:
         """Return the numbers in ``flat``, the range: a view, or a copy if there are several pieces."""
@@ -173,16 +188,17 @@ class RangePart(NamedTuple):
             yield box, part.view(size)
 
     def put(self, flat: Tensor, numbers: Tensor) -> None:
-        """Write back what ``numbers`` returned and was changed since, unless that is a view."""
+        """Write back the changed result of ``numbers``, unless it is a view."""
         if len(self.pieces) > 1:
             for piece, part in zip(self.pieces, numbers.split([_length(piece) for piece in self.pieces]), strict=True):
                 flat[piece].copy_(part)
 
 
 def parts_of(shard: Shard, shape: Shape, numbers: range) -> list[RangePart]:
-    """List what ``numbers`` of the flattened ``shard`` hold of each tensor; what pads the vocabulary is left out."""
+    """List the parts of tensors in ``numbers`` of the flattened ``shard``; the vocabulary's padding is left out."""
     columns = math.prod(shard.lengths[1:])
-    before, at = [0] * len(shard.names), 0  # numbers of each tensor, and of the shard, above the block
+    # The numbers above the block, of each tensor and of the shard.
+    before, at = [0] * len(shard.names), 0
     first: dict[int, int] = {}
     pieces: dict[int, list[slice]] = defaultdict(list)
     for tensor, rows in _blocks(shard, shape):
@@ -208,7 +224,7 @@ def parts_of(shard: Shard, shape: Shape, numbers: range) -> list[RangePart]:
 def fill(shard: Shard, shape: Shape, start: int, flat: Tensor, source: Fill) -> None:
     """Fill ``flat`` [numbers], from number ``start`` on of the flattened ``shard``, from ``source``, box by box.
 
-    What pads the vocabulary becomes zero.
+    The vocabulary's padding becomes zero.
     """
     flat.zero_()
     for part in parts_of(shard, shape, range(start, start + flat.numel())):

@@ -32,7 +32,8 @@ from rl_async.trainer.megatron.packed_attention import PackedAttention
 from rl_async.trainer.model import Head, ValueHead
 from rl_async.trainer.ranks import DataParallel
 
-SEED = 1  # of Megatron's own random state, which goes unused: all weights are read from files
+# Megatron insists on a seed for its random state, which goes unused: all weights are read from files.
+SEED = 1
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Parallel:
-    """All axes of parallelism, as this process sees them."""
+    """All axes of parallelism, as this process sees them.
+
+    The ranks of ``context`` share each packed row. A pipeline stage has ``virtual_stages`` chunks of the model.
+    """
 
     tensor: Axis
-    context: Axis  # ranks that share each packed row
+    context: Axis
     pipeline: Axis
     data: Axis
     expert: Axis
-    virtual_stages: int  # model chunks per pipeline stage
+    virtual_stages: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -98,7 +102,8 @@ def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(group.size(), group.rank(), group)
 
 
-if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define this name without Transformer Engine
+# Megatron-Core 0.16.1 reads this name, but defines it only where Transformer Engine is installed.
+if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 
@@ -184,7 +189,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
-        perform_initialization=True,  # else parameters are not marked as sharded, and the gradient norm omits shards
+        # Without it parameters are not marked as sharded, and the gradient norm omits shards.
+        perform_initialization=True,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
@@ -196,8 +202,10 @@ def transformer_config(
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         moe_token_dispatcher_type="alltoall",
-        variable_seq_lengths=stages > 1,  # the number of tokens differs between micro-batches
-        calculate_per_token_loss=True,  # gradients are summed: the loss is already divided by the global count
+        # Micro-batches differ in their number of tokens.
+        variable_seq_lengths=stages > 1,
+        # Gradients are then summed, as they must be: the loss is already divided by the global count.
+        calculate_per_token_loss=True,
         **sparse,
     )
 
@@ -220,7 +228,8 @@ def build_chunks(hf: Any, shape: Shape, config: TransformerConfig, parallel: Par
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel.pipeline.rank == 0 and chunk == 0,
             post_process=parallel.is_last_stage and chunk == last,
-            parallel_output=True,  # no rank ever holds the logits of the whole vocabulary
+            # No rank ever holds the logits of the whole vocabulary.
+            parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=rope["rope_theta"],
@@ -239,7 +248,7 @@ class Norm(torch.nn.RMSNorm):
     """RMSNorm in the form of a norm of Megatron-Core's layers, whose own refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        """Take the arguments with which Megatron-Core builds it; the rest are not needed here."""
+        """Take the arguments that Megatron-Core builds it with; the rest are not needed here."""
         super().__init__(hidden_size, eps=eps)
         # Each rank's gradient is then that of its tokens, and Megatron-Core sums it over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -277,7 +286,8 @@ def vocab_parallel_outputs(
     if not requested:
         return Outputs(logprobs)
     distribution = logits - mappings.copy_to_tensor_model_parallel_region(normaliser, group=tensor.group)[:, None]
-    distribution = distribution.masked_fill(padding, torch.finfo(logits.dtype).min / 4)  # exp is 0 and 0 * it is 0
+    # Finite, so that below its exponential, which is 0, times itself is 0 and not NaN.
+    distribution = distribution.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
     return Outputs(
         logprobs=logprobs,
         entropy=-_sum((distribution.exp() * distribution).sum(1), tensor) if "entropy" in requested else None,

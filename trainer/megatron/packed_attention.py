@@ -1,7 +1,7 @@
 """Causal attention over packed rows, in the form of a core attention of Megatron-Core's layers.
 
-Ranks may share each row. Megatron-Core then cuts it into twice as many equal parts as there are ranks, and gives each
-the part of its number from the front and the one from the back, by which it also turns queries and keys. Its own
+Ranks may share each row. Megatron-Core then cuts it into twice as many equal parts as there are ranks, and gives rank
+r the r-th part from the front and the r-th from the back; it turns queries and keys by these positions too. Its own
 attention over such rows needs Transformer Engine; this one exchanges tokens for heads (``trainer/attention.py``).
 """
 
@@ -21,7 +21,7 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(self, *, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        """Take the arguments with which Megatron-Core builds it; most are not needed here."""
+        """Take the arguments that Megatron-Core builds it with; most are not needed here."""
         super().__init__()
         self._sharing = config.context_parallel_size
         self._group = pg_collection.cp
@@ -64,10 +64,12 @@ def shared_places(bounds: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     if ranks == 1:
         rows, places = row_places(bounds)
         return rows[None], places[None]
-    rows, own = row_places(bounds // ranks)  # of a rank alone
+    # Rows and positions as if the rank's tokens were all there are.
+    rows, own = row_places(bounds // ranks)
     lengths = bounds.diff()[rows]
     part, rank = lengths // (2 * ranks), torch.arange(ranks, device=bounds.device)[:, None]
-    back = lengths - (rank + 2) * part  # what the second part's positions on a rank are further
+    # How much further back in the row a rank's second part lies.
+    back = lengths - (rank + 2) * part
     return rows.expand(ranks, -1), own + torch.where(own < part, rank * part, back)
 
 

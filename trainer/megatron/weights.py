@@ -48,14 +48,15 @@ from rl_async.weight_sync.buckets import dtype_name
 from rl_async.weight_sync.layout import Box, Layout, TensorSpec, fused_parts, lengths, megatron
 from rl_async.weight_sync.reshard import ShardedWeights, split_fused
 
-DECODER = "model."  # prefix of what a critic has too, in a causal language model
+# The prefix, in a causal language model, of the tensors that a critic has too.
+DECODER = "model."
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds some parts: those parts, its shape, and the axes it is spread along."""
+    """A model that is spread over ranks: this rank's chunks, a GPTModel per virtual stage, its shape and its axes."""
 
-    chunks: list[Any]  # GPTModel, one per virtual stage
+    chunks: list[Any]
     shape: Shape
     parallel: Parallel
 
@@ -129,10 +130,12 @@ def local_shards(model: ShardedModel, layout: Layout) -> ShardedWeights:
     found: dict[tuple[str, Box], Tensor] = {}
     for parameter, shard in local_parameters(model):
         if shard.rule in VALUES:
-            continue  # engines have none
+            # Engines have no value head.
+            continue
         values = parameter.detach()
         rows = sum(lengths(box)[0] for _, box in fused_parts(layout, rank, shard.names))
-        found |= split_fused(values[:rows], layout, rank, shard.names)  # the rows after them pad the vocabulary
+        # The rows after these pad the vocabulary.
+        found |= split_fused(values[:rows], layout, rank, shard.names)
     return ShardedWeights(layout, found)
 
 
@@ -160,8 +163,8 @@ def weights_folder(path: Path) -> Path:
 def open_model(path: Path, shape: Shape) -> Fill:
     """Return a function that reads a box of a tensor of a Hugging Face folder, or of a checkpoint's of a model.
 
-    A value head that is not stored is a new one. Raises UserError if there are no safetensors files; the function does
-    if there is no such tensor, or one of another shape.
+    A value head that is not stored is a new one. Raises UserError for a folder without safetensors files; the function
+    raises it for a tensor that is missing or has another shape.
     """
     folder, key = weights_folder(path), config_key(shape.head)
     stored = StoredWeights(folder, key)
@@ -181,7 +184,8 @@ def open_model(path: Path, shape: Shape) -> Fill:
         if name.startswith(VALUE_HEAD):
             target.copy_(head[name.removeprefix(VALUE_HEAD)][place])
             return
-        found = stored.shapes.get(called(name), size)  # without one, reading it raises
+        # A missing tensor passes here, and reading it raises.
+        found = stored.shapes.get(called(name), size)
         if found != size:
             raise UserError(
                 f"{key}: the weights in {folder} have {list(found)} of {name}, and config.json {list(size)}"
@@ -194,7 +198,7 @@ def open_model(path: Path, shape: Shape) -> Fill:
 def open_shards(shards: StoredShards, head: Head, ending: str = "") -> Fill:
     """Return a function that reads a box of a tensor of a checkpoint, or with ``ending`` of a moment of it.
 
-    It raises KeyError if there is none, and ValueError if it has another shape or lacks parts.
+    It raises KeyError for a missing tensor, and ValueError for one of another shape or with parts missing.
     """
 
     def read(target: Tensor, name: str, place: Place, size: tuple[int, ...]) -> None:
@@ -217,10 +221,10 @@ def wrap(chunks: list[Any], config: TransformerConfig) -> list[Any]:
 
 
 class Own(NamedTuple):
-    """What a rank keeps of its shard of a parameter: the range of its numbers, flattened, from ``start`` on.
+    """The part of its shard of a parameter that a rank's optimizer keeps: a range of the numbers from ``start`` on.
 
     ``master`` [numbers] is that range in float32, of a float32 parameter a view; ``moments`` has the tensors of AdamW,
-    and nothing before its first step.
+    and is empty before its first step.
     """
 
     start: int
@@ -251,7 +255,8 @@ class DistributedAdamW:
                 use_distributed_optimizer=True,
             ),
             chunks,
-            config_overrides={},  # by default Megatron exempts norms and biases from weight decay
+            # By default Megatron exempts norms and biases from weight decay.
+            config_overrides={},
         )
         self.clear()
 
@@ -274,7 +279,7 @@ class DistributedAdamW:
         self._optimizer.zero_grad()
 
     def own(self, parameter: torch.nn.Parameter) -> Own | None:
-        """Return what this rank keeps of a parameter; None if other data-parallel ranks keep all of it."""
+        """Return this rank's part of a parameter, or None if other data-parallel ranks keep all of it."""
         owner = self._owner(parameter)
         if parameter not in owner.model_param_gbuf_map:
             return None
@@ -283,7 +288,7 @@ class DistributedAdamW:
         return Own(start, master.detach(), owner.optimizer.state.get(master, {}))
 
     def set_moments(self, parameter: torch.nn.Parameter, moments: Mapping[str, Tensor]) -> None:
-        """Continue after ``steps`` steps with these moments [numbers] of a parameter of which this rank keeps some."""
+        """Continue after ``steps`` steps with these moments [numbers] of this rank's part of a parameter."""
         owner = self._owner(parameter)
         state = {**moments, "step": torch.tensor(float(self.steps))}
         owner.optimizer.state[self._main(owner, parameter)] = state
@@ -299,7 +304,7 @@ class DistributedAdamW:
                     state[key] = state[key].to(device)
 
     def release_gradients(self) -> None:
-        """Free the memory in which gradients are summed, until ``allocate_gradients``; they must have been cleared."""
+        """Free the buffers that sum gradients, until ``allocate_gradients``; they must have been cleared."""
         for sums in self._gradients():
             sums.untyped_storage().resize_(0)
 
@@ -328,7 +333,7 @@ HOST = torch.device("cpu")
 
 
 def host_copy(model: ShardedModel, optimizer: DistributedAdamW) -> Iterator[Part]:
-    """Copy what this rank saves to host memory: masters, moments and, on rank 0, the number of steps. Not a collective.
+    """Copy this rank's part of a checkpoint to the host: masters, moments, on rank 0 the steps. Not a collective.
 
     One rank saves each number: the data-parallel one whose optimizer keeps it, and of tensor-parallel copies the first.
     """
@@ -368,7 +373,7 @@ def read_weights(model: ShardedModel, optimizer: DistributedAdamW | None, source
 
 
 def restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> None:
-    """Continue from what either backend wrote: weights, moments and steps. A collective.
+    """Continue from the weights, moments and steps that either backend wrote. A collective.
 
     Raises CheckpointDamaged on all ranks if one of them cannot read its part, and UserError if a value head is missing.
     """
@@ -381,7 +386,7 @@ def restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> N
 
 
 def _restore(model: ShardedModel, optimizer: DistributedAdamW, folder: Path) -> None:
-    """Read weights, moments if there are any, and the number of steps."""
+    """Read weights, the number of steps, and the moments of a checkpoint that has them."""
     head, sharded = model.shape.head, (folder / SHARDS).is_dir()
     stored = StoredShards(folder / SHARDS if sharded else folder)
     # Older formats have the weights in the Hugging Face folder alone: see trainer/checkpoints.py.
