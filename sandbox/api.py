@@ -1,4 +1,4 @@
-"""What any sandbox offers: workspaces in which programs run, one after another, under limits."""
+"""The interface of every sandbox: workspaces where programs run, one after another, under limits."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -14,8 +14,10 @@ Limit = Literal["", "seconds", "cpu", "memory", "output", "files"]
 class Result(msgspec.Struct, frozen=True):
     """How a program ended.
 
-    ``exit``: its exit code, or minus the signal that ended it. ``limit``: the limit for which it was ended, or empty;
-    a program that is refused memory, a process or space by the kernel may go on, so these refusals are not in it.
+    Attributes:
+        exit: Its exit code, or minus the signal that ended it.
+        limit: The limit that it was ended for, or empty. A program that the kernel refuses memory, a process or space
+            may go on, so these refusals do not show here.
     """
 
     stdout: bytes
@@ -26,15 +28,15 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class SandboxLost(RlAsyncError):
-    """A workspace ended or did not answer; what was in it is gone, and it does not come back."""
+    """A workspace ended or did not answer; its files are gone, and it does not come back."""
 
 
 class SandboxRefused(RlAsyncError):
-    """A workspace could not do what was asked of it, such as write a file for which there is no space."""
+    """A workspace could not do as it was asked, such as write a file that is larger than the space left."""
 
 
 class Workspace(Protocol):
-    """A folder and what runs in it. Programs run one at a time; files stay from one to the next, processes do not.
+    """A folder, and a program in it. Programs run one at a time; files stay from one to the next, processes do not.
 
     Every method raises SandboxLost once the workspace is gone. Paths are relative to the folder, and lead nowhere else.
     """
@@ -60,7 +62,7 @@ class Workspace(Protocol):
         ...
 
     async def close(self) -> None:
-        """End whatever runs, and forget the files: nothing is left when this returns. May be called again."""
+        """End the running program, and forget the files: nothing is left when this returns. May be called again."""
         ...
 
 
@@ -70,8 +72,8 @@ class Sandbox(Protocol):
     async def open(self, *, top: Sequence[str] = ()) -> Workspace:
         """Open an empty workspace, to be closed by the caller. Raises SandboxLost if it does not start.
 
-        ``top``: names such as ``app`` at the root, whose paths (``/app``) lead to the folder's files of these names.
-        Raises ConfigError where there can be none.
+        The names in ``top``, such as ``app``, become paths at the root (``/app``) that lead to the folder's files of
+        these names. Raises ConfigError if the sandbox cannot add to its root.
         """
         ...
 

@@ -36,13 +36,15 @@ from rl_async.files import UNDECODABLE
 from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRefused
 
 LENGTHS = struct.Struct(">II")
-GRACE_S = 30.0  # past the limit of a program, and for everything else
+# A reply may take so long beyond a program's limit, and the reply to any other request so long in all.
+GRACE_S = 30.0
 MOST_HEADER = 4096
-LONGEST_PROGRAM = 120_000  # bytes; the kernel takes no longer argument
+# The program is an argument, and the kernel takes none that is much longer.
+LONGEST_PROGRAM = 120_000
 
 
 class Reply(msgspec.Struct):
-    """What process 1 of a sandbox answers; ``stdout``: how many bytes of the output are that."""
+    """The answer of a sandbox's process 1. The first ``stdout`` bytes of the output are standard output."""
 
     refused: str = ""
     exit: int = 0
@@ -62,8 +64,11 @@ class Running(Protocol):
 
 
 class ProcessWorkspace:
-    """A workspace whose first process answers over a socket. ``interpreters``: its commands that take ``-c CODE``.
-    ``counted``: its numbers for the open files of its control group, if it has one."""
+    """A workspace whose first process answers over a socket.
+
+    ``interpreters`` are its commands that take ``-c CODE``, ``counted`` its descriptors of the files of its control
+    group, empty without one.
+    """
 
     def __init__(
         self,
@@ -167,7 +172,8 @@ class ProcessWorkspace:
     def _end(self) -> None:
         """Give the sandbox up: its socket is out of step, or its first process is gone or hangs."""
         self._writer.transport.abort()
-        self._process.kill()  # the first process dies with it, and with that all others
+        # The sandbox's first process dies with this one, and all others die with that.
+        self._process.kill()
 
 
 def _frame(header: bytes, body: bytes = b"") -> bytes:
@@ -177,18 +183,18 @@ def _frame(header: bytes, body: bytes = b"") -> bytes:
 # Calls by number, on x86_64 and aarch64.
 # fmt: off
 _REFUSED = {
-    # memory that is charged to no process and so to no limit
+    # These take memory that is charged to no process and so to no limit.
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
-    # a page in a pipe keeps the huge page that it is part of
+    # A page that this puts into a pipe keeps the whole huge page around it.
     "vmsplice": (278, 75),
-    # reading and writing other processes
+    # These read and write other processes.
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    # new or other namespaces and mounts
+    # These enter namespaces, or make them and mounts.
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    # large parts of the kernel that programs of this kind do not need
+    # These open large parts of the kernel that programs of this kind do not need.
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "syslog": (103, 116),
@@ -200,13 +206,16 @@ _SOCKET, _MMAP = (41, 198), (9, 222)
 _TYPE, _SHARED, _ANONYMOUS, _HUGE = 0x0F, 0x01, 0x20, 0x40000
 # Network namespaces do not contain the others: AF_VSOCK, for one, reaches the host of a virtual machine.
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
-_X32 = 0x40000000  # x86_64: the same calls by other numbers
+# By machine: the column of its numbers above, and its AUDIT_ARCH_*.
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+# From this number on, x86_64 offers the same calls again, by other numbers.
+_X32 = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 _NO_MEMORY = 0x00050000 | errno.ENOMEM
-_NUMBER, _ARCH, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in struct seccomp_data
+# Offsets in struct seccomp_data.
+_NUMBER, _ARCH, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
 
 
 def system_call_filter(machine: str | None = None, *, shared: bool = True) -> bytes:
@@ -285,7 +294,7 @@ class ControlGroup:
                 self._write(version.swap, 0)
             if (self._folder / "pids.max").exists():
                 self._write("pids.max", processes)
-            # Its use, what of that is files, and how often the kernel killed for its limit.
+            # They tell its use of memory, the share of files in that, and how often the kernel killed for its limit.
             names = (version.usage, "memory.stat", version.events)
             self.files = [os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC) for name in names]
         except OSError:
@@ -294,7 +303,7 @@ class ControlGroup:
 
     @property
     def command(self) -> list[str]:
-        """The words in front of a command with which it begins in this group."""
+        """The words that, in front of a command, start it in this group."""
         return ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self._folder / "cgroup.procs")]
 
     def kill(self) -> None:
@@ -326,7 +335,7 @@ class ControlGroup:
 
 
 def find_place() -> Place | None:
-    """Return where this process may make groups; None if nowhere. Removes groups that killed owners left there."""
+    """Return a place where this process may make groups, or None. Removes groups that killed owners left there."""
     for place in _candidates(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()):
         if _works(place):
             for left in place.folder.glob(f"{NAME}-*-*"):
@@ -356,7 +365,7 @@ def _candidates(own: str, mounts: str) -> list[Place]:
                 version = V1
             else:
                 continue
-            # Either is elsewhere where this process is in no part of the groups that are mounted.
+            # The mount may show a part of the groups that this process is outside of.
             if ".." not in Path(path).parts and Path(path).is_relative_to(root):
                 folder = Path(mounted, os.path.relpath(path, root))
                 found += [Place(each, version) for each in (folder, folder.parent) if each.is_relative_to(mounted)]
@@ -379,9 +388,11 @@ def _works(place: Place) -> bool:
 INSTALL = "apt-get install bubblewrap"
 CHECK_S, CHECKS = 60.0, 3
 NOBODY = "65534"
-FIRST_SIGNAL = 128  # an exit code above it is that of a process which a signal ended, as shells have it
-SHARED_MEMORY_BYTES = 16 << 20  # /dev/shm, where semaphores are
-# Memory of the first process and of the kernel for it; processes of bwrap and of what starts it.
+# Shells add the number of the signal that ended a process to this.
+FIRST_SIGNAL = 128
+# The size of /dev/shm, where semaphores are.
+SHARED_MEMORY_BYTES = 16 << 20
+# A sandbox needs these besides its programs: memory for its first process, and processes for bwrap and its wrappers.
 OWN_BYTES = 64 << 20
 OWN_PROCESSES = 8
 PYTHON = os.path.realpath(sys.executable)
@@ -521,12 +532,13 @@ class Bubblewrap:
             "LANG": "C.UTF-8",
             "PYTHONPATH": ":".join(self._config.packages),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",  # else each library starts a thread per core, against the limit on processes
+            # Otherwise each library starts a thread per core, which counts against the limit on processes.
+            "OMP_NUM_THREADS": "1",
         }
 
 
 class _Bwrap:
-    """A bwrap that runs, and its control group. ``counted``: the group's files, as the sandbox has them."""
+    """A bwrap that runs, and its control group. ``counted`` are the sandbox's descriptors of the group's files."""
 
     def __init__(self, bwrap: subprocess.Popen[bytes], group: ControlGroup | None, counted: list[int]) -> None:
         self.bwrap, self._group, self.counted = bwrap, group, counted
@@ -546,7 +558,7 @@ class _Bwrap:
 
 
 def _readable(text: bytes) -> int:
-    """Return the end of a pipe from which ``text``, which must fit into one, can be read."""
+    """Return the reading end of a pipe that holds ``text``, which must fit into one."""
     reading, writing = os.pipe()
     with open(writing, "wb", buffering=0) as pipe:
         pipe.write(text)

@@ -24,8 +24,10 @@ from rl_async.sandbox.bubblewrap import (
 
 CHECK_S = 120.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SMALL = 1 << 16  # bytes, of file systems that nobody needs
-USERS = range(10_000, 60_000)  # also there where a user without rights has 65,536 numbers for his containers
+# The size of file systems that are there because programs expect them, and stay empty.
+SMALL = 1 << 16
+# These exist also where a user without privileges has only 65,536 numbers for the users of containers.
+USERS = range(10_000, 60_000)
 
 
 class Containers:
@@ -72,7 +74,7 @@ class Containers:
 
 
 class _Container:
-    """The command that runs a container, which is what a ProcessWorkspace waits for and kills."""
+    """The command that runs a container. A ProcessWorkspace waits for it and kills it in place of the container."""
 
     def __init__(self, config: SandboxConfig, program: tuple[str, str], control: socket.socket) -> None:
         self._command, self._name = config.command, _name()
@@ -83,10 +85,8 @@ class _Container:
         """Wait for its end; a container that it left behind is ended and removed."""
         code = self._client.wait(timeout)
         if code != 0:
-            for words in (
-                ["kill"],
-                ["rm", "--force"],
-            ):  # Podman's rm alone waits for the first process to end by itself
+            # Podman's rm alone would wait for the first process to end by itself.
+            for words in (["kill"], ["rm", "--force"]):
                 command = [*self._command, *words, self._name]
                 subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CHECK_S)
         return code
@@ -103,7 +103,7 @@ def _name() -> str:
 def _run(config: SandboxConfig, name: str, program: tuple[str, str]) -> list[str]:
     """Return the command that runs a container and removes it after its end."""
     workspace, user = config.workspace_bytes, secrets.choice(USERS)
-    # What one process may have is limited as in other sandboxes; these limits hold the container as a whole.
+    # Single processes are limited as in other sandboxes; these limits hold the container as a whole.
     memory = 2 * (config.memory_bytes + workspace) + OWN_BYTES
     folders = [part for folder in config.packages for part in ("--volume", f"{folder}:{folder}:ro")]
     environment = {

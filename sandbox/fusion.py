@@ -1,7 +1,7 @@
 """Workspaces on a Sandbox Fusion server, by its HTTP API: ``POST /run_code``.
 
-That server forgets a run's files, so a workspace is an archive here, which goes there and back with each run. What
-isolates programs, and which limits hold beside time, output and size, is the server's to say.
+That server forgets a run's files, so a workspace is an archive here, which goes there and back with each run. The
+server decides how programs are isolated, and which limits hold besides time, output and size.
 """
 
 import asyncio
@@ -23,9 +23,11 @@ from rl_async.sandbox.api import Language, Limit, Result, SandboxLost, SandboxRe
 
 ATTEMPTS, PAUSE_S = 4, 0.5
 BUSY = (429, 502, 503, 504)
-GRACE_S = 30.0  # past the program's time, for archives and the way
+# Archives and the network take so long beyond the program's time.
+GRACE_S = 30.0
 CHECK_S = 60.0
-KILLED = 128 + 9  # exit code of `timeout -s KILL`
+# The exit code of `timeout -s KILL`.
+KILLED = 128 + 9
 _IN, _OUT, _PROGRAM = "rl-async-in.tar", "rl-async-out.tar", "rl-async-program"
 
 # The archive is packed after a program that was ended, too, so that its files stay.
@@ -152,7 +154,8 @@ class FusionWorkspace:
         try:
             with tarfile.open(fileobj=buffer, mode="a") as archive:
                 archive.addfile(entry, io.BytesIO(data))
-        except (tarfile.TarError, ValueError) as error:  # ValueError: a name that cannot be encoded
+        # A name that cannot be encoded is a ValueError.
+        except (tarfile.TarError, ValueError) as error:
             raise SandboxRefused(f"{path!r} cannot be added to the workspace: {error}") from error
         self._archive = buffer.getvalue()
 
@@ -195,12 +198,14 @@ class FusionWorkspace:
 
 def _result(ran: _Ran, seconds: float, most: int) -> Result:
     stdout, stderr, took = (ran.stdout or "").encode(), (ran.stderr or "").encode(), ran.execution_time or 0.0
-    code = KILLED if ran.return_code is None else ran.return_code  # none: the server's own limit of time
+    # A program that reached the server's own limit of time has no exit code.
+    code = KILLED if ran.return_code is None else ran.return_code
     limit: Limit = "seconds" if code == KILLED and took >= seconds else ""
     if len(stdout) + len(stderr) > most:
         stdout, limit = stdout[:most], "output"
         stderr = stderr[: most - len(stdout)]
-    return Result(stdout, stderr, 128 - code if code > 128 else code, limit, took)  # shells add 128 to a signal
+    # Shells add 128 to the number of a signal.
+    return Result(stdout, stderr, 128 - code if code > 128 else code, limit, took)
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes:

@@ -1,9 +1,10 @@
 """The first process of a sandbox: runs programs and moves files for the process outside, over the socket that is fd 0,
 or else over standard input and output.
 
-It is started by ``python -I -S`` where nothing of this project is, so it imports the standard library alone. Programs
-cannot reach it: it is process 1 of its namespace, so their signals do not arrive, and it is not dumpable, so its memory
-and its files are closed to them. It ends with the socket, and with it the kernel ends everything else in the namespace.
+It is started by ``python -I -S`` where this project is not installed, so it imports the standard library alone.
+Programs cannot reach it: it is process 1 of its namespace, so their signals do not arrive, and it is not dumpable, so
+its memory and its files are closed to them. It ends with the socket, and then the kernel ends everything else in the
+namespace.
 
 Consumes requests: two lengths of four bytes, a JSON object and bytes. Produces a reply for each, in the same form.
 Waits for the next request, or for the program that runs; a byte on the socket in the meantime ends that program.
@@ -28,15 +29,19 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn, cast
 
-Reply = tuple[dict[str, Any], bytes]  # the object and the bytes of a reply
+# The JSON object of a reply, and its bytes.
+Reply = tuple[dict[str, Any], bytes]
 
 LENGTHS = struct.Struct(">II")
 WORKSPACE = "/workspace"
-TEMPORARY = f"{WORKSPACE}/.tmp"  # where /tmp leads, so that one limit covers both
+# /tmp leads here, so that one limit covers both.
+TEMPORARY = f"{WORKSPACE}/.tmp"
 WATCH_S = 0.05
-MOST_FILES = 50_000  # an empty file costs the kernel memory that no file system counts
+# Even an empty file costs the kernel memory, which no file system counts.
+MOST_FILES = 50_000
 PIECE = 1 << 16
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38  # prctl(2)
+# Options of prctl(2).
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 
 
@@ -72,7 +77,8 @@ def serve(control: Control) -> None:
         if header is None or body is None:
             return
         request = json.loads(header)
-        if request["do"] == "end":  # meant for a program that had ended by itself
+        if request["do"] == "end":
+            # It was meant for a program that has ended by itself meanwhile.
             continue
         try:
             reply, data = DO[request.pop("do")](control, body, **request)
@@ -80,12 +86,14 @@ def serve(control: Control) -> None:
             reply, data = {"refused": str(refusal)}, b""
         except OSError as error:
             reply, data = {"refused": f"{error.strerror}: {error.filename}" if error.filename else str(error)}, b""
-        except (ValueError, RecursionError) as error:  # such as a zero byte in a path
+        # A zero byte in a path is a ValueError, for one.
+        except (ValueError, RecursionError) as error:
             reply, data = {"refused": str(error)}, b""
         text = json.dumps(reply).encode()
         try:
             control.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
-        except (BrokenPipeError, ConnectionResetError):  # nobody waits any more
+        except (BrokenPipeError, ConnectionResetError):
+            # The process outside no longer waits.
             return
 
 
@@ -103,7 +111,8 @@ def _exactly(control: Control, length: int) -> bytes | None:
 
 def run(control: Control, stdin: bytes, *, argv: list[str], limits: dict[str, Any]) -> Reply:
     """Run a program; reply how it ended, with its output as bytes."""
-    with contextlib.suppress(OSError):  # a program may have put something else there, or filled the workspace
+    # A program may have put something else there, or filled the workspace.
+    with contextlib.suppress(OSError):
         os.makedirs(TEMPORARY, exist_ok=True)
     began = time.monotonic()
     program = Program(argv, stdin, limits)
@@ -138,8 +147,8 @@ class Group:
         return "memory" if self._kills() > self._killed or 0 < memory < self._held() - self._before else ""
 
     def _held(self) -> int:
-        """Return the bytes that the group holds without files: what was read from a disk is the machine's to drop, and
-        what stands in the workspace has a limit of its own."""
+        """Return the bytes that the group holds without files: the machine can drop those that it read from a disk,
+        and the workspace's have a limit of their own."""
         numbers, files = self._numbers(1), 0
         for place in (WORKSPACE, "/dev/shm"):
             space = os.statvfs(place)
@@ -174,7 +183,7 @@ class Program:
         self._ended = os.pidfd_open(self._pid)
 
     def follow(self, control: Control, deadline: float) -> str:
-        """Move bytes until the program ends or must be ended; return the limit for which it must, or an empty text."""
+        """Move bytes until the program ends or reaches a limit; return the limit's name, or an empty text."""
         with selectors.DefaultSelector() as selector:
             for fd in (self._out, self._err, self._ended, control.fileno()):
                 selector.register(fd, selectors.EVENT_READ)
@@ -199,7 +208,8 @@ class Program:
                 if self.limit:
                     return self.limit
                 if control.fileno() in ready:
-                    return "seconds"  # nobody waits any more
+                    # The caller was cancelled or is gone, so the result will not be read.
+                    return "seconds"
                 if self._ended in ready:
                     return ""
 
@@ -209,7 +219,8 @@ class Program:
             self._stdin = self._stdin[os.write(self._in, self._stdin[:PIECE]) :]
         except BlockingIOError:
             return True
-        except BrokenPipeError:  # it does not want the rest
+        except BrokenPipeError:
+            # It has closed its input without reading the rest.
             return False
         return bool(self._stdin)
 
@@ -233,14 +244,15 @@ class Program:
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status, usage = os.wait4(-1, 0)  # orphans become this process's children
+                # Orphans of the program have become children of this process.
+                pid, status, usage = os.wait4(-1, 0)
                 if pid == self._pid:
                     found = status, usage
         assert found is not None
         return found
 
     def output(self) -> tuple[bytes, bytes]:
-        """Return stdout and stderr, with what is left in the pipes, whose writers are dead."""
+        """Return stdout and stderr, after reading the rest from the pipes; their writers are dead."""
         for fd in (self._out, self._err):
             while not self.limit and self._read(fd):
                 pass
@@ -260,7 +272,8 @@ def _become(argv: list[str], files: tuple[int, int, int], limits: dict[str, Any]
         for which, most in (
             (resource.RLIMIT_AS, limits["memory"]),
             (resource.RLIMIT_FSIZE, limits["workspace"]),
-            (resource.RLIMIT_NPROC, limits["processes"] + 1),  # and process 1
+            # Process 1 counts as well.
+            (resource.RLIMIT_NPROC, limits["processes"] + 1),
             (resource.RLIMIT_NOFILE, 256),
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
@@ -268,10 +281,12 @@ def _become(argv: list[str], files: tuple[int, int, int], limits: dict[str, Any]
         ):
             resource.setrlimit(which, (most, most))
         resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # by Python, and below
+        # Python ignores the first two, and ``main`` the third.
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(ignored, signal.SIG_DFL)
         os.execvp(argv[0], argv)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the program
+    # A zero byte in the program is a ValueError.
+    except (OSError, ValueError) as error:
         os.write(2, f"cannot start: {error}\n".encode())
     finally:
         os._exit(127)
@@ -289,8 +304,8 @@ def _first_to_be_killed() -> None:
 
 
 def _exceeded(limits: dict[str, Any]) -> str:
-    """Name the limit that all files are beyond, or what all processes show together where no control group counts it;
-    else an empty text."""
+    """Return the limit that all files together exceed, or, where no control group counts, all processes' memory; an
+    empty text if none."""
     pages = 0
     for name in [] if limits["counted"] else os.listdir("/proc"):
         if name.isdecimal() and name != "1":
@@ -332,7 +347,7 @@ def get(_: Control, __: bytes, *, path: str, most: int) -> Reply:
 
 
 def _regular(real: str, mode: str, flags: int) -> BinaryIO:
-    """Open a regular file, without waiting for what else may have its name."""
+    """Open a regular file. Raises Refused for anything else, such as a named pipe, without waiting for it."""
     fd = os.open(real, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -354,7 +369,7 @@ def snapshot(_: Control, __: bytes, *, most: int) -> Reply:
 
 
 def restore(_: Control, data: bytes) -> Reply:
-    """Replace the workspace by an archive's content. Whatever it contains, it can only harm this sandbox."""
+    """Replace the workspace by an archive's content. A hostile archive can harm this sandbox alone."""
     for entry in os.scandir(WORKSPACE):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -362,7 +377,8 @@ def restore(_: Control, data: bytes) -> Reply:
             os.unlink(entry.path)
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            trust: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}  # since 3.11.4
+            # Python's default may refuse links that programs made. The parameter came with 3.11.4.
+            trust: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
             archive.extractall(WORKSPACE, **trust)
     except tarfile.TarError as error:
         raise Refused(f"not a snapshot: {error}") from error
@@ -379,11 +395,12 @@ class _Filter(ctypes.Structure):
 
 
 def protect(calls: bytes) -> bool:
-    """Close this process to others, and refuse it and those that it starts the system calls of a filter, if any."""
+    """Close this process to others. With a filter, refuse its system calls to this process and those that it starts."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         return False
-    given = _Filter(len(calls) // 8, calls)  # eight bytes each
+    # An instruction has eight bytes.
+    given = _Filter(len(calls) // 8, calls)
     return not calls or (
         prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
         and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given)) == 0
@@ -391,8 +408,9 @@ def protect(calls: bytes) -> bool:
 
 
 def main() -> None:
-    """Serve whoever is at the other end of standard input; the argument is a filter of system calls in Base64."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler, Python's too, would let programs interrupt process 1
+    """Serve the process at the other end of standard input; the argument is a filter of system calls in Base64."""
+    # With a handler, such as Python's own, programs could interrupt process 1.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not protect(base64.b64decode("".join(sys.argv[1:]))) or os.getpid() != 1:
         sys.exit("cannot protect the first process of the sandbox")
     if not os.access(WORKSPACE, os.W_OK):
