@@ -27,7 +27,7 @@ class Overdue(TimeoutError):
 async def within(seconds: float, work: Awaitable[T]) -> T:
     """Return the result of ``work``. Raises Overdue after ``seconds``, once the cancelled work has ended.
 
-    Time in which this process was not running (stopped, swapped out, on a suspended machine) counts for LOOK_S at most.
+    While this process does not run (stopped, swapped out, on a suspended machine), LOOK_S at most are counted.
     """
     task, left = asyncio.ensure_future(work), seconds
     try:

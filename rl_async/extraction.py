@@ -21,9 +21,11 @@ LONGEST = 20_000
 PATTERN_S = 2.0
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w)])[-\u2212])?"  # U+2212: the minus sign of typeset text
+    # U+2212 is the minus sign of typeset text.
+    r"(?:(?<![\w)])[-\u2212])?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-    r"(?:[eE][+-]?\d{1,3}(?!\w))?"  # three digits: a longer exponent would be written out as a text without end
+    # Numbers are written out, so an exponent of more digits would make a text without end.
+    r"(?:[eE][+-]?\d{1,3}(?!\w))?"
 )
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")

@@ -53,7 +53,7 @@ class RemoteEpisode:
 
     @property
     def anthropic_base_url(self) -> str:
-        """The URL to which Anthropic's clients add ``/v1/messages``."""
+        """The URL for Anthropic's clients, which add ``/v1/messages`` themselves."""
         return self.base_url.removesuffix("/v1")
 
     @property

@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary, in the order in which data flows.
+"""Every message that crosses a process boundary, in the order of the data's way.
 
 Tasks, versions, trajectories and their headers come first, then replies and requests on the queue's sockets. Each
 struct names its producer and its consumer. ``lineage`` is that of the trainer that sends a request: the queue refuses
@@ -606,7 +606,7 @@ class StatusReport(Reply):
 
     ``max_staleness`` is the bound of admission now, which the trainer may have tightened. ``counters`` are dropped,
     dead_letters, redelivered, fenced, malformed and others, and FAILED with each cause. If only gateways lease,
-    ``unattended_s`` counts the seconds in which no agent program has played or asked. ``last_failure`` is the beginning
+    ``unattended_s`` counts the seconds since an agent program last played or asked. ``last_failure`` is the beginning
     of the newest dead letter's error. ``scored`` and ``unscored`` count samples since the queue was started.
     ``flush_s`` is the slowest flush of journal and ledger in about a minute.
     """

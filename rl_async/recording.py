@@ -250,6 +250,6 @@ def _array_to_list(value: Any) -> Any:
 
 def _list_to_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
-        # Exact for int32, bool and float32, to which the caller narrows it.
+        # The caller narrows it to int32, bool or float32, and this type holds their values exactly.
         return np.asarray(value, dtype=np.float64)
     raise NotImplementedError(f"cannot decode {kind}")

@@ -99,9 +99,9 @@ _changing = threading.Lock()
 
 
 def widened(weight: Tensor) -> Tensor:
-    """Return the weight in the form from which ``output_logits`` computes at once: on a CPU in at least float32.
+    """Return the weight in the form that ``output_logits`` need not convert: on a CPU in at least float32.
 
-    Of a weight that is read many times before it changes, such as by an engine's steps, keep this.
+    Keep the result for a weight that is read many times before it changes, such as by an engine's steps.
     """
     return weight if weight.device.type != "cpu" else weight.to(torch.promote_types(weight.dtype, torch.float32))
 

@@ -1,7 +1,7 @@
 """The trainer's side of the store: batches of steps, slots, going back to a checkpoint, and evaluations.
 
 An evaluation's held-out tasks are admitted outside the slots and never trained. A checkpoint keeps a snapshot of the
-queue, from which untrained groups can be generated again.
+queue, and untrained groups can be generated again from it.
 """
 
 from collections import Counter

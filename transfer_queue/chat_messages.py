@@ -271,7 +271,7 @@ def _bound(messages: Sequence[Message]) -> int:
 
 
 def _template_bytes(model: Path) -> int:
-    """Return the size of the files that may have a model's chat template, part of which it always prints."""
+    """Return the size of the files that may have a model's chat template, which always prints a part of itself."""
     own = model / "chat_template.jinja"
     files = [own] if own.is_file() else [model / "tokenizer_config.json"]
     return sum(file.stat().st_size for file in files if file.is_file())

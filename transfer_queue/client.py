@@ -353,7 +353,7 @@ class _Waiting(NamedTuple):
 
 
 class Outbox:
-    """Sends samples through ``send``, at most AT_ONCE messages at a time, in the order in which they came."""
+    """Sends samples through ``send`` in the order of their arrival, at most AT_ONCE messages at a time."""
 
     def __init__(self, send: Callable[[list[Parcel]], Awaitable[Answers]]) -> None:
         self._send = send
@@ -445,7 +445,7 @@ class Sending:
 
 
 def chosen(group: int, shards: Sequence[m.ShardRecord], replicas: int) -> list[m.ShardRecord]:
-    """The shards that keep a group, fewer than ``replicas`` if there are no more.
+    """The shards that keep a group: ``replicas`` of them, or all if they are fewer.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): each group ranks all shards by a hash of its own, so that groups
     spread evenly, and a shard that comes or goes moves no group between the others.
@@ -1130,14 +1130,16 @@ def _next(client: SyncQueueClient, step: int, timeout_s: float) -> Batch | None:
     """Waits for groups to become ready; unblocked by workers, the end of the run (None), or ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
-        over = client.status().finished  # asked first: what was put before the end is still read
+        # Asked before reserving, so that rows which were put before the end are still read.
+        over = client.status().finished
         left = deadline - time.monotonic()
         reply = client.reserve(step, 0.0 if over else max(0.0, min(left, POLL_S)))
         if not isinstance(reply, m.NotReady):
             try:
                 rows = client.fetch_announced(reply.headers)
             except RowsLost:
-                continue  # they are generated again, which the next question waits for
+                # They are generated again, and the next request waits for that.
+                continue
             return Batch(step, rows, reply.headers, reply.tasks)
         if over:
             return None

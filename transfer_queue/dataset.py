@@ -442,7 +442,7 @@ FIRST_ROWS = 8
 
 
 class _Cursor(msgspec.Struct, array_like=True):
-    """For each source: tasks taken, rows (to notice changed data), and tasks by which it is behind its share.
+    """For each source: tasks taken, rows (to notice changed data), and how many tasks it is behind its share.
 
     An empty ``owed`` means that every source has its share.
     """

@@ -81,7 +81,7 @@ class TaskList:
 
 
 class GrowingTaskList(TaskList):
-    """A list to which a resumed run may append tasks. Implements TaskSource."""
+    """A list that a resumed run may append tasks to. Implements TaskSource."""
 
     def cursor(self) -> bytes:
         """The number of tasks taken."""

@@ -188,7 +188,7 @@ def tells_end(path: Path) -> bool:
 
 
 def _settled(path: Path) -> tuple[int, str | None]:
-    """The offset from which a ledger must be read, and the journal that is followed there.
+    """The offset where reading a ledger must begin, and the journal that is followed there.
 
     That is the last COMPACTED line but one: the journal forgot nothing before the next one was written. So the ledger
     of a long run is not read whole at each start.

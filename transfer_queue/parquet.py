@@ -204,7 +204,7 @@ def import_ready(queue: SyncQueueClient, path: Path, timeout_s: float) -> Moved:
 
 
 def _refuse_older(place: str, group: StoredGroup, published: int) -> None:
-    """Raise UserError for tokens older than the version published at the lease, from which the bound counts."""
+    """Raise UserError for tokens older than the version published at the lease, where the bound begins to count."""
     oldest = min((run.version.step for row in group.rows for run in row.versions), default=published)
     if oldest < published:
         raise UserError(

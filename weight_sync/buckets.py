@@ -179,7 +179,7 @@ def allocate_buckets(
 
 
 def pack(pieces: Sequence[Piece]) -> Bucket:
-    """Copy pieces into a bucket on the device of the first one, or on the host if there are no pieces."""
+    """Copy pieces into a bucket on the device of the first one; an empty bucket is on the host."""
     device = pieces[0].data.device if pieces else torch.device("cpu")
     dtypes, numels = [piece.data.dtype for piece in pieces], [piece.data.numel() for piece in pieces]
     data, places = room(dtypes, numels, device)

@@ -126,7 +126,7 @@ class Fleet:
                 await _in_thread(self._shards.seal)
             engines = [member.engine_id for member in done]
             await self._directory.publish(version, engines)
-            # Engines on the trainer's devices paused for a whole step, so they count only if there are no others.
+            # Engines on the trainer's devices paused for a whole step, so the others count where some exist.
             overlapped = [member for member in done if not self._shares(member.record)]
             return SyncReport(
                 version=version,
@@ -153,7 +153,7 @@ class Fleet:
     async def suspend(self) -> None:
         """Pause the engines on the trainer's devices, and release their memory until the next ``publish``.
 
-        Their requests move to the other engines, or stay if there are no others.
+        Their requests move to the other engines, and stay in a fleet without others.
         """
         async with self._before_late_engines():
             self._suspended = True
@@ -507,7 +507,7 @@ class WeightCoordinator:
     """Publishes weights from rank 0 of the trainer, and keeps late engines caught up in the background.
 
     ``open_directory`` and ``connect`` are called on the coordinator's own event loop, because sockets belong to the
-    loop on which they are created. ``sync``, ``engine_wait_s``, ``host``, ``note``, ``shares`` and ``stores`` are as
+    loop that they are created on. ``sync``, ``engine_wait_s``, ``host``, ``note``, ``shares`` and ``stores`` are as
     for ``Fleet``. The constructor blocks until the directory is open and raises what opening it raised.
 
     A publication may take longer than a collective may. So during each call that all ranks make, ``meet`` is called

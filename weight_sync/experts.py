@@ -15,7 +15,8 @@ from torch import Tensor
 from rl_async.weight_sync.layout import Box, Layout, Shard, TensorSpec
 
 STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
-PUBLISHED: Mapping[str, Mapping[str, str]] = {  # by model_type: what its published files call parts of our names
+# For each model_type, the parts of our names that its published files replace, and their own.
+PUBLISHED: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {},
     "mixtral": {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
     "qwen2_moe": {},
@@ -24,7 +25,7 @@ PUBLISHED: Mapping[str, Mapping[str, str]] = {  # by model_type: what its publis
 
 
 class ExpertPart(NamedTuple):
-    """The tensor ``name`` [rows, columns] of one expert: ``rows`` of what the stacked tensor holds of ``expert``."""
+    """The tensor ``name`` [rows, columns] of one ``expert``: these ``rows`` of the expert's matrix in the stack."""
 
     name: str
     expert: int
@@ -32,8 +33,7 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(name: str, shape: Sequence[int]) -> list[ExpertPart]:
-    """Return the tensors of which a stacked one of this shape consists, in the order of its memory; none if it is not
-    stacked."""
+    """Return the tensors in a stacked one of this shape, in the order of its memory; an empty list for others."""
     found = STACKED.match(name)
     if found is None or len(shape) != 3:
         return []

@@ -59,10 +59,10 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks hold which boxes of which tensors; empty boxes are left out.
+    """The boxes of each tensor, and the ranks that hold them; empty boxes are left out.
 
-    ``shards`` of a tensor are in the order of a rank's memory, where that matters. Raises
-    WeightSyncError if a shard is not within its tensor, or a rank holds an element twice.
+    A tensor's ``shards`` are in the order of a rank's memory, where that matters. Raises WeightSyncError if a shard is
+    not within its tensor, or a rank holds an element twice.
     """
 
     tensors: Mapping[str, TensorSpec]

@@ -3,12 +3,12 @@
     rank 0:  RankShards ──> RankShipment ──> Outlet       its own shards
                                         └──> RemoteOutlet ──TCP──> OutletServer ──> Outlet     of another rank
 
-In: every rank's shards of a version, and what an engine's workers need. Out: rounds; in each, every rank sends each
-worker one bucket with its share of the same few tensors. Every rank works out the same rounds for itself, so only
-commands and manifests travel between ranks: a message is its length, 8 bytes, and JSON, and a connection begins with
-the token of the run's ranks.
+In: every rank's shards of a version, and the boxes that an engine's workers need. Out: rounds; in each, every rank
+sends each worker one bucket with its share of the same few tensors. Every rank works out the same rounds for itself, so
+only commands and manifests travel between ranks: a message is its length, 8 bytes, and JSON, and a connection begins
+with the token of the run's ranks.
 
-An outlet keeps a copy of what it sent, in the type that travels: all the memory that a publication needs beside two
+An outlet keeps a copy of the weights it sent, in the type that travels; a publication needs no other memory but two
 buckets. Engines that come late are served from it, while training changes the weights. Ranks find each other through
 ``led`` and ``followed`` and leave together: rank 0 stops sending first, and leaves last, since it may hold the store.
 """
@@ -76,7 +76,7 @@ THREAD = "weight-transfer"
 OVER = "outlets/over"
 
 
-# --- which rank sends which part of a tensor, and in which round
+# --- planning: the sending rank and the round of each part of a tensor
 
 
 class Part(NamedTuple):

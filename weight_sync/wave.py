@@ -313,7 +313,7 @@ async def transfer(
     *,
     staged: bool = False,
 ) -> WaveOutcome:
-    """Update connected members, whatever state they are in, to ``version``. Each request has ``timeout_s``.
+    """Update connected members, in any state, to ``version``. Each request may take ``timeout_s``.
 
     Raises WeightSyncError only for a fault of the trainer: a bucket cannot be staged, or a rank that sends is lost.
     """

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from rl_async.errors import EXIT_USER, UserError
 
-# Environment variables: the path of the file with the token, and more host names by which clients may call a server.
+# Environment variables with the path of the token's file, and with further host names that a server answers to.
 TOKEN_FILE = "RL_ASYNC_TOKEN_FILE"
 HOSTS = "RL_ASYNC_HTTP_HOSTS"
 HEALTH = "/health"

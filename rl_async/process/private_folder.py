@@ -1,6 +1,6 @@
-"""What a run's processes on one machine share while it lasts: a folder that only its user can enter, and segments.
+"""A folder that only its user can enter, and shared memory, for a run's processes on one machine while it lasts.
 
-The folder holds the queue's socket files, and the file by which trainer ranks meet. The operating system keeps
+The folder holds the queue's socket files, and the file that trainer ranks meet through. The operating system keeps
 strangers out of it. It is not in the run's own folder, whose path may be longer than a socket file's can be, or on a
 network file system. A segment of shared memory outlives its process: Python's resource tracker unlinks those of a
 killed process, unless it is killed with it, so their names tell the supervisor which to remove.

@@ -1,10 +1,10 @@
 """The start and end of every process of a run: arguments, exit codes, logging, output, signals and supervision.
 
-A role's ``__main__.py`` parses its arguments and calls ``run_role``; what imports torch stands in another module, which
-is imported only then, so that ``--help`` answers at once. A role ends with its supervisor, by a pipe whose write end
+A role's ``__main__.py`` parses its arguments and calls ``run_role``; code that imports torch is in another module,
+imported only then, so that ``--help`` answers at once. A role ends with its supervisor, by a pipe whose write end
 only the supervisor holds, and writes its Python stack on a signal. Standard output and error are steady: a reader may
-end before the process does, vanish with its terminal, stop reading, or be a file on a full disk, and a plain stream
-would raise or block wherever something is printed.
+end before the process does, vanish with its terminal, stop reading, or be a file on a full disk, and any ``print`` to
+a plain stream would then raise or block.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Files in a run's folder that tell its processes, and the commands, where processes are and what they do.
+"""Files in a run's folder that tell its processes, and commands, the addresses and the state of processes.
 
     RUN/endpoints.json             addresses, for programs that join the run
     RUN/prometheus/NAME.json       addresses for Prometheus, in the format of ``file_sd_configs``
@@ -6,8 +6,8 @@
     RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
 
-The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare what they
-measure. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
+The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare their
+use with it. Each timeline file has one writing process, and at most two times MOST_BYTES are kept of it.
 """
 
 import os

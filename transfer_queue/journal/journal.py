@@ -109,7 +109,7 @@ class Journal(Protocol):
 
 
 def new_run_id(name: str) -> str:
-    """A unique id, by which clients that outlive a queue notice that the next one does not know them."""
+    """A unique id. Clients that outlive a queue notice by it that the next one does not know them."""
     return f"{name}-{secrets.token_hex(8)}"
 
 
@@ -734,7 +734,7 @@ class SqliteJournal:
 
     def _failed(self, error: Exception) -> JournalError:
         text = f"the queue's journal {self._path}: {error}"
-        # Text that does not decode is damage, of which SQLite makes an OperationalError as well.
+        # Text that does not decode is damage, although SQLite reports it as an OperationalError as well.
         if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error):
             return JournalError(
                 f"{text}; see that there is room and that it can be written, then continue with --resume: nothing that "

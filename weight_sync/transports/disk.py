@@ -75,7 +75,8 @@ class DiskReceiver:
         self._folder = Path(info.folder)
         try:
             usable = self._folder.is_dir()
-        except OSError:  # a name that is too long
+        except OSError:
+            # The name is too long.
             usable = False
         if not usable:
             raise WeightSyncError(
