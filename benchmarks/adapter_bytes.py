@@ -33,7 +33,7 @@ from rl_async.trainer.publishing import EnginePublisher, GatheredWeights
 from rl_async.weight_sync.buckets import deltas
 from rl_async.weight_sync.coordinator import Overlapped, WeightCoordinator
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 ARMS = {
     "whole weights": None,

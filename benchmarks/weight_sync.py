@@ -48,7 +48,7 @@ from rl_async.weight_sync.buckets import Bucket, checksum, deltas, unpack
 from rl_async.weight_sync.coordinator import WeightCoordinator, Weights
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, broadcast
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 MB = 1 << 20
 SIZE = (21, 1024)  # layers and width: 512 MB in bfloat16

@@ -20,7 +20,7 @@ from rl_async.process.http_auth import make_tokens, run_token
 from rl_async.rollout_server.vllm.client import VllmEngine
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 START_S = 240.0
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from tests.support.nothing_lost import stale, twice, whole_lines
+from tests.support.queue import stale, twice, whole_lines
 
 Row = tuple[int, int, int]  # group, sample, segment
 

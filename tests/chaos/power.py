@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.contracts.power import queue, redis_queue, trainer
-from tests.support.power.cuts import broken, states
-from tests.support.power.recording import Change, build_recorder, record
+from tests.support.power.cuts import Change, broken, build_recorder, record, states
 
 Check = Callable[[Path, list[str]], None]
 PROGRAMS: dict[str, tuple[str, list[str], Callable[[list[Change], Path], Check]]] = {

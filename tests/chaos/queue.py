@@ -21,8 +21,7 @@ from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.process.private_folder import make_private
-from tests.support.nothing_lost import Sample, lost, stale, twice, whole_lines
-from tests.support.queue_clients import make_run_keys
+from tests.support.queue import Sample, lost, make_run_keys, stale, twice, whole_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, GROUP, STALENESS, STEPS = 2, 2, 1, 1_000_000

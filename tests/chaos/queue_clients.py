@@ -15,7 +15,7 @@ import numpy as np
 from rl_async import messages as m
 from rl_async.errors import QueueLost, RowsLost
 from rl_async.transfer_queue.client import ClientSettings, QueueClient, SyncQueueClient
-from tests.support.queue_clients import async_client, settings
+from tests.support.queue import async_client, settings
 
 CHECKPOINT_EVERY = 5
 PATIENCE_S = 0.3  # a killed queue is back soon

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e import command
 from tests.e2e.command import HARDLY_WARM
 from tests.support.forked import Forked
-from tests.support.listeners import listeners
+from tests.support.ports import listeners
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(280)]
 SMALL = [

@@ -26,8 +26,8 @@ from tests.fuzz.http_gateway import GatewayTarget
 from tests.fuzz.http_requests import Route
 from tests.fuzz.http_served import Served
 from tests.fuzz.queue_servers import LiveQueue
-from tests.support.buckets import make_buckets
 from tests.support.ports import free_port
+from tests.support.weights import make_buckets
 
 LENGTH = 64
 

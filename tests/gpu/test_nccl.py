@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_async.weight_sync.transports.process_groups import NcclSender
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 pytestmark = [
     pytest.mark.gpu,

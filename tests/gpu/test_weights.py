@@ -18,7 +18,7 @@ from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.receiver import RetainedBuckets
 from rl_async.weight_sync.reshard import Gathering, PointToPoint, ShardedWeights
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
-from tests.support.trainer_ranks import TrainerRanks
+from tests.support.weights import TrainerRanks
 
 pytestmark = [
     pytest.mark.gpu,

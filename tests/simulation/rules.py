@@ -19,7 +19,7 @@ from rl_async.transfer_queue.transitions import (
     RolledBack,
 )
 from tests.simulation.disk import Disk
-from tests.support.nothing_lost import Sample, lost, stale, twice
+from tests.support.queue import Sample, lost, stale, twice
 
 Tokens = list[str]  # by segment
 

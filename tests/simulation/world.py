@@ -23,7 +23,7 @@ from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
 from tests.simulation.network import PATIENCE_S, Network, RouterSocket
 from tests.simulation.reader import Reader
 from tests.simulation.rules import Rules
-from tests.support.tasks import easy_or_hard
+from tests.support.queue import easy_or_hard
 
 TICK_S = 0.1
 FAULTS_S = 6.0  # at most; then everything is driven to the end

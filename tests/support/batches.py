@@ -1,12 +1,16 @@
-"""Whole batches for tests of what is computed from them."""
+"""Make whole batches, and rows that begin alike, for tests of the results computed from them."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rl_async.messages import Trajectory
+from rl_async.trainer.backend import Outputs
 from rl_async.trainer.batch_layout import MiniBatch
 from rl_async.trainer.batches import Batch, WholeBatch, assemble
+from rl_async.trainer.packing import Tensors, empty_tensors, prefix_tree
 from rl_async.trainer.ranks import DataParallel
 
 
@@ -16,3 +20,52 @@ def whole_batch(rows: Sequence[Trajectory], step: int = 0, max_staleness: int | 
     plan = [MiniBatch(ranks=[[numbers]], rows=numbers)]
     batch = Batch(step, [row.header() for row in rows], plan, {row.key: row for row in rows})
     return assemble(DataParallel(0, 1, is_recorder=True), batch, max_staleness, torch.ones(len(rows), dtype=torch.bool))
+
+
+OPENING = 8  # tokens with which all rows begin
+PROMPTS = {8: (3, 5, 5, 1, 9), 12: (2, 4), 0: (7,)}  # its own tokens -> those of its answers
+HISTORY = 9  # tokens after a prompt that two of its rows have in common
+
+
+def shared_rows(vocab: int, device: str = "cpu") -> Tensors:
+    """Groups with an opening, a prompt, and of two rows an answer in common; one row twice, and some that others begin
+    with."""
+    draw = np.random.default_rng(1)
+
+    def some(count: int) -> list[int]:
+        return draw.integers(3, vocab, count).tolist()
+
+    opening, rows = some(OPENING), list[list[int]]()
+    for prompt, answers in PROMPTS.items():
+        asked = opening + some(prompt)
+        rows += [asked + some(answer) for answer in answers]
+        history = asked + some(HISTORY)
+        rows += [history + some(4), history + some(6)]
+    rows += [rows[0], list(opening), rows[-1][:-2]]
+    lengths = [len(row) for row in rows]
+    tokens = np.zeros((len(rows), max(lengths)), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    temperatures = [0.7] * len(rows)
+    temperatures[1] = 1.3
+    tensors = empty_tensors(device)
+    tensors.tokens = torch.from_numpy(tokens).to(device)
+    tensors.lengths = torch.tensor(lengths)
+    tensors.temperature = torch.tensor(temperatures, device=device)[:, None, None]
+    tensors.tree = prefix_tree(tokens, lengths, temperatures)
+    return tensors
+
+
+def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
+    """A mean over sequences, each with a weight of its own, of bent means over their tokens, of everything there is."""
+    parts = [outputs.logprobs, outputs.entropy, outputs.sum_squares, outputs.values]
+    if outputs.distribution is not None:
+        parts.append(outputs.distribution.square().mean(-1))
+    total = torch.zeros(())
+    for part in parts:
+        if part is not None:
+            real = (torch.arange(part.shape[1]) + 1 < lengths[:, None]).to(part.device)
+            mean = torch.where(real, part, 0.0).sum(1) / lengths.to(part.device)
+            weights = torch.linspace(-1.0, 2.0, len(mean), device=part.device)
+            total = total.to(part.device) + (weights * mean.tanh()).mean()
+    return total

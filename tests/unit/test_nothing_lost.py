@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.nothing_lost import lost, stale, twice, whole_lines
+from tests.support.queue import lost, stale, twice, whole_lines
 
 
 def test_a_group_in_two_steps_is_named_and_one_with_several_rows_of_a_step_is_not() -> None:

@@ -17,9 +17,8 @@ from rl_async.weight_sync.protocol import InitInfo, TransportName
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.engine_peers import Peer
 from tests.contracts.weights.test_transport import Directory
-from tests.support.buckets import make_buckets
 from tests.support.rounding import PlainPass
-from tests.support.trainer_ranks import TrainerRanks
+from tests.support.weights import TrainerRanks, make_buckets
 
 BUCKET_BYTES = 1 << 12
 

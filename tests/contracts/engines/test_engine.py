@@ -32,9 +32,8 @@ from tests.contracts.engines.engine_weights import (
     send,
     tensors,
 )
-from tests.support.buckets import make_buckets
-from tests.support.received import adapters, merged
 from tests.support.rounding import PlainPass
+from tests.support.weights import adapters, make_buckets, merged
 
 V0, V1 = Version(0, 0), Version(0, 1)
 WAIT_S = 60.0  # at most, for what must happen

@@ -21,7 +21,7 @@ from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
 from tests.contracts.engines.engine_weights import differences, errors, publish, scaled, send
 from tests.support.rounding import PlainPass
-from tests.support.sparse import chosen, sparse_model
+from tests.support.tiny_models import chosen, sparse_model
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)

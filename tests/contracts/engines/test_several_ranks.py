@@ -20,7 +20,7 @@ from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.contracts.engines.conftest import Connect
 from tests.contracts.engines.engine_peers import Peer, running
 from tests.contracts.engines.engine_weights import errors, publish, scaled, send, tensors
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # vLLM takes minutes to start on a busy machine
 

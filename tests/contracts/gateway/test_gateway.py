@@ -24,7 +24,7 @@ from rl_async.process.run_files import Endpoints, write_endpoints
 from tests.contracts.engines.engine_peers import running
 from tests.contracts.gateway.peers import gateway_process, make_model, serve_as_version_0
 from tests.contracts.queue.peers import RunningQueue
-from tests.support.queue_clients import sync_client
+from tests.support.queue import sync_client
 from tests.support.rounding import PlainPass, assert_near
 
 openai = pytest.importorskip("openai", reason="install the openai client: pip install openai")

@@ -16,7 +16,7 @@ from rl_async.agent_loop.chat_formats.library import INSTALL, LibraryFormat, ins
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from tests.conftest import vllm_python
 from tests.contracts.oracles.test_chat_templates import TEXTS, TOOLS
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 

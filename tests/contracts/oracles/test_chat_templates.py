@@ -30,7 +30,7 @@ from rl_async.agent_loop.chat_formats.mistral import MistralFormat
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from tests.conftest import vllm_python
 from tests.contracts.oracles.oracle import oracle_python
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 

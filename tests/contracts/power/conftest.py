@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.power.recording import build_recorder
+from tests.support.power.cuts import build_recorder
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from rl_async.transfer_queue.ledger import COMPACTED, Ledger
 from rl_async.transfer_queue.server import JournalRecorder, recover
 from rl_async.transfer_queue.store import Feed, Store
 from tests.contracts.queue_storage.journals import header
-from tests.support.power.recording import Change, mark, marks_of
+from tests.support.power.cuts import Change, mark, marks_of
 
 SETTINGS = QueueSettings(steps=50, batch_groups=2, group_size=2, lease_s=30.0)
 RUN = "run"

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.power import queue, trainer
-from tests.support.power.cuts import broken, states
-from tests.support.power.recording import record
+from tests.support.power.cuts import broken, record, states
 
 pytestmark = pytest.mark.timeout(600)
 POINTS = 15

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.power.writers import LINE, REPLACED
-from tests.support.power.cuts import broken, states
-from tests.support.power.recording import record
+from tests.support.power.cuts import broken, record, states
 
 POINTS = 40
 

@@ -22,7 +22,7 @@ from rl_async.messages import Sampling, Trajectory, Version, VersionRun
 from rl_async.recording import TrainedRow, read_trajectories, write_trajectories
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole, read_state
 from rl_async.trainer.records import append_trained, next_lineage
-from tests.support.power.recording import mark
+from tests.support.power.cuts import mark
 
 CONFIG = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"), name="run")
 RUN = "runs/run"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_async.files import force_to_disk
-from tests.support.power.recording import mark
+from tests.support.power.cuts import mark
 
 LINE = b"%3000d\n"
 REPLACED = [b"%d" % number * 9000 for number in range(4)]

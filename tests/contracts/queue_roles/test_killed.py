@@ -26,8 +26,7 @@ from rl_async.transfer_queue.client import QueueClient
 from rl_async.transfer_queue.ledger import audit
 from tests.contracts.queue.peers import trajectory
 from tests.contracts.queue_storage.journals import redis_server
-from tests.support.nothing_lost import lost
-from tests.support.queue_clients import async_client, make_run_keys
+from tests.support.queue import async_client, lost, make_run_keys
 
 KILLS, STEPS, BATCH, GROUP = 4, 40, 2, 4
 CONFIG = RunConfig(

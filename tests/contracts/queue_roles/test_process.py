@@ -23,7 +23,7 @@ from rl_async.process.http_auth import bearer, make_tokens, run_token
 from rl_async.transfer_queue.auth.roles import ROLES
 from rl_async.transfer_queue.client import SyncQueueClient
 from tests.support.ports import free_port
-from tests.support.queue_clients import async_client, make_run_keys, sync_client
+from tests.support.queue import async_client, make_run_keys, sync_client
 
 CONFIG = RunConfig(
     model=ModelConfig(path="no-model-needed"),

@@ -16,7 +16,7 @@ from rl_async.messages import Reserved, Task, Trajectory, Version, VersionRun
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.transfer_queue import QueueClient, SyncQueueClient, serve
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.fakes import run_config
 from tests.unit.agent_loop.test_episode import TEMPLATE
 

@@ -20,7 +20,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.process.http_auth import make_tokens
 from rl_async.transfer_queue.auth.keys import provide_keys
 from rl_async.transfer_queue.client import SyncQueueClient
-from tests.support.queue_clients import sync_client
+from tests.support.queue import sync_client
 from tests.unit.agent_loop.conftest import demos
 
 

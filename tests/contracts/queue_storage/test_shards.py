@@ -21,7 +21,7 @@ from rl_async.transfer_queue.client import QueueClient, SyncQueueClient, read_gr
 from rl_async.transfer_queue.delivery import numbered
 from tests.contracts.queue.peers import FREE_PORT, HELLO, ID, RunningQueue, ask, put_all, trajectory
 from tests.contracts.queue_storage.shards import WAIT_S, RunningShard, registry, wait_for_shards
-from tests.support.queue_clients import make_run_keys, sync_client
+from tests.support.queue import make_run_keys, sync_client
 
 LEASE_S = 1.0
 DEAD_S = 2.0  # for the answer of a shard that may be dead

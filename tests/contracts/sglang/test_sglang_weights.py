@@ -19,8 +19,8 @@ from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import UpdateInfo
 from tests.contracts.sglang.wheel import load, wheel_folder
 from tests.contracts.weights.test_transport import Directory
-from tests.support.buckets import make_buckets
 from tests.support.forked import Forked
+from tests.support.weights import make_buckets
 
 pytestmark = pytest.mark.slow
 

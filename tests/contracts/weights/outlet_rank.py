@@ -19,7 +19,7 @@ from rl_async.messages import Version
 from rl_async.weight_sync.layout import fsdp2
 from rl_async.weight_sync.protocol import UpdateInfo
 from rl_async.weight_sync.sender import Outlet, OutletServer
-from tests.support.trainer_ranks import HOST, TOKEN, shards_of, specs_of
+from tests.support.weights import HOST, TOKEN, shards_of, specs_of
 
 RANKS = 2
 BUCKET_BYTES = 64 * 16 * 2

@@ -16,7 +16,7 @@ from tests.contracts.weights import test_transport
 from tests.contracts.weights.outlet_rank import RANKS, ROWS, named, sync_of
 from tests.contracts.weights.test_transport import TRANSPORTS, Directory, Start, connect, states
 from tests.support.forked import Forked
-from tests.support.trainer_ranks import HOST, TOKEN, shards_of, specs_of
+from tests.support.weights import HOST, TOKEN, shards_of, specs_of
 
 start = test_transport.start
 NBYTES = sum(rows * 16 * 2 for rows in ROWS)

@@ -21,8 +21,8 @@ from rl_async.weight_sync.buckets import Bucket, as_adapters
 from rl_async.weight_sync.coordinator import WeightCoordinator
 from rl_async.weight_sync.protocol import TransportName
 from rl_async.weight_sync.transports.disk import DiskSender
-from tests.support.buckets import make_buckets
 from tests.support.forked import Forked
+from tests.support.weights import make_buckets
 
 Start = Callable[..., list[EngineRecord]]
 TRANSPORTS: list[TransportName] = ["nearest", "gloo", "ipc", "disk"]

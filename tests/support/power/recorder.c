@@ -2,7 +2,7 @@
  *
  * One record per change: a header, a path, a second path, data. Files are known by their inode, so that no table of
  * descriptors is needed. A change and its record are made under one lock, so the order of the records is the order of
- * the changes. What cannot be recorded is recorded as such ('?'), and disk.py refuses the log.
+ * the changes. What cannot be recorded is recorded as such ('?'), and cuts.py refuses the log.
  * stdio writes without calling write(), so a file opened with fopen is copied whole whenever it is synced or closed.
  */
 #define _GNU_SOURCE

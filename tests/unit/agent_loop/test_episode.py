@@ -24,7 +24,7 @@ from rl_async.configs.schema.rollout import AgentConfig, PastReasoning
 from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import ConfigError, DataError
 from rl_async.messages import LeasedGroup, Sampling, Trajectory, Version, VersionRun
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 CALL = '<tool_call>\n{"name":"calculator","arguments":{"expression":"2+3"}}\n</tool_call>'

@@ -18,8 +18,7 @@ from rl_async.agent_loop.toy_tasks import make_data, make_pairs
 from rl_async.agent_loop.training_data import Chat, ChatEncoder, read_chats, read_pairs, to_chat, to_pair
 from rl_async.configs.schema.data import DataSource
 from rl_async.errors import ConfigError, DataError
-from tests.support.families import byte_tokenizer
-from tests.support.sentencepiece_kinds import KINDS, TEMPLATES, sentencepiece_tokenizer
+from tests.support.tiny_models import KINDS, TEMPLATES, byte_tokenizer, sentencepiece_tokenizer
 from tests.unit.agent_loop.conftest import demos
 
 USER = {"role": "user", "content": "hello"}

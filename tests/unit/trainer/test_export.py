@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl_async.trainer.export import copy_text_files
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
 

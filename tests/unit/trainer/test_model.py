@@ -29,8 +29,7 @@ from rl_async.trainer.publishing import Canary, compare
 from rl_async.trainer.ranks import pure_data_parallel
 from rl_async.trainer.update import LossSums
 from tests.conftest import make_rows
-from tests.support.pickled import pickled
-from tests.support.prefixes import loss_of, shared_rows
+from tests.support.batches import loss_of, shared_rows
 from tests.support.rounding import (
     LARGEST,
     allowance,
@@ -42,7 +41,7 @@ from tests.support.rounding import (
     to_float64,
     unit_roundoff,
 )
-from tests.support.sparse import sparse_model
+from tests.support.tiny_models import pickled, sparse_model
 from tests.support.whole_weights import whole_weights
 from tests.unit.trainer.test_families import COMMON, DISTINCT, SPECIAL, VOCAB, saved
 

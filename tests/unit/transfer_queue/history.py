@@ -30,7 +30,7 @@ from rl_async.transfer_queue.transitions import (
     Transition,
     TransitionType,
 )
-from tests.support.nothing_lost import stale, twice
+from tests.support.queue import stale, twice
 
 STEPS, BATCH, GROUP, LEASE_S = 6, 2, 2, 10.0
 

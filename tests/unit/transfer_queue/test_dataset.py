@@ -33,7 +33,7 @@ from rl_async.transfer_queue.dataset import (
     to_task,
 )
 from tests.conftest import make_rows
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 ROW = {"question": "What is {x}?", "answer": "2+2 is 4\n#### 4", "meta": {"level": 3}}
 

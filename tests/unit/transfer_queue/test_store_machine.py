@@ -12,7 +12,7 @@ from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.store import Store
 from tests.simulation.schedules import simulate
 from tests.support.effort import examples
-from tests.support.tasks import easy_or_hard
+from tests.support.queue import easy_or_hard
 from tests.unit.transfer_queue.history import (
     BATCH,
     LEASE_S,

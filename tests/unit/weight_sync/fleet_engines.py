@@ -15,7 +15,7 @@ from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import Fleet, NoteStage
 from rl_async.weight_sync.protocol import Box, InitInfo, TransportName, UpdateInfo, of_worker
 from rl_async.weight_sync.receiver import Assembler, WeightReceiver
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 V0, V1 = Version(0, 0), Version(0, 1)
 

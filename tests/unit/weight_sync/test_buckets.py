@@ -31,10 +31,9 @@ from rl_async.weight_sync.buckets import (
 from rl_async.weight_sync.layout import TensorSpec, slices, whole
 from rl_async.weight_sync.protocol import UpdateInfo
 from rl_async.weight_sync.receiver import Assembler, RetainedBuckets
-from tests.support.buckets import make_buckets
 from tests.support.effort import examples
-from tests.support.received import Received, adapters, merged
 from tests.support.rounding import assert_near, rounding
+from tests.support.weights import Received, adapters, make_buckets, merged
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
 parameters = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12)

@@ -35,7 +35,7 @@ from rl_async.weight_sync.coordinator import (
 from rl_async.weight_sync.protocol import InitInfo, SyncReport, TransportName, UpdateInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from rl_async.weight_sync.wave import CUT_OFF, BucketShipment, FleetMember, WaveOutcome, drain, suspend, transfer
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 from tests.unit.weight_sync.fleet_engines import V0, V1, Directory, Engine, buckets, eventually, make_fleet, sparse
 from tests.unit.weight_sync.fleet_engines import Directory as EngineDirectory
 

@@ -19,7 +19,7 @@ from rl_async.weight_sync.transports.disk import DiskSender
 from rl_async.weight_sync.transports.interface import bucket_device
 from rl_async.weight_sync.transports.ipc import SharedMemoryReceiver, SharedMemorySender, new_segment
 from rl_async.weight_sync.transports.process_groups import GlooReceiver, GlooSender, NcclSender
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 NAMED = [("a", torch.arange(4.0)), ("b", torch.ones(2, 3, dtype=torch.bfloat16))]
 

@@ -35,9 +35,9 @@ from rl_async.weight_sync.reshard import (
     plan,
     reshard,
 )
-from tests.support.buckets import make_buckets
 from tests.support.effort import examples
 from tests.support.resharding import SharedMemoryWire, figures
+from tests.support.weights import make_buckets
 from tests.unit.weight_sync.models import specs
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8"])

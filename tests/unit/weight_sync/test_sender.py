@@ -29,7 +29,7 @@ from rl_async.weight_sync.reshard import plan
 from rl_async.weight_sync.sender import Needs, Outlet, OutletServer, RemoteOutlet, followed, led, plan_rounds
 from rl_async.weight_sync.transports.process_groups import joined_store, listening_store
 from tests.support.resharding import figures
-from tests.support.trainer_ranks import HOST, TOKEN, TrainerRanks, shards_of, specs_of
+from tests.support.weights import HOST, TOKEN, TrainerRanks, shards_of, specs_of
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
 from tests.unit.weight_sync.models import specs
 

@@ -12,7 +12,7 @@ from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
 from rl_async.weight_sync.wave import BucketShipment, FleetMember, transfer
-from tests.support.buckets import make_buckets
+from tests.support.weights import make_buckets
 
 V1 = Version(0, 1)
 DEADLINE_S = 20.0

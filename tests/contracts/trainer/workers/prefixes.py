@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors
-from tests.support.prefixes import loss_of, shared_rows
+from tests.support.batches import loss_of, shared_rows
 from tests.support.rounding import excess, in_float64
 
 

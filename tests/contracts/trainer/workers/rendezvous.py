@@ -20,7 +20,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.trainer.checkpoints import host_copy, own_parts, read_shards, write_shards
 from rl_async.trainer.ranks import ranks_joined
-from tests.support.listeners import listeners
+from tests.support.ports import listeners
 
 
 def refused(*arguments: Any) -> NoReturn:

@@ -20,7 +20,7 @@ from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.weight_sync.buckets import as_adapters, numbered
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from tests.contracts.backends.models import cell_rows, loss_of, micro_batches
-from tests.support.received import Received
+from tests.support.weights import Received
 
 BUCKET = 1 << 14
 

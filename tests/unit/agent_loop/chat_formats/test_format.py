@@ -25,7 +25,7 @@ from rl_async.agent_loop.gateway.recorder import cut_at_stop
 from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.messages import Version, VersionRun
 from rl_async.rollout_server.api import GenerateResult
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.chat_formats.test_harmony import TEMPLATE as HARMONY
 from tests.unit.agent_loop.chat_formats.test_mistral import TEMPLATE as MISTRAL
 

@@ -8,7 +8,7 @@ import pytest
 from rl_async.agent_loop.chat_formats.format import CannotBridge
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 TEMPLATE = (
     "{%- for t in tools or [] %}{{ '<|start|>developer<|message|>' + t.function.name + '<|end|>' }}{% endfor %}"

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from rl_async.agent_loop.chat_formats.library import INSTALL, PROBES, LibraryFormat, agreement, installed
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 needs_package = pytest.mark.skipif(not installed(), reason=f"the package renderers is not here: {INSTALL}")
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.mistral import MistralFormat, parse
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 TEMPLATE = (  # as v7's, with its two checks
     "{%- for t in tools or [] %}{{ '[AVAILABLE_TOOLS]' + t.function.name + '[/AVAILABLE_TOOLS]' }}{% endfor %}"

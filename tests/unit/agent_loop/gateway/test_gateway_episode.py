@@ -20,7 +20,7 @@ from rl_async.agent_loop.tiny_tokenizer import CHAT_TEMPLATE
 from rl_async.configs.schema.rollout import GatewayConfig
 from rl_async.errors import RequestRefused
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 from tests.unit.agent_loop.gateway.fakes import FakeQueue, Gone, ask, begin, gateway
 

@@ -16,7 +16,7 @@ from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
 from rl_async.launcher.runs.finetune import DATA_FILE, FinetuneView, _encode_once, encode_all, line, longest, split
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
-from tests.support.families import byte_tokenizer
+from tests.support.tiny_models import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

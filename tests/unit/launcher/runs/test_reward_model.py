@@ -15,7 +15,7 @@ from rl_async.errors import DataError, UserError
 from rl_async.launcher.runs.reward_model import RECORD_FILE, RewardModelJob, make_reward_model, split
 from rl_async.reward_loop.scorers.reward_model import ConversationEncoder, load_tokenizer
 from rl_async.reward_loop.server.classifier import load_classifier, score
-from tests.support.pickled import pickled
+from tests.support.tiny_models import pickled
 
 LONGEST = 120
 

@@ -21,7 +21,7 @@ from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.server import choice
 from rl_async.tracing import Value
 from tests.support.rounding import PlainPass
-from tests.support.sparse import chosen, sparse_model
+from tests.support.tiny_models import chosen, sparse_model
 
 
 @pytest.fixture(scope="module")

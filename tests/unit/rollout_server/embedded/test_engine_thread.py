@@ -30,8 +30,8 @@ from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.engine_thread import EngineThread, LocalEngine
 from rl_async.rollout_server.embedded.server import GenerateBody, SamplingParams, choice, delta, load_model
 from rl_async.weight_sync.buckets import Piece
-from tests.support.pickled import pickled
 from tests.support.rounding import PlainPass
+from tests.support.tiny_models import pickled
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -17,9 +17,9 @@ from rl_async.rollout_server.embedded.quantized import quantize_layers
 from rl_async.torch_shared import DTYPES, quantize
 from rl_async.weight_sync.buckets import unpack
 from rl_async.weight_sync.experts import single
-from tests.support.buckets import make_buckets
 from tests.support.rounding import allowance, assert_near, in_float64, to_float64
-from tests.support.sparse import sparse_model
+from tests.support.tiny_models import sparse_model
+from tests.support.weights import make_buckets
 from tests.unit.rollout_server.embedded.test_families import KINDS, peaked
 
 STEP = {"int8": 0.5 / 127, "fp8": 2**-4}  # half a step of the format: of a row's largest weight, or of the weight

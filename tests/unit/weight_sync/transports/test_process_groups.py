@@ -28,8 +28,8 @@ from rl_async.weight_sync.transports.process_groups import (
     interface_of,
     own_address,
 )
-from tests.support.buckets import make_buckets
-from tests.support.listeners import listeners
+from tests.support.ports import listeners
+from tests.support.weights import make_buckets
 
 NAMES = ("GLOO_SOCKET_IFNAME", accelerator_here().interface)
 

@@ -1,10 +1,108 @@
-"""Tokenizers of the kinds that SentencePiece models become: a space is put before a text, or before each part of it."""
+"""Make tiny models and the tokenizers of families that cannot be downloaded."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, trainers
-from transformers import PreTrainedTokenizerFast
+import torch
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+def sparse_model(vocab: int = 64, layers: int = 2, **more: Any) -> Qwen3MoeForCausalLM:
+    """A random Qwen3-MoE of 8 experts, two for each token, away from the even distribution of a fresh one."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | more))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() >= 2 else 1.0)
+    return model
+
+
+def chosen(model: Any, tokens: list[int]) -> Tensor:
+    """The experts [tokens, layers, k] of a plain forward pass over one sequence, each token's in ascending order."""
+    found: list[Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _module, _arguments, output: found.append(output[2]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).sort(-1).values
+
+
+def pickled(model: Path, copy: Path) -> Path:
+    """Copy a model folder, with its weights as ``pytorch_model.bin`` alone; return the copy."""
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(model / "model.safetensors"), copy / "pytorch_model.bin")
+    return copy
+
+
+_SPECIAL = (
+    r"<[|｜][^\s<>|｜]{1,40}[|｜]>|\[/?[A-Za-z_]{3,20}\]"
+    r"|<[a-z_]+\|>|<\|[a-z_]+>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>|\]~!b\[|\]~b\]|\[e~\["
+)
+_PLAIN = r"</?(?:think|tool_call|tool_response|arg_key|arg_value|tool_calls|minimax:tool_call)>"
+# What models know besides what their templates print.
+_MORE = [
+    *(
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|user|>",
+        "<|observation|>",
+        "<eos>",
+    ),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
+]
+
+
+def byte_tokenizer(template: str, *, bos: str | None = None, eos: str = "<|endoftext|>") -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token for each byte and for each special token in ``template``."""
+    special = {*re.findall(_SPECIAL, template), *_MORE, eos, *([bos] if bos else [])}
+    plain = {*re.findall(_PLAIN, template)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, special=re.fullmatch(_SPECIAL, text) is not None, normalized=False)
+            for text in sorted(special | plain)
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        bos_token=bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+    )
+
 
 _ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -48,7 +146,7 @@ _WORDS = [
     *("what", "is", "one", "plus", "two", "three", "four", "sum", "the", "answer"),
     *("equals", "thanks", "hello", "you", "are", "welcome", "brief", "be"),
 ]
-_SPECIAL = ["<unk>", "<s>", "</s>"]
+_SENTENCEPIECE_SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast:
@@ -61,7 +159,7 @@ def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast
         unigram.train_from_iterator(
             texts,
             trainers.UnigramTrainer(
-                vocab_size=200, special_tokens=_SPECIAL, unk_token="<unk>", initial_alphabet=letters
+                vocab_size=200, special_tokens=_SENTENCEPIECE_SPECIAL, unk_token="<unk>", initial_alphabet=letters
             ),
         )
         made = json.loads(unigram.to_str())
@@ -69,7 +167,8 @@ def sentencepiece_tokenizer(kind: str, template: str) -> PreTrainedTokenizerFast
     else:
         bpe = Tokenizer(models.BPE(unk_token="<unk>"))
         bpe.train_from_iterator(
-            texts, trainers.BpeTrainer(vocab_size=260, special_tokens=_SPECIAL, initial_alphabet=letters)
+            texts,
+            trainers.BpeTrainer(vocab_size=260, special_tokens=_SENTENCEPIECE_SPECIAL, initial_alphabet=letters),
         )
         made = json.loads(bpe.to_str())
         vocab = made["model"]["vocab"]
