@@ -4,6 +4,7 @@ PyYAML reads YAML 1.1, so `1e-3` and bands such as `0.5_5` need the resolvers be
 (its YAML 1.2 still reads 0.5_5 as 0.55), nor the walk that collects line numbers, and would make `yes` and `on` text.
 """
 
+import copy
 import difflib
 import logging
 import re
@@ -73,6 +74,7 @@ MOST_BYTES = 1 << 20  # of a config
 MOST_VALUES = 50_000
 MOST_DEPTH = 1000  # of brackets; Python's limit of recursion comes first
 _BRACKETS = re.compile(r"[\[\]{}]")
+Given = str | Mapping[str, Any]  # a preset's name, a path, or what a file would hold
 Places = dict[str, str]  # dotted key -> where it was given: file:line, or the argument
 
 
@@ -113,9 +115,9 @@ def preset_names() -> list[str]:
 
 
 def load_config(
-    name_or_path: str | None, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+    name_or_path: Given | None, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> RunConfig:
-    """Read a preset or a YAML file, if one is given, apply overrides in order, and check the result.
+    """Read a preset, a YAML file or a mapping, if one is given, apply overrides in order, and check the result.
 
     Raises ConfigError for unknown keys (naming the nearest valid one), wrong types and impossible combinations.
     """
@@ -237,11 +239,16 @@ def parse(text: str, origin: str) -> Any:
     return _parse(text, origin)[0]
 
 
-def _read(name_or_path: str, places: Places, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a preset or file. A key ``extends: NAME`` at the top names a preset or file whose values it changes.
+def _read(name_or_path: Given, places: Places, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a preset, file or mapping. A key ``extends: NAME`` at its top names a preset or file to be changed by it.
 
     ``extended_by``: the presets and files that were read on the way here.
     """
+    if isinstance(name_or_path, Mapping):
+        # Overrides are applied in place.
+        own = copy.deepcopy(dict(name_or_path))
+        extended = own.pop("extends", None)
+        return own if extended is None else _merge(_read(str(extended), places), own)
     if name_or_path in extended_by:
         circle = " -> ".join((*extended_by, name_or_path))
         raise ConfigError(

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rl_async.configs.checks import check
-from rl_async.configs.load import dump, leaves, load_config, load_resolved
+from rl_async.configs.load import Given, dump, leaves, load_config, load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import DAMAGE, make_durable_folder, replace_file
@@ -25,10 +25,12 @@ from rl_async.transfer_queue.ledger import tells_end, tells_samples
 
 # Records, in a run folder, the files that were fetched for the run.
 SOURCES = "sources.json"
+# What ``handle.launch`` writes into the folder of a run before it starts the command.
+FUNCTIONS, GIVEN, OUTPUT = "functions", "given.yaml", Path("logs", "output.log")
 
 
 def new_run(
-    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+    name_or_path: Given, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> tuple[RunConfig, Path]:
     """Load and check the config of a new run and choose its folder. Creates nothing.
 
@@ -40,14 +42,14 @@ def new_run(
         folder = next_folder(root, run_prefix(name_or_path, config.mode))
         config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
-    if folder.exists():
+    if folder.exists() and not is_prepared(folder):
         way_out = "add --resume to continue it" if begun(folder) else "no sample was made in it, so delete it"
         raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
     return config, folder
 
 
 def resumed_run(
-    name_or_path: str, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+    name_or_path: Given, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
 ) -> tuple[RunConfig, Path]:
     """Find the named run, or the newest of that config, and apply ``overrides`` to its own resolved config.
 
@@ -72,8 +74,8 @@ def resumed_run(
     _refuse_another_run(kept, config, preset, folder)
     if found := differences(config, as_settled(preset, folder)):
         print(
-            f"{folder.name} keeps the config that it was started with, which differs from {name_or_path} in "
-            f"{', '.join(found)}; to change one, give it as KEY=VALUE",
+            f"{folder.name} keeps the config that it was started with, which differs from "
+            f"{config_name(name_or_path)} in {', '.join(found)}; to change one, give it as KEY=VALUE",
             file=sys.stderr,
         )
     return config, folder
@@ -101,13 +103,13 @@ def as_settled(given: RunConfig, folder: Path) -> RunConfig:
     return msgspec.structs.replace(given, model=msgspec.structs.replace(given.model, dtype=record.compute.dtype))
 
 
-def unfinished(name_or_path: str, overrides: Sequence[str], name: str) -> bool:
+def unfinished(name_or_path: Given, overrides: Sequence[str], name: str) -> bool:
     """Whether a run of that name was interrupted: it has samples, but lacks steps or its end."""
     folder = _folder(Path(load_config(name_or_path, overrides).launcher.run_dir), name)
-    return begun(folder) and _has_more(folder, load_resolved(folder / "config.yaml"))
+    return begun(folder) and has_more(folder, load_resolved(folder / "config.yaml"))
 
 
-def _has_more(folder: Path, config: RunConfig) -> bool:
+def has_more(folder: Path, config: RunConfig) -> bool:
     """Whether there are steps to train, or the launcher was killed before the queue learned of the end."""
     left = config.trainer.steps - saved(folder)
     return left > 0 or (left == 0 and not tells_end(folder / "ledger.jsonl"))
@@ -141,7 +143,7 @@ def _refuse_another_run(before: RunConfig, config: RunConfig, preset: RunConfig,
             f"trainer.minibatches, trainer.epochs: the rate's schedule ({', '.join(sorted(schedules))}) counts "
             f"optimizer steps, {done} for each step of {folder}; keep their product, or use trainer.schedule=constant"
         )
-    if not _has_more(folder, config):
+    if not has_more(folder, config):
         raise UserError(
             f"trainer.steps: {folder} has trained {saved(folder)} of {config.trainer.steps} steps; give a larger number"
         )
@@ -267,9 +269,20 @@ def _may_have_journal(folder: Path) -> bool:
     return queue is not None and (queue.journal == "redis" or bool(queue.journal_folder))
 
 
-def run_prefix(name_or_path: str, mode: str) -> str:
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds only what ``handle.launch`` writes before the run itself writes anything."""
+    logs = {path.name for path in (folder / "logs").glob("*")}
+    return {path.name for path in folder.iterdir()} <= {FUNCTIONS, GIVEN, "logs"} and logs <= {OUTPUT.name}
+
+
+def config_name(given: Given) -> str:
+    """Return the name of a preset or file; of a mapping, that of the one which it extends, or `run`."""
+    return given if isinstance(given, str) else str(given.get("extends", "run"))
+
+
+def run_prefix(name_or_path: Given, mode: str) -> str:
     """Return the default name of a run, without its number."""
-    return f"{Path(name_or_path).stem}-{mode}"
+    return f"{Path(config_name(name_or_path)).stem}-{mode}"
 
 
 def next_folder(root: Path, prefix: str) -> Path:

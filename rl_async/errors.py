@@ -21,6 +21,7 @@ RlAsyncError
 ├── RowsLost             trajectories were lost with a payload shard, and are generated again
 ├── TrainerReplaced      another trainer has resumed the run; names both lineages. Nothing is changed by the older one
 ├── QueueLost            the transfer queue did not answer within the deadline
+├── RunFailed            a run that rl_async.launch started ended badly; has its last error and names its output
 ├── CheckpointFailed     a checkpoint could not be written; names the step and the cause
 ├── OutOfMemory          a device has no memory left; names the stage of a step, its planned memory and the key
 ├── RewardsMissing       no episode of a batch could be scored; names the step and the scorer's message
@@ -144,6 +145,10 @@ class RowsChanged(RlAsyncError):
     def __init__(self, message: str, tokens_hash: Mapping[tuple[int, int, int], str]) -> None:
         super().__init__(message)
         self.tokens_hash = tokens_hash
+
+
+class RunFailed(RlAsyncError):
+    """A run ended badly; has the run's own last error, and names the file with its output."""
 
 
 class CheckpointFailed(RlAsyncError):

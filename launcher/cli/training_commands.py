@@ -55,7 +55,9 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.run_folder import new_run, resumed_run, unfinished
     from rl_async.launcher.runs.rehearsal import Findings, rehearse
     from rl_async.launcher.sources import fetch_sources, fetched_from
+    from rl_async.process.role import stop_with_starter
 
+    stop_with_starter()
     if arguments.address and arguments.launcher != "ray":
         raise UserError("--address is the address of a Ray cluster; add --launcher ray")
     if arguments.resume is None and arguments.name:

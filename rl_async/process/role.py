@@ -86,6 +86,27 @@ def watch_lifeline() -> None:
     threading.Thread(target=watch, args=(int(fd),), name="lifeline", daemon=True).start()
 
 
+STARTER_FD = "RL_ASYNC_STARTER_FD"
+
+
+def stop_with_starter() -> None:
+    """Ask this process to end, as SIGTERM does, once the program that started it has ended; nothing without one.
+
+    The program keeps the write end of a pipe, which the kernel closes however it ends.
+    """
+    fd = os.environ.pop(STARTER_FD, None)
+    if fd is None:
+        return
+
+    def watch(read_end: int) -> None:
+        # Blocks until the write end closes.
+        os.read(read_end, 1)
+        print("the program that started the run has ended; stopping", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, args=(int(fd),), name="starter", daemon=True).start()
+
+
 def setup_logging(role: str, level: int = logging.INFO) -> logging.Logger:
     """Log to standard error as ``time role level message`` and return the role's logger."""
     logging.basicConfig(

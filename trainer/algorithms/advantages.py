@@ -44,21 +44,24 @@ class AdvantageInputs:
     If episodes have several roles, each role counts as a separate episode: a group holds rows of one role, and rewards
     and weights are those of the row's role in its episode.
 
+    An estimator returns float64 [N, T], 0 where nothing was sampled. All tensors are on the host.
+
     Attributes:
-        rewards: float64 [N], the outcome plus all turn rewards of the row's role in its episode.
-        token_rewards: float64 [N, T], the outcome on the last sampled token, each turn's reward on its last one.
+        rewards: float64 [N], of the row's role in all its episode: outcome and all turn rewards.
+        token_rewards: float64 [N, T], the outcome on the last sampled token, turn rewards on their turn's last.
         mask: bool [N, T], sampled tokens that train.
-        groups: int64 [N], arbitrary ids.
+        groups: int64 [N], any ids.
         scored: bool [N], rows with a valid reward.
-        row_weights: float64 [N], 1 / rows of the row's role in its episode (``player_weights`` of the batch).
-        lengths: float64 [N], sampled tokens of the row, including those that do not train.
-        turns: int64 [N, T], the assistant turn of a sampled token, from 0, and -1 elsewhere; for users' estimators.
+        row_weights: float64 [N], 1 / rows of the row's role in its episode: ``player_weights`` of the batch.
+        lengths: float64 [N], sampled tokens of the row, also those that do not train.
+        turns: int64 [N, T], assistant turn of a sampled token, from 0; -1 elsewhere. For users' estimators.
+        options: section ``algorithm.advantage_options`` of the config.
         parts: float64 [N] each, the named parts of the reward.
-        baselines: float64 [N], the reward of the group's greedy episode.
-        values: float64 [N, T], the critic's values.
-        logprobs: float64 [N, T], log pi_old.
-        sum_squares: float64 [N, T], the sum of pi_old^2 over the vocabulary.
-        importance: float64 [N, T], the correction's weights, 0 where it rejects; None if it is bypassed.
+        baselines: float64 [N], reward of the group's greedy episode, or None if none was played.
+        values: float64 [N, T], the critic's, or None without one.
+        logprobs: float64 [N, T], log pi_old, or None where it was not computed.
+        sum_squares: float64 [N, T], sum of pi_old^2 over the vocabulary, for the estimators that declare it.
+        importance: float64 [N, T], the correction's weights, 0 where it rejects; None if bypassed.
         cut: bool [N], rows that ended because of a limit on tokens, turns or time.
         rows: the places of packed rows.
     """

@@ -32,16 +32,21 @@ SMALLEST = 1e-8
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch of whole rows; all tensors are [B, T], where T counts predicted tokens.
+    """A micro-batch of whole rows: tensors [B, T] on the policy's device, where T counts predicted tokens.
+
+    A loss returns one number for each token, [B, T], with a gradient through ``logprobs``. Where ``mask`` is false all
+    values are finite and must not matter.
 
     Attributes:
-        logprobs: log pi_theta, with gradient.
-        proximal: log pi_old, or log mu when old log-probabilities are bypassed.
-        behaviour: log mu.
-        weights: the correction's weights, detached.
-        mask: bool, tokens that train; elsewhere all values are finite and must not matter.
-        free: bool, the tokens of ``mask`` that were sampled without a grammar's mask; ratios of rows are over these.
-        selected: bool, tokens that the loss's ``select`` picked in the whole mini-batch.
+        logprobs: float, log pi_theta, which alone carries a gradient.
+        proximal: float, log pi_old, or log mu when old log-probabilities are bypassed.
+        behaviour: float, log mu, of the policy that sampled.
+        advantages: float.
+        weights: float, the off-policy correction's.
+        mask: bool, tokens that train.
+        free: bool, those of them that were sampled without a grammar's mask; ratios of rows are over these.
+        options: section ``algorithm`` of the config.
+        selected: bool, tokens that ``PolicyLoss.select`` picked in the whole mini-batch, or None without such a rule.
     """
 
     logprobs: Tensor
@@ -80,12 +85,17 @@ class LossInputs:
 class SelectInputs:
     """A whole mini-batch before its forward passes, the same on every rank and for every split.
 
-    A user's rule gets padded tensors [N, T], and ``rows`` None. The project's own accept either form, and get packed
-    ones.
+    A user's rule gets padded tensors [N, T] on the host, and ``rows`` None; it returns the tokens that it picks, bool
+    [N, T]. The project's own take either form, and get packed ones.
 
     Attributes:
-        mask: tokens that train and were sampled without a grammar's mask; no others may be picked.
-        seed: differs by mini-batch, for losses that draw tokens.
+        proximal: float, log pi_old.
+        behaviour: float, log mu.
+        advantages: float.
+        mask: bool, tokens that train, without those that a grammar's mask restricted: these are neither seen nor
+            picked.
+        options: section ``algorithm`` of the config.
+        seed: of this mini-batch, for losses that draw tokens.
         rows: the places of packed rows.
     """
 
