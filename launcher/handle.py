@@ -312,14 +312,16 @@ def launch(
         settings["trainer.steps"] = steps
     # The folder is known once the config is read, and the config names functions in the folder.
     given, words, _ = _named(config, settings, Path())
+    wanted = load_config(given, words, mode=mode, name=name)
+    if wanted.name:
+        _refuse_running(Path(wanted.launcher.run_dir) / wanted.name)
     if resume is None:
         resume = bool(name) and unfinished(given, words, name)
     find = resumed_run if resume else new_run
     resolved, folder = find(given, words, mode=mode, name=name)
-    if launcher_of(folder) is not None:
-        raise RunInUse(f"name: the run {folder} is running; rl_async.load({str(folder)!r}) opens it")
+    _refuse_running(folder)
     if not resume:
-        folder = _made(folder, is_named=bool(load_config(given, words, name=name).name))
+        folder = _made(folder, is_named=bool(wanted.name))
     given, words, sources = _named(config, settings, folder)
     (folder / "logs").mkdir(exist_ok=True)
     (folder / FUNCTIONS).mkdir(exist_ok=True)
@@ -372,6 +374,13 @@ def _named(
     for key, value in settings.items():
         words.append(f"{key}={json.dumps(value, default=plain, ensure_ascii=False)}")
     return given, words, sources
+
+
+def _refuse_running(folder: Path) -> None:
+    """Raise RunInUse if the run goes on, or was started by this program and has not taken its lock yet."""
+    run = _started.get(folder.absolute())
+    if launcher_of(folder) is not None or (run is not None and run.running):
+        raise RunInUse(f"name: the run {folder} is running; rl_async.load({str(folder)!r}) opens it")
 
 
 def _made(folder: Path, *, is_named: bool) -> Path:

@@ -154,7 +154,7 @@ def _source_of_class(name: str, code: CodeType) -> str:
     lines = linecache.getlines(code.co_filename)
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.ClassDef) and node.name == name and node.end_lineno is not None:
-            first = min(part.lineno for part in (node, *node.decorator_list))
+            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
             if first <= code.co_firstlineno <= node.end_lineno:
                 return "".join(lines[first - 1 : node.end_lineno])
     raise OSError(f"{code.co_filename} has no class {name}")
