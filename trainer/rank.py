@@ -7,7 +7,7 @@ In come a run's folder and the queue's address, or the recorded trajectories of 
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +56,7 @@ from rl_async.trainer.trackers import Tracking
 from rl_async.trainer.train import train
 from rl_async.transfer_queue.auth.keys import client_keys
 from rl_async.transfer_queue.client import QueueClient, SyncQueueClient
+from rl_async.userload import load_user_object
 from rl_async.weight_sync import sender
 from rl_async.weight_sync.coordinator import IdleCoordinator, WeightCoordinator, build_phase, shares_devices
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
@@ -63,6 +64,8 @@ from rl_async.weight_sync.sender import Outlet
 from rl_async.weight_sync.transports.interface import bucket_device
 
 log = logging.getLogger("rl_async.trainer")
+# Trains to the end, or returns False if the run was asked to stop and is saved: ``train``, or a user's own.
+Loop = Callable[[Run], bool]
 
 # How much of the deadline of an engine's update another rank has for an answer. A transfer gives up after half of it.
 RANKS_SHARE = 0.75
@@ -117,10 +120,11 @@ def run_rank(folder: Path, queue: str | None, replay: Path | None, *, host: str,
             )
             collector = RankCollector(folder, run.rank, lambda: run.tracking.latest if run.tracking else {})
             with exposed(config.tracking.prometheus, folder, "trainer", role, collector):
+                loop: Loop = load_user_object(trainer.loop, "trainer.loop") if trainer.loop else train
                 if queue is None:
-                    done = train(run)
+                    done = loop(run)
                 else:
-                    done = _train_from_queue(run, queue, host, start.snapshot if resume else None, store)
+                    done = _train_from_queue(run, loop, queue, host, start.snapshot if resume else None, store)
     if not done:
         sys.exit(stop.code)
 
@@ -156,8 +160,8 @@ def _restore(folder: Path, models: Models, kl: KlController, resume: bool) -> _S
     return _Start(lineage, state.step, snapshot)
 
 
-def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None, store: dist.Store) -> bool:
-    """Train on the batches of the queue at ``address``; False if it was asked to stop.
+def _train_from_queue(run: Run, loop: Loop, address: str, host: str, snapshot: bytes | None, store: dist.Store) -> bool:
+    """Train with ``loop`` on the batches of the queue at ``address``; False if it was asked to stop.
 
     A resumed run first rolls the queue back to ``snapshot``. ``store`` is that of all ranks.
     """
@@ -166,18 +170,18 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
     with SyncQueueClient(address, role="trainer", name=f"trainer-{run.rank}", keys=keys, lineage=run.lineage) as queue:
         run.source = QueueSource(queue, config.trainer.batch_timeout_s, run.recorder.refused)
         if run.rank != 0 and config.rollout.replay:
-            return train(run)
+            return loop(run)
         if run.rank != 0:
             with _weight_source(run, host, store) as source:
                 run.publisher = _watched(run, _publisher(run, IdleCoordinator(as_rank_0), source), None)
-                return train(run)
+                return loop(run)
         if snapshot is not None:
             resumed = queue.resume(run.start_step, run.lineage, snapshot)
             log.info("the queue kept %d groups and admits %d again", resumed.kept, resumed.readmitted)
         run.depth = QueueDepth(queue)
         if config.rollout.replay:
             run.publisher = NoEngines(lambda version: queue.publish(version, []))
-            done = train(run)
+            done = loop(run)
             if done:
                 queue.finish()
             return done
@@ -200,7 +204,7 @@ def _train_from_queue(run: Run, address: str, host: str, snapshot: bytes | None,
             ) as coordinator,
         ):
             run.publisher = _watched(run, _publisher(run, coordinator, source), queue)
-            done = train(run)
+            done = loop(run)
             # A run that was asked to stop is not over for the queue, and waits for no engine.
             if done:
                 queue.finish()

@@ -123,6 +123,13 @@ class TrainerConfig(Config, frozen=True):
         doc("Checkpoints also hold the model as Hugging Face safetensors; otherwise `rl-async export` makes them."),
     ] = True
     profile: Annotated[ProfileConfig | None, doc("Steps that torch.profiler records; null: none.")] = None
+    loop: Annotated[
+        str,
+        doc(
+            "A training loop of your own in place of trainer/train.py's, as path.py:name, a function of the trainer's "
+            "Run (examples/own_loop.py); empty: none."
+        ),
+    ] = ""
     batch_timeout_s: Annotated[
         Seconds,
         doc(

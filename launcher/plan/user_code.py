@@ -65,6 +65,8 @@ def named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "agent.environment", agent.environment
     yield from (("agent.tools", name) for name in agent.tools)
     yield from (("reward.functions", term.name) for term in config.reward.functions)
+    if config.trainer.loop:
+        yield "trainer.loop", config.trainer.loop
     for key in ("advantage", "loss", "correction"):
         if is_user_reference(name := getattr(algorithm, key)):
             yield f"algorithm.{key}", name
