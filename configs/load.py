@@ -123,7 +123,7 @@ def load_config(
     """
     places: Places = {}
     values = {} if name_or_path is None else _read(name_or_path, places)
-    if name_or_path is not None and _is_of_run(Path(name_or_path), values):
+    if isinstance(name_or_path, str) and _is_of_run(Path(name_or_path), values):
         _forget_removed(values)
     return _finished(values, places, overrides, mode, name)
 

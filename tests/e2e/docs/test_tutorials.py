@@ -102,9 +102,14 @@ def test_a_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_notebook(first_run: Path) -> None:
+@pytest.mark.parametrize("name", ["python", "reading_a_run"])
+def test_a_notebook(name: str, first_run: Path, tmp_path: Path) -> None:
     """Its cells run, and those tagged `check` assert what it says."""
+    if name == "reading_a_run":
+        tmp_path = first_run
+    else:
+        shutil.copytree(first_run / "artifacts", tmp_path / "artifacts")
     reason = "install it with pip install 'rl-async[docs]'"
     nbformat, nbclient = (pytest.importorskip(name, reason=reason) for name in ("nbformat", "nbclient"))
-    notebook = nbformat.read(TUTORIALS / "reading_a_run.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(first_run)}}).execute()
+    notebook = nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
