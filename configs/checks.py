@@ -31,6 +31,7 @@ from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.data import DataConfig, DataSource, WarmStartConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
+from rl_async.configs.schema.queue import RedisConfig
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -434,9 +435,9 @@ DATA_RULES = (curriculum, make, templates)
 
 
 def journal(c: RunConfig) -> str | None:
-    if not re.fullmatch(r"rediss?://[^\s@?#]+", c.queue.redis_url):
+    if not re.fullmatch(r"rediss?://[^\s@?#]+", (c.queue.redis or RedisConfig()).url):
         return (
-            "queue.redis_url must be redis://HOST:PORT/NUMBER or rediss://..., without a password, which belongs in "
+            "queue.redis.url must be redis://HOST:PORT/NUMBER or rediss://..., without a password, which belongs in "
             "the environment variable RL_ASYNC_REDIS_PASSWORD"
         )
     return None

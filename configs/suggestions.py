@@ -37,6 +37,18 @@ GROUPED: tuple[tuple[str, str, dict[str, str], dict[str, object]], ...] = (
         {"controller": "", "target": "target", "horizon": "horizon"},
         {"controller": "fixed"},
     ),
+    (
+        "queue",
+        "sqlite",
+        {"journal_folder": "folder", "sqlite_synchronous": "synchronous"},
+        {"journal_folder": "", "sqlite_synchronous": "normal"},
+    ),
+    (
+        "queue",
+        "redis",
+        {"redis_url": "url", "redis_replicas": "replicas"},
+        {"redis_url": "redis://127.0.0.1:6379/0", "redis_replicas": 0},
+    ),
 )
 MOVED: dict[str, str] = {
     f"{section}.{old}": f"{section}.{group}.{new}".removesuffix(".")

@@ -558,7 +558,7 @@ def _slow_disk(seen: Observation) -> str:
         return ""
     return (
         f"the queue's disk (or its Redis) takes {flush_s:.1f} s to flush, and the queue's answers wait for it: give "
-        "queue.journal_folder on a faster disk, or see queue.sqlite_synchronous"
+        "queue.sqlite.folder on a faster disk, or see queue.sqlite.synchronous"
     )
 
 

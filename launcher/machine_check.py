@@ -21,6 +21,7 @@ from rl_async.accelerators import accelerator_here, count_gpus
 from rl_async.configs.derived import engine_traits
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_config
+from rl_async.configs.schema.queue import RedisConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.launcher.plan.machine import (
@@ -415,10 +416,11 @@ def redis_lines(config: RunConfig | None, server: str | None) -> list[Finding]:
     """Check that the Redis server of a queue's journal accepts connections."""
     if config is None or config.queue.journal != "redis":
         return []
-    host, _, port = config.queue.redis_url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")
+    url = (config.queue.redis or RedisConfig()).url
+    host, _, port = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")
     try:
         with socket.create_connection((host, int(port or 6379)), timeout=5.0):
-            return [Finding("ok", f"something listens at {config.queue.redis_url}")]
+            return [Finding("ok", f"something listens at {url}")]
     except OSError as error:
         how = "start redis-server" if server else "install redis-server and start it"
-        return [Finding("missing", f"nothing answers at {config.queue.redis_url}: {error}", how)]
+        return [Finding("missing", f"nothing answers at {url}: {error}", how)]

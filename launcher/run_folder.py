@@ -266,7 +266,7 @@ def _may_have_journal(folder: Path) -> bool:
         return True
     config = folder / "config.yaml"
     queue = load_resolved(config).queue if config.exists() else None
-    return queue is not None and (queue.journal == "redis" or bool(queue.journal_folder))
+    return queue is not None and (queue.journal == "redis" or bool(queue.sqlite and queue.sqlite.folder))
 
 
 def is_prepared(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import zmq
 
 from rl_async import tracing
 from rl_async.configs.load import load_resolved
+from rl_async.configs.schema.queue import RedisConfig, SqliteConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, JournalError
 from rl_async.files import make_durable_folder
@@ -55,7 +56,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
     ):
         feed = Feed(journal.append, ledger.append)
         store = Store(QueueSettings.of(config), source, eval_tasks, feed)
-        within = config.queue.journal == "sqlite" and not config.queue.journal_folder
+        within = config.queue.journal == "sqlite" and not (config.queue.sqlite and config.queue.sqlite.folder)
         now = time.monotonic()
         count = recover(store, journal, ledger, now, clients_remain=not relaunched, within=within)
         log.info("%d transitions in the journal (%s)", count, journal.run_id)
@@ -123,12 +124,13 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
         case "sqlite":
             from rl_async.transfer_queue.journal.journal import SqliteJournal
 
-            folder = Path(config.queue.journal_folder) / config.name if config.queue.journal_folder else run
+            sqlite = config.queue.sqlite or SqliteConfig()
+            folder = Path(sqlite.folder) / config.name if sqlite.folder else run
             try:
                 make_durable_folder(folder)
             except OSError as error:
-                raise JournalError(f"queue.journal_folder: {folder}: {error.strerror}") from error
-            return SqliteJournal(folder, config.name, config.queue.sqlite_synchronous)
+                raise JournalError(f"queue.sqlite.folder: {folder}: {error.strerror}") from error
+            return SqliteJournal(folder, config.name, sqlite.synchronous)
         case "redis":
             try:
                 from rl_async.transfer_queue.journal.redis import RedisJournal
@@ -136,7 +138,8 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
                 if error.name != "redis":
                     raise
                 raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
-            return RedisJournal(config.queue.redis_url, config.name, replicas=config.queue.redis_replicas)
+            redis = config.queue.redis or RedisConfig()
+            return RedisJournal(redis.url, config.name, replicas=redis.replicas)
     return MemoryJournal(config.name)
 
 

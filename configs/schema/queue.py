@@ -7,6 +7,40 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 
 
+class SqliteConfig(Config, frozen=True):
+    """The journal in files."""
+
+    folder: Annotated[
+        str,
+        doc(
+            "Folder of the journal, under the run's name; empty: the run folder. On a disk of the "
+            "queue's host, since file systems that hosts share (NFS, Lustre, ...) are refused."
+        ),
+    ] = ""
+    synchronous: Annotated[
+        Literal["normal", "full", "off"],
+        doc(
+            "normal: whatever was acknowledged survives a crash of the queue; a power cut may lose the last moments. "
+            "full: it survives both, and each flush waits for the disk. off: a power cut may corrupt the whole file."
+        ),
+    ] = "normal"
+
+
+class RedisConfig(Config, frozen=True):
+    """The journal on a server."""
+
+    url: Annotated[
+        str, doc("Server that keeps the journal; a password comes from the variable RL_ASYNC_REDIS_PASSWORD.")
+    ] = "redis://127.0.0.1:6379/0"
+    replicas: Annotated[
+        Count,
+        doc(
+            "Replicas of that server that must have what is acknowledged (Redis' WAIT). With 0, promoting a replica "
+            "may lose the last moments; the queue notices and ends, and --resume continues from the checkpoint."
+        ),
+    ] = 0
+
+
 class QueueConfig(Config, frozen=True):
     max_staleness: Annotated[
         Count, doc("Bound on the staleness of any trained token, in steps. 0: on-policy, 1: one-step-off-policy.")
@@ -18,30 +52,8 @@ class QueueConfig(Config, frozen=True):
             "redis, a queue that was killed is restarted and the run goes on (docs/explanation/transfer_queue.md)."
         ),
     ] = "sqlite"
-    journal_folder: Annotated[
-        str,
-        doc(
-            "Folder in which sqlite keeps the journal, under the run's name; empty: the run folder. On a disk of the "
-            "queue's host, since file systems that hosts share (NFS, Lustre, ...) are refused."
-        ),
-    ] = ""
-    sqlite_synchronous: Annotated[
-        Literal["normal", "full", "off"],
-        doc(
-            "normal: whatever was acknowledged survives a crash of the queue; a power cut may lose the last moments. "
-            "full: it survives both, and each flush waits for the disk. off: a power cut may corrupt the whole file."
-        ),
-    ] = "normal"
-    redis_url: Annotated[
-        str, doc("Server of queue.journal=redis; a password comes from the variable RL_ASYNC_REDIS_PASSWORD.")
-    ] = "redis://127.0.0.1:6379/0"
-    redis_replicas: Annotated[
-        Count,
-        doc(
-            "Replicas of that server that must have what is acknowledged (Redis' WAIT). With 0, promoting a replica "
-            "may lose the last moments; the queue notices and ends, and --resume continues from the checkpoint."
-        ),
-    ] = 0
+    sqlite: Annotated[SqliteConfig | None, doc("Of journal=sqlite; null: the defaults.")] = None
+    redis: Annotated[RedisConfig | None, doc("Of journal=redis; null: the defaults.")] = None
     message_bytes: Annotated[
         int, Meta(ge=1 << 23, description="Largest message, such as one row; a larger one is refused.")
     ] = 1 << 29

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -159,7 +159,7 @@ def main() -> int:
         run,
         QueueConfig(
             journal=arguments.journal,
-            redis_url=arguments.redis_url,
+            redis=RedisConfig(url=arguments.redis_url),
             max_staleness=STALENESS,
             lease_s=2.0,
             max_attempts=1000,

@@ -630,7 +630,7 @@ class SqliteJournal:
         self._kept_dead = 0
         # On a file system that hosts share, locks and memory maps do not do what SQLite relies on.
         try:
-            require_local(run, "set queue.journal_folder to one on a disk of this host, or use queue.journal=redis")
+            require_local(run, "set queue.sqlite.folder to one on a disk of this host, or use queue.journal=redis")
         except UserError as error:
             raise JournalError(f"the queue's journal: {error}") from error
         self._lock = _hold(run / LOCK, self._path)

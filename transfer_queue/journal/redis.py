@@ -148,7 +148,7 @@ class RedisJournal:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 if time.monotonic() + pause > deadline:
                     raise JournalError(
-                        f"the Redis server at {self._url} (queue.redis_url) did not take the journal for "
+                        f"the Redis server at {self._url} (queue.redis.url) did not take the journal for "
                         f"{self._tries_s:.0f} s: {error}; when it does, continue with --resume: nothing that was "
                         "acknowledged is lost"
                     ) from error
@@ -162,7 +162,7 @@ class RedisJournal:
         return self._try(command, *arguments)
 
     def _failed(self, error: Exception) -> JournalError:
-        return JournalError(f"the Redis server at {self._url} (queue.redis_url) refused the queue's journal: {error}")
+        return JournalError(f"the Redis server at {self._url} (queue.redis.url) refused the queue's journal: {error}")
 
     def _own(self) -> None:
         """Become the only writer: wait until a silent owner's time is over, but not for a living owner."""
@@ -195,7 +195,7 @@ class RedisJournal:
     def _checked(self, answer: int) -> None:
         if answer == LOST_TAIL:
             raise JournalError(
-                f"the Redis server at {self._url} (queue.redis_url) has lost the end of {self._key('transitions')}, as "
+                f"the Redis server at {self._url} (queue.redis.url) has lost the end of {self._key('transitions')}, as "
                 f"when a replica without it is promoted: transition {self._seq} is not its last; continue from the "
                 "last checkpoint with --resume"
             )
@@ -365,7 +365,7 @@ class RedisJournal:
         written, replicated = answers[-2:]
         if written == DONE and replicated < self._replicas:
             raise redis.TimeoutError(
-                f"{replicated} of {self._replicas} replicas (queue.redis_replicas) have the newest transitions"
+                f"{replicated} of {self._replicas} replicas (queue.redis.replicas) have the newest transitions"
             )
         return int(written)
 

@@ -164,7 +164,7 @@ class WholeRun:
         words = ["launch", "--mode", "disaggregated", "--config", "calculator", "--name", self.name, *more, *SMALL]
         words += [
             f"trainer.steps={self.expected.steps}",
-            f"queue.redis_url=redis://{redis}:{REDIS_PORT}/0",
+            f"queue.redis.url=redis://{redis}:{REDIS_PORT}/0",
             f"queue.host={queue}",
             "reward.functions=[{name: exact_answer}, {name: judge, weight: 0.5}]",
             f"reward.judge={{url: '{self._judge.url}', model: m, timeout_s: 4, attempts: 2, cache: none}}",

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
-from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import RolloutConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield write(QueueConfig(journal="sqlite"))
         return
     with redis_server(tmp_path) as (port, _):
-        yield write(QueueConfig(journal="redis", redis_url=f"redis://127.0.0.1:{port}/0"))
+        yield write(QueueConfig(journal="redis", redis=RedisConfig(url=f"redis://127.0.0.1:{port}/0")))
 
 
 class Victim:

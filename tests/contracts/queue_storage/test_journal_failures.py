@@ -91,7 +91,7 @@ def test_a_journal_on_a_file_system_that_hosts_share_is_refused(
     table = tmp_path / "mountinfo"
     table.write_text(f"30 22 0:26 / {tmp_path} rw shared:2 - nfs4 server:/home rw\n")
     monkeypatch.setattr(journals, "MOUNTS", table)
-    with pytest.raises(JournalError, match=r"nfs4.*queue\.journal_folder"):
+    with pytest.raises(JournalError, match=r"nfs4.*queue\.sqlite\.folder"):
         Driver(sqlite_journals(tmp_path))
     assert list(tmp_path.iterdir()) == [table]
 

@@ -130,7 +130,7 @@ def test_nothing_counts_that_too_few_replicas_have(pair: Pair) -> None:
     assert pair.replica.xlen(STREAM) == pair.master.xlen(STREAM)
     pair.cut_off()
     driver.train(0)
-    with pytest.raises(JournalError, match=r"queue\.redis_replicas"):
+    with pytest.raises(JournalError, match=r"queue\.redis\.replicas"):
         driver.journal.flush()
     driver.journal.close()
 

@@ -124,9 +124,9 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
         (["queue.replicas=2"], ["queue.replicas=2", "queue.shards=0"]),
         (["queue.shards=1", "queue.replicas=2"], ["queue.replicas=2", "queue.shards=1"]),
         (["queue.shards=1", "queue.host=0.0.0.0"], ["queue.shards", "queue.host"]),
-        (["queue.redis_url=localhost"], ["queue.redis_url", "redis://"]),
-        (["queue.redis_url=redis://:secret@host:1/0"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
-        (["queue.redis_url=redis://host:1/0?password=secret"], ["queue.redis_url", "RL_ASYNC_REDIS_PASSWORD"]),
+        (["queue.redis.url=localhost"], ["queue.redis.url", "redis://"]),
+        (["queue.redis.url=redis://:secret@host:1/0"], ["queue.redis.url", "RL_ASYNC_REDIS_PASSWORD"]),
+        (["queue.redis.url=redis://host:1/0?password=secret"], ["queue.redis.url", "RL_ASYNC_REDIS_PASSWORD"]),
         (["model.device=cpu", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "model.device=cpu"]),
         (["mode=colocated", "weight_sync.transport=nccl"], ["weight_sync.transport=nccl", "colocated"]),
         (["weight_sync.folder=/shared"], ["weight_sync.folder", "weight_sync.transport=disk"]),
@@ -344,8 +344,8 @@ def test_what_may_give_rewards_needs_no_reward_functions(source: str) -> None:
 
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.redis_url=x"])
-    assert "rollout.engine" in str(caught.value) and "queue.redis_url" in str(caught.value)
+        load_config("calculator", ["rollout.engine=[vllm, sglang]", "queue.redis.url=x"])
+    assert "rollout.engine" in str(caught.value) and "queue.redis.url" in str(caught.value)
 
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}

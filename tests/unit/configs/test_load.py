@@ -236,6 +236,7 @@ def test_a_run_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     values = yaml.safe_load(dump(config))
     del values["algorithm"]["kl"]["adaptive"]
     values["algorithm"]["kl"] |= adaptive | {"controller": "adaptive"}
+    values["queue"] |= {"journal_folder": "", "sqlite_synchronous": "normal"}
     values["algorithm"]["shaping"] |= {"overlong_max_tokens": None, "overlong_cache_tokens": 9, "overlong_factor": 1.0}
     for key, value in DROPPED.items():
         *sections, leaf = key.split(".")

@@ -85,8 +85,8 @@ def test_the_queues_journal_is_on_no_shared_file_system() -> None:
     (claim,) = queue["spec"]["volumeClaimTemplates"]
     assert claim["metadata"]["name"] == "journal" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     (script,) = [pod["containers"][0]["args"][0] for name, pod in pods() if name == "rl-prepare"]
-    assert "queue.journal_folder=/journal" in script
-    assert "queue.journal_folder=$local" in (EXAMPLES / "slurm" / "rl_async.sbatch").read_text()
+    assert "queue.sqlite.folder=/journal" in script
+    assert "queue.sqlite.folder=$local" in (EXAMPLES / "slurm" / "rl_async.sbatch").read_text()
 
 
 def test_a_job_that_was_asked_to_stop_is_neither_done_nor_failed() -> None:

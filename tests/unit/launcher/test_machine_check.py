@@ -156,7 +156,7 @@ def test_what_is_small_is_a_warning_with_a_way_out() -> None:
 
 def test_redis_is_looked_for_only_if_the_journal_is_there() -> None:
     assert s.redis_lines(load_config("calculator", []), None) == []
-    wants = load_config("calculator", ["queue.journal=redis", "queue.redis_url=redis://127.0.0.1:1/0"])
+    wants = load_config("calculator", ["queue.journal=redis", "queue.redis.url=redis://127.0.0.1:1/0"])
     assert s.redis_lines(wants, None)[0].what_to_do == "install redis-server and start it"
 
 

@@ -75,7 +75,7 @@ def test_a_run_without_a_checkpoint_continues_with_the_samples_that_it_has(root:
 @pytest.mark.parametrize("ledger", [None, b""], ids=["lost", "empty"])
 @pytest.mark.parametrize("journal", ["sqlite", "redis", "elsewhere"])
 def test_no_run_is_to_be_deleted_whose_ledger_alone_is_lost(root: str, journal: str, ledger: bytes | None) -> None:
-    more = {"redis": ["queue.journal=redis"], "elsewhere": ["queue.journal_folder=elsewhere"]}.get(journal, [])
+    more = {"redis": ["queue.journal=redis"], "elsewhere": ["queue.sqlite.folder=elsewhere"]}.get(journal, [])
     folder = make_run(root, *more, name="mine")
     if ledger is not None:
         (folder / "ledger.jsonl").write_bytes(ledger)
