@@ -10,8 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.simulation.schedules import simulate_all
-from tests.simulation.world import World
+from tests.simulation.world import World, simulate_all
 
 
 def main() -> int:

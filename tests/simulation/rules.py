@@ -18,7 +18,7 @@ from rl_async.transfer_queue.transitions import (
     Missed,
     RolledBack,
 )
-from tests.simulation.disk import Disk
+from tests.simulation.surroundings import Disk
 from tests.support.queue import Sample, lost, stale, twice
 
 Tokens = list[str]  # by segment

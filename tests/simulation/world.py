@@ -3,11 +3,15 @@
 import contextlib
 import heapq
 import itertools
+import logging
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_async.messages import Fail, Lease, Put, Renew, Request, Version
 from rl_async.transfer_queue import wire
@@ -18,11 +22,9 @@ from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.server import JournalRecorder, Outgoing, QueueServer, recover, serve_requests
 from rl_async.transfer_queue.store import Feed, Store
 from rl_async.transfer_queue.transitions import LeaseLost, Transition
-from tests.simulation.actors import Trainer, Worker
-from tests.simulation.disk import Crash, Disk, Fuse, SimJournal
-from tests.simulation.network import PATIENCE_S, Network, RouterSocket
-from tests.simulation.reader import Reader
-from tests.simulation.rules import Rules
+from tests.simulation.actors import Reader, Trainer, Worker
+from tests.simulation.rules import Broken, Rules
+from tests.simulation.surroundings import PATIENCE_S, Crash, Disk, Fuse, Network, RouterSocket, SimJournal
 from tests.support.queue import easy_or_hard
 
 TICK_S = 0.1
@@ -346,3 +348,49 @@ class World:
     def _ended(self) -> bool:
         others = all(worker.done for worker in self.workers) and self.reader.done
         return self.trainer.done and self.host.up and others
+
+
+_CHUNK = 50
+_SHARED_MEMORY = Path("/dev/shm")  # ledgers are written there where it is
+
+
+class Outcome(NamedTuple):
+    """Of some schedules: how often what struck, and what broke by seed."""
+
+    struck: Counter[str]
+    broken: dict[int, str]
+
+
+def simulate(seeds: Sequence[int]) -> Outcome:
+    """Run these schedules."""
+    struck: Counter[str] = Counter()
+    broken: dict[int, str] = {}
+    folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="simulation-", dir=folder) as name:
+        for seed in seeds:
+            world = World(seed, Path(name))
+            try:
+                world.run()
+            except Broken as error:
+                broken[seed] = str(error)
+            except Exception as error:  # whatever it is, it is told with its seed, and the program fails
+                broken[seed] = f"{type(error).__name__}: {error}"
+            struck += world.struck
+    return Outcome(struck, broken)
+
+
+def simulate_all(seeds: Sequence[int], processes: int) -> Outcome:
+    """Run these schedules on some processes."""
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    if processes == 1:
+        outcomes = [simulate(chunk) for chunk in chunks]
+    else:
+        quiet = (logging.WARNING,)  # what the queue says of its slow disk
+        with ProcessPoolExecutor(processes, get_context("spawn"), logging.disable, quiet) as pool:
+            outcomes = list(pool.map(simulate, chunks))
+    struck: Counter[str] = Counter()
+    broken: dict[int, str] = {}
+    for outcome in outcomes:
+        struck += outcome.struck
+        broken |= outcome.broken
+    return Outcome(struck, broken)

@@ -10,7 +10,7 @@ from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.book import EVAL_GROUPS, OpenCounts, State
 from rl_async.transfer_queue.delivery import Counted, numbered
 from rl_async.transfer_queue.store import Store
-from tests.simulation.schedules import simulate
+from tests.simulation.world import simulate
 from tests.support.effort import examples
 from tests.support.queue import easy_or_hard
 from tests.unit.transfer_queue.history import (
