@@ -8,8 +8,7 @@ import torch
 
 from tests.conftest import make_model
 from tests.fuzz.http import Fuzzer, Heard, tokenizer
-from tests.fuzz.http_client import judge
-from tests.fuzz.http_requests import Attack
+from tests.fuzz.http_attacks import Attack, judge
 from tests.fuzz.http_servers import Target, targets
 from tests.support.effort import examples
 

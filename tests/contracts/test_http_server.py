@@ -14,8 +14,8 @@ from starlette.responses import Response
 from rl_async.process import http_server
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import HEAD_BYTES, application, read_body, server_of
-from tests.fuzz.http_client import ask
-from tests.fuzz.http_served import Served
+from tests.fuzz.http_attacks import ask
+from tests.fuzz.http_servers import Served
 
 TOKEN = "t" * 43
 MOST = 1000

@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.rollout_server.vllm.client import MIN_VERSION_HEADER
 from tests.conftest import make_model
-from tests.fuzz.http_client import judge, send, shown
-from tests.fuzz.http_requests import Attack, attack
+from tests.fuzz.http_attacks import Attack, attack, judge, send, shown
 from tests.fuzz.http_servers import Target, targets
 
 GROWTH_BYTES = 128 << 20

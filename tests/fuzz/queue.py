@@ -24,8 +24,7 @@ from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.auth.keys import ClientKeys
 from rl_async.transfer_queue.auth.roles import ROLES, Role
 from rl_async.transfer_queue.client import SyncQueueClient
-from tests.fuzz.mutations import MUTATIONS
-from tests.fuzz.queue_messages import Frames, valid
+from tests.fuzz.queue_messages import MUTATIONS, Frames, valid
 from tests.fuzz.queue_servers import ANSWER_S, CheckedQueue, CheckedShard, Keys, LiveQueue, hello
 
 GROWTH_BYTES = 64 << 20  # more than the tables of remembered peers and requests take

@@ -1,6 +1,10 @@
-"""Messages for the queue and its payload shards: one of every kind, with the fields that matter drawn at random."""
+"""Messages for the queue and its payload shards, one of every kind, and ways to damage bytes.
+
+The fields that matter are drawn at random. The fuzzer of the HTTP servers damages bytes in the same ways.
+"""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 
@@ -8,6 +12,37 @@ from rl_async import codec
 from rl_async import messages as m
 from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.delivery import numbered
+
+
+def flip(rng: random.Random, frame: bytes, _other: bytes) -> bytes:
+    """Some bits."""
+    changed = bytearray(frame)
+    for _ in range(rng.randint(1, 4)):
+        if changed:
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def cut(rng: random.Random, frame: bytes, _other: bytes) -> bytes:
+    """The end, or the beginning."""
+    at = rng.randint(0, len(frame))
+    return rng.choice([frame[:at], frame[at:]])
+
+
+def insert(rng: random.Random, frame: bytes, _other: bytes) -> bytes:
+    """Random bytes, or a MessagePack head that promises much."""
+    heads = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\x91" * 2000]
+    at = rng.randint(0, len(frame))
+    return frame[:at] + rng.choice([rng.randbytes(rng.randint(1, 9)), *heads]) + frame[at:]
+
+
+def splice(rng: random.Random, frame: bytes, other: bytes) -> bytes:
+    """The beginning of one message and the end of another."""
+    return frame[: rng.randint(0, len(frame))] + other[rng.randint(0, len(other)) :]
+
+
+MUTATIONS: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (flip, cut, insert, splice)
+
 
 Frames = list[bytes]
 

@@ -11,8 +11,21 @@ import pytest
 
 from rl_async.process import guard
 from tests.chaos.agents.__main__ import all_rounds
-from tests.chaos.agents.kinds import HERE, HOST, KINDS, PROGRAM, SERVER, VICTIMS, victims
-from tests.chaos.agents.leftovers import FOLDERS, Process, Seen, kill, left_behind, processes
+from tests.chaos.agents.kinds import (
+    FOLDERS,
+    HERE,
+    HOST,
+    KINDS,
+    PROGRAM,
+    SERVER,
+    VICTIMS,
+    Process,
+    Seen,
+    kill,
+    left_behind,
+    processes,
+    victims,
+)
 
 
 def test_kinds_and_their_roles_are_struck_equally_often() -> None:

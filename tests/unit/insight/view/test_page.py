@@ -28,7 +28,7 @@ from rl_async.process.http_server import server_of
 from rl_async.process.run_files import beat
 from rl_async.recording import evaluation_file
 from tests.conftest import make_rows
-from tests.fuzz.http_served import Served
+from tests.fuzz.http_servers import Served
 from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_step
 
 TOKEN = "t" * 43
