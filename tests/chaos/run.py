@@ -23,9 +23,8 @@ from pathlib import Path
 from rl_async.errors import EXIT_USER
 from rl_async.transfer_queue.ledger import OR_GIVEN_UP, TRAINED_ONCE
 from tests.chaos.history import problems
-from tests.chaos.host.clocks import Clocks
 from tests.chaos.host.isolation import NEEDED, install, is_isolated, run_isolated, why_not_isolated
-from tests.chaos.host.whole_run import EXPECTED, KINDS, ROOT, Fault, Kind, WholeRun
+from tests.chaos.host.whole_run import EXPECTED, KINDS, ROOT, Clocks, Fault, Kind, WholeRun
 
 PROGRESS_S = 300.0  # within which a step must be trained, whatever happens, unless told otherwise
 BETWEEN_S = 2.0  # at most, from one fault to the next

@@ -19,8 +19,19 @@ from pathlib import Path
 
 from rl_async.errors import EXIT_USER
 from rl_async.transfer_queue.ledger import OR_GIVEN_UP, TRAINED_ONCE
-from tests.chaos.agents.kinds import KINDS, PROGRAM, ROOT, TASKS, Kind, victims
-from tests.chaos.agents.leftovers import Seen, kill, left_behind, own_temporary_folders, processes
+from tests.chaos.agents.kinds import (
+    KINDS,
+    PROGRAM,
+    ROOT,
+    TASKS,
+    Kind,
+    Seen,
+    kill,
+    left_behind,
+    own_temporary_folders,
+    processes,
+    victims,
+)
 from tests.chaos.agents.loop import write_tasks
 from tests.chaos.host.isolation import install, is_isolated, run_isolated, why_not_isolated
 

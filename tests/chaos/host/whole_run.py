@@ -1,25 +1,213 @@
-"""One run with its launcher, its Redis server, its judge, its disks, clocks, namespaces and agent program, and what
-strikes it."""
+"""Wall clocks that jump while their processes run, and disks that are slow, each process with its own: a shim that is
+preloaded, and a file per process, which has the clock's shift and the length of a flush.
+
+Only CLOCK_REALTIME moves, as when NTP or an operator sets a clock. A process that is started again goes on with the
+clock of its predecessor.
+"""
 
 import errno
+import http.server
 import json
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from rl_async.process.kernel import read_stat
 from tests.chaos.history import Expected
-from tests.chaos.host.clocks import Clocks
-from tests.chaos.host.disk import SmallDisk
-from tests.chaos.host.judge import DrippingJudge
 from tests.chaos.host.launcher import Place
-from tests.chaos.host.network import Network
+
+SOURCE = Path(__file__).with_name("clock.c")
+JUMPS_S = (2.0, 60.0, 3600.0, 6 * 3600.0)  # forwards or backwards, each up to half as long again
+
+
+class Clocks:
+    """Compiles the shim into ``folder``, where the clocks' files are too."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder, self._library = folder, folder / "clock.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(self._library), str(SOURCE)], check=True)
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Return the variables of a process that lives by the clock ``name``."""
+        file = self._folder / name
+        if not file.exists():
+            file.write_bytes(struct.pack("=qq", 0, 0))
+        return {"LD_PRELOAD": str(self._library), "CHAOS_CLOCK": str(file)}
+
+    def slow_disk(self, name: str, flush_s: float, seconds: float) -> None:
+        """Have each flush of a process take ``flush_s``, for that long; one that has begun then takes its time."""
+        for nanoseconds, pause_s in ((int(flush_s * 1e9), seconds), (0, 0.0)):
+            with (self._folder / name).open("r+b", buffering=0) as file:
+                file.seek(8)
+                file.write(struct.pack("=q", nanoseconds))
+            time.sleep(pause_s)
+
+    def jump(self, name: str, rng: random.Random) -> None:
+        """Set the clock forwards or backwards, by seconds to hours."""
+        by = rng.choice((-1, 1)) * rng.choice(JUMPS_S) * (1 + rng.random() / 2)
+        with (self._folder / name).open("r+b", buffering=0) as file:
+            (now,) = struct.unpack("=q", file.read(8))
+            file.seek(0)
+            file.write(struct.pack("=q", now + int(by * 1e9)))
+
+
+BALLAST = "ballast"
+BLOCKS = (1 << 20, 1 << 12, 1)
+AGAIN_S = 0.02  # within which freed space is filled again
+
+
+class SmallDisk:
+    """A tmpfs of ``megabytes`` at ``folder``, gone with its mount namespace."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self._folder = folder
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
+
+    def stay_full(self, seconds: float) -> None:
+        """Fill it, and whatever is freed as well, for that long; then make room."""
+        end = time.monotonic() + seconds
+        try:
+            with (self._folder / BALLAST).open("ab", buffering=0) as file:
+                while time.monotonic() < end:
+                    for block in BLOCKS:
+                        _fill(file, bytes(block))
+                    time.sleep(AGAIN_S)
+        finally:
+            (self._folder / BALLAST).unlink()
+
+    def unmount(self) -> None:
+        """Give the memory back, with everything in it."""
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
+
+
+def _fill(file: object, block: bytes) -> None:
+    try:
+        while file.write(block) == len(block):  # type: ignore[attr-defined]
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+VERDICT = json.dumps({"reason": "", "score": 10})
+BODY = json.dumps({"choices": [{"index": 0, "message": {"content": VERDICT}, "finish_reason": "stop"}]}).encode()
+BYTE_S = 0.5
+
+
+class DrippingJudge:
+    """Serves on ``host`` until it is closed."""
+
+    def __init__(self, host: str) -> None:
+        judge = self
+        self._drips_until = 0.0
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(BODY)))
+                self.end_headers()
+                sent = 0
+                while time.monotonic() < judge._drips_until and sent < len(BODY) - 1:
+                    self.wfile.write(BODY[sent : sent + 1])
+                    sent += 1
+                    time.sleep(BYTE_S)
+                self.wfile.write(BODY[sent:])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, *_: object) -> None:
+                """A client that waits no longer has hung up."""
+
+        self._server = Server((host, 0), Handler)
+        self.url = f"http://{host}:{self._server.server_port}/v1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def drip(self, seconds: float) -> None:
+        """Be slow for that long; return at its end."""
+        self._drips_until = time.monotonic() + seconds
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+BRIDGE, HUB = "10.77.0.1", "launcher"
+TABLE = (
+    "table inet chaos { chain arriving { type filter hook input priority 0; }; "
+    "chain leaving { type filter hook output priority 0; }; }"
+)
+RULES = (("arriving", "iifname"), ("leaving", "oifname"))
+
+
+class Network:
+    """A namespace with an address for every name, and the launcher's, which is the caller's own."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.addresses = {HUB: BRIDGE}
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        for words in ("add br0 type bridge", "set br0 up"):
+            _run("ip", "link", *words.split())
+        _run("ip", "addr", "add", f"{BRIDGE}/24", "dev", "br0")
+        _run("nft", TABLE)
+        for number, name in enumerate(names, start=2):
+            self._add(name, number)
+
+    def _add(self, name: str, number: int) -> None:
+        holder = self._holders[name] = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        own = Path("/proc/self/ns/net").readlink()
+        while Path(f"/proc/{holder.pid}/ns/net").readlink() == own:
+            time.sleep(0.005)
+        address = self.addresses[name] = f"10.77.0.{number}"
+        peer = f"veth{number}"
+        _run("ip", "link", "add", peer, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        _run("ip", "link", "set", peer, "master", "br0", "up")
+        for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+            _run(*self.enter(name), "ip", *words.split())
+        _run(*self.enter(name), "nft", TABLE)
+
+    def enter(self, name: str) -> tuple[str, ...]:
+        """Return the words before a command that runs it in the namespace of that name."""
+        return () if name == HUB else ("nsenter", f"--net=/proc/{self._holders[name].pid}/ns/net", "--")
+
+    def lose(self, name: str, percent: int, seconds: float) -> None:
+        """Drop that share of what arrives in and leaves a namespace, for that long; 100: all of it."""
+        share = f"numgen random mod 100 < {percent} " if percent < 100 else ""
+        for chain, interface in RULES:
+            _run(*self.enter(name), "nft", f'add rule inet chaos {chain} {interface} != "lo" {share}drop')
+        time.sleep(seconds)
+        _run(*self.enter(name), "nft", "flush table inet chaos")
+
+    def close(self) -> None:
+        """End the namespaces; processes in them keep theirs until they end."""
+        for holder in self._holders.values():
+            holder.kill()
+            holder.wait()
+        _run("ip", "link", "del", "br0")
+        _run("nft", "delete table inet chaos")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPECTED = Expected(steps=60, groups=4, samples=4, staleness=1)  # steps: unless told otherwise
