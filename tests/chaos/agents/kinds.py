@@ -1,6 +1,10 @@
 """The kinds of runs, the processes that a round may kill in each, and the leftovers of a finished run.
 
 Left behind may be processes, mounts, Unix sockets, temporary files and shared memory.
+
+In namespaces of its own (``host/isolation.py``) a chaos run sees no one else's, so all of it is the run's.
+
+To add a kind: an entry in KINDS with its settings, and in VICTIMS what its processes look like.
 """
 
 import getpass

@@ -1,8 +1,10 @@
-"""Wall clocks that jump while their processes run, and disks that are slow, each process with its own: a shim that is
-preloaded, and a file per process, which has the clock's shift and the length of a flush.
+"""One run with its launcher, its Redis server, its judge, its disks, clocks, namespaces and agent program, and what
+strikes it.
 
 Only CLOCK_REALTIME moves, as when NTP or an operator sets a clock. A process that is started again goes on with the
 clock of its predecessor.
+
+The launcher is where the bridge is. Rules of nftables drop packets, so that kernels without netem will do.
 """
 
 import errno
