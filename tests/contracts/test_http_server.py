@@ -1,21 +1,29 @@
-"""What every HTTP server of a run does with requests that no client of ours sends."""
+"""What every HTTP server of a run does with requests that no client of ours sends, hostile ones among them.
+
+``python -m tests.fuzz.http`` sends many more of the hostile ones.
+"""
 
 import contextlib
 import json
 import logging
+import random
 import socket
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rl_async.process import http_server
 from rl_async.process.http_auth import Access
 from rl_async.process.http_server import HEAD_BYTES, application, read_body, server_of
-from tests.fuzz.http_attacks import ask
-from tests.fuzz.http_servers import Served
+from tests.conftest import make_model
+from tests.fuzz.http import Fuzzer, Heard, tokenizer
+from tests.fuzz.http_attacks import Attack, ask, judge
+from tests.fuzz.http_servers import Served, Target, targets
+from tests.support.effort import examples
 
 TOKEN = "t" * 43
 MOST = 1000
@@ -137,3 +145,59 @@ def test_a_client_that_leaves_in_the_middle_is_no_error(port, caplog):
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100")  # the handler waits for the body
     assert ask(port, TOKEN, "POST", "/echo", [1]) == (200, [1])
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+NAMES = ("gateway", "engine", "reward model", "metrics")
+
+
+@pytest.fixture(scope="module")
+def heard() -> Iterator[Heard]:
+    with Heard() as listening:
+        yield listening
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, heard: Heard) -> Iterator[dict[str, Target]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with targets(make_model(tmp_path_factory.mktemp("model")), tokenizer()) as found:
+        yield {target.name: target for target in found}
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_requests_change_nothing_for_a_valid_client(served: dict[str, Target], heard: Heard, name: str) -> None:
+    fuzzer = Fuzzer(served[name], heard)
+    for number in range(examples(60)):
+        try:
+            fuzzer.round(random.Random(f"{name}.{number}"), at_once=5)
+        except AssertionError as error:
+            error.add_note(f"in round {number} at the {name}")
+            raise
+    assert sum(fuzzer.statuses.values()) >= examples(60)
+
+
+ATTACK = Attack([b"POST /pause HTTP/1.1\r\n\r\n"], authorised=False, whole=True, method="POST", anthropic=False)
+ERROR = b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s"
+
+
+def refused(status: int, body: bytes) -> bytes:
+    return ERROR % (status, len(body), body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        refused(500, b'{"error": {"message": "x", "type": "y"}}'),
+        refused(401, b"Unauthorized"),
+        refused(401, b'{"error": {"message": "no sesame", "type": "y"}}'),
+        refused(401, b'{"error": {"message": "Traceback (most recent call last)", "type": "y"}}'),
+    ],
+)
+def test_what_it_is_there_to_notice_is_noticed(answer: bytes) -> None:
+    assert judge(ATTACK, refused(401, b'{"error": {"message": "x", "type": "y"}}'), ["sesame"]) == 401
+    with pytest.raises(AssertionError):
+        judge(ATTACK, answer, ["sesame"])
