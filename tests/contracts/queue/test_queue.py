@@ -1,4 +1,7 @@
-"""Server and clients of the transfer queue over real sockets: one step, long-polls, evaluation, ranks."""
+"""Server and clients of the transfer queue over real sockets.
+
+One step, long-polls, evaluation, ranks; workers that share the groups; messages that the queue does not understand.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -6,12 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
+import zmq
+import zmq.asyncio
 
-from rl_async.errors import ProtocolError, TrainerReplaced
-from rl_async.messages import Done, NotReady, Refused, Reserved, Version
+from rl_async.errors import ProtocolError, TrainerReplaced, UserError
+from rl_async.messages import (
+    SCHEMA,
+    Done,
+    Hello,
+    Lease,
+    LeasedGroup,
+    Malformed,
+    NotReady,
+    Put,
+    Refused,
+    Reserved,
+    Status,
+    Version,
+    Welcome,
+)
+from rl_async.transfer_queue import wire
 from rl_async.transfer_queue.admission import QueueSettings
 from rl_async.transfer_queue.client import SyncQueueClient
-from tests.contracts.queue.peers import RunningQueue, put_all, trajectory, worker
+from rl_async.transfer_queue.delivery import numbered
+from rl_async.transfer_queue.server import bind
+from tests.contracts.queue.peers import HELLO, ID, SETTINGS, RunningQueue, ask, put_all, trajectory, worker
 
 
 async def test_one_step_from_lease_to_publication(queue, trainer):
@@ -178,3 +200,108 @@ def test_the_clients_of_a_replaced_trainer_say_so(queue, trainer):
         for call in calls:
             with pytest.raises(TrainerReplaced):
                 call()
+
+
+async def test_two_workers_share_the_groups(queue, trainer):
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue, "a") as a, worker(queue, "b") as b:
+        first, second = await asyncio.gather(a.lease(2, 1.0), b.lease(2, 1.0))
+        groups = [group.group_id for leased in (first, second) for group in leased.groups]
+        assert sorted(groups) == [0, 1, 2, 3]
+        await asyncio.gather(put_all(a, first.groups), put_all(b, second.groups))
+    assert isinstance(trainer.reserve(0, 1.0), Reserved)
+    assert isinstance(trainer.reserve(1, 1.0), Reserved)
+
+
+def test_a_lease_sent_twice_is_granted_once(raw, trainer):
+    trainer.publish(Version(0, 0), [])
+    ask(raw, ID, HELLO)
+    lease = msgspec.msgpack.encode(Lease(worker="w", max_groups=1, wait_s=1.0))
+    first, second = ask(raw, ID, lease).reply, ask(raw, ID, lease).reply
+    assert first == second and len(first.groups) == 1
+    assert ask(raw, b"87654321", lease).reply.groups[0].group_id == 1
+
+
+async def test_lost_worker_is_replaced_and_fenced(address):
+    queue = RunningQueue(address, msgspec.structs.replace(SETTINGS, lease_s=1.0))
+    try:
+        async with worker(queue, "lost") as lost, worker(queue, "other") as other:
+            await lost.publish(Version(0, 0), [])
+            (group,) = (await lost.lease(1, 1.0)).groups
+            assert await lost.put(trajectory(group, 0)) == Done()
+            again: list[LeasedGroup] = []
+            while not again:  # the other worker takes what is fresh until the lost group comes back
+                leased = (await other.lease(1, 0.1)).groups
+                again = [found for found in leased if found.group_id == group.group_id]
+            assert (again[0].samples, again[0].attempt) == ([1], 1)
+            refused = await lost.put(trajectory(group, 1))
+            assert isinstance(refused, Refused) and refused.code == "fenced"
+            assert await lost.put(trajectory(group, 0)) == Done()
+            assert isinstance(await lost.fail(group.group_id, 1, 0, "late"), Refused)
+            assert (await other.status()).counters["redelivered"] >= 1
+    finally:
+        queue.stop()
+
+
+async def test_what_a_killed_worker_waited_for_goes_to_another_at_once(queue, trainer):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as killed:
+        killed.connect(queue.address)
+        ask(killed, ID, HELLO)
+        parked = Lease(worker="killed", max_groups=4, wait_s=60.0)
+        killed.send_multipart(wire.encode(b"87654321", parked))
+        ask(killed, ID, msgspec.msgpack.encode(Status()))  # the lease is parked by now
+        killed.close(0)
+    trainer.status()  # the queue's side of the connection has ended by now
+    trainer.publish(Version(0, 0), [])
+    async with worker(queue) as agent:
+        leased = (await agent.lease(4, 5.0)).groups
+    assert sorted(group.group_id for group in leased) == [0, 1, 2, 3]
+    assert "redelivered" not in trainer.status().counters
+
+
+def test_malformed_messages_are_answered_counted_and_harm_nobody(raw, trainer):
+    status = msgspec.msgpack.encode(Status())
+    assert isinstance(ask(raw, ID, HELLO).reply, Welcome)
+    bad = [
+        (b"",),
+        (b"short", status),
+        (ID,),
+        (ID, b""),
+        (ID, b"\xc1garbage"),
+        (ID, msgspec.msgpack.encode({"type": "Explode"})),
+        (ID, msgspec.msgpack.encode({"type": "Lease", "worker": 3})),
+        (ID, status, b"payload that does not belong here"),
+        (ID, HELLO, b"payload that does not belong here"),
+        (ID, msgspec.msgpack.encode({"type": "Put", "worker": "w", "header": {}}), b"x"),
+    ]
+    for parts in bad:
+        assert isinstance(ask(raw, *parts).reply, Malformed), parts
+    assert isinstance(ask(raw, ID, status).reply, type(trainer.status()))
+    assert trainer.status().counters["malformed"] == len(bad)
+
+
+def test_a_put_needs_a_payload(raw):
+    ask(raw, ID, HELLO)
+    group = LeasedGroup(group_id=0, partition="train", attempt=0, samples=[0], task=numbered(0), min_version=Version())
+    header = trajectory(group, 0).header()
+    put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]], lengths=[1]))
+    assert isinstance(ask(raw, ID, put).reply, Malformed)
+    assert [refused.code for refused in ask(raw, ID, put, b"x").reply.refused] == ["unknown_group"]
+    for samples in ([], [[]], [[header], []], [[header, header]], [[header], [header]]):
+        put = msgspec.msgpack.encode(Put(worker="w", samples=samples, lengths=[1]))
+        assert isinstance(ask(raw, ID, put, b"x").reply, Malformed)
+    for lengths in ([], [0], [-1], [2], [1, 1]):
+        put = msgspec.msgpack.encode(Put(worker="w", samples=[[header]], lengths=lengths))
+        assert isinstance(ask(raw, ID, put, b"x").reply, Malformed)
+
+
+def test_hello_comes_first_and_with_the_right_schema(raw):
+    assert ask(raw, ID, msgspec.msgpack.encode(Status())).reply.code == "hello"
+    old = msgspec.msgpack.encode(Hello(schema=SCHEMA + 1, role="test", name="raw"))
+    assert ask(raw, ID, old).reply.code == "schema"
+    assert isinstance(ask(raw, ID, HELLO).reply, Welcome)
+
+
+def test_a_port_that_is_taken_is_a_user_error(queue):
+    with zmq.asyncio.Context() as context, pytest.raises(UserError, match=queue.address):
+        bind(context, queue.address)
