@@ -1,11 +1,14 @@
-"""The queue as its own process: the composition root, its ledger, its end, and its one-line errors."""
+"""The queue as its own process: the composition root, its ledger, its end, its one-line errors and its metrics."""
 
+import contextlib
 import json
 import shutil
 import signal
+import socket
 import socket as sockets
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +20,16 @@ from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.queue import QueueConfig
 from rl_async.configs.schema.run import EvalConfig, RunConfig
-from rl_async.errors import QueueLost
+from rl_async.errors import QueueLost, UserError
 from rl_async.messages import NotReady, Version
 from rl_async.process.http_auth import bearer, make_tokens, run_token
+from rl_async.transfer_queue import SyncQueueClient as MetricsSyncQueueClient
+from rl_async.transfer_queue import serve
 from rl_async.transfer_queue.auth.roles import ROLES
 from rl_async.transfer_queue.client import SyncQueueClient
+from rl_async.transfer_queue.delivery import numbered
+from rl_async.transfer_queue.telemetry import serve_metrics
+from tests.contracts.queue.peers import trajectory
 from tests.support.ports import free_port
 from tests.support.queue import async_client, make_run_keys, sync_client
 
@@ -186,3 +194,90 @@ def test_a_taken_port_is_one_clear_line(run):
 
 def test_a_missing_config_is_one_clear_line(tmp_path, port):
     ends_with(tmp_path, port, "config.yaml")
+
+
+TOKEN = "m" * 43
+
+
+@pytest.fixture
+def metrics_port() -> int:
+    return free_port()
+
+
+def scrape(metrics_port: int, path: str = "/metrics") -> dict[str, float]:
+    """The samples by name and label; comments are checked to come in pairs before them."""
+    request = urllib.request.Request(f"http://127.0.0.1:{metrics_port}{path}", headers=bearer(TOKEN))
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    helped = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert helped == [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert {name.split("{")[0] for name in found} <= set(helped)
+    return {name.removeprefix("rl_async_queue_"): float(value) for name, value in found.items()}
+
+
+def test_a_scrape_shows_the_queue_as_it_is(metrics_port):
+    tasks = list(map(numbered, range(9)))
+    with (
+        serve(tasks, batch_groups=2) as address,
+        serve_metrics(metrics_port, address, TOKEN),
+        MetricsSyncQueueClient(address, role="agent", name="w", timeout_s=10) as queue,
+    ):
+        first, second = queue.lease(2, 5.0).groups
+        queue.put(trajectory(first, 0))
+        queue.fail(second.group_id, 0, second.attempt, "boom")
+        found = scrape(metrics_port)
+        assert found['groups{state="ready"}'] == found['groups{state="waiting"}'] == 1
+        assert found['groups{state="leased"}'] == 0
+        assert found['events_total{kind="redelivered"}'] == 1
+        assert (found["slots"], found["slots_used"], found["admitted_total"], found["workers"]) == (4, 2, 2, 1)
+        assert found["payload_bytes"] == queue.status().payload_bytes > 0
+        assert found['rate_per_second{of="rows"}'] > 0
+        assert 'oldest_seconds{state="ready"}' in found and 'oldest_seconds{state="leased"}' not in found
+        assert (found["draining"], found["published_step"]) == (0, 0)
+        queue.drain()
+        assert scrape(metrics_port)["draining"] == 1
+        with pytest.raises(urllib.error.HTTPError, match="404") as missing:
+            scrape(metrics_port, "/else")
+        missing.value.close()
+
+
+def test_without_a_queue_a_scrape_fails_and_does_not_show_zeros(metrics_port, address):
+    with (
+        serve_metrics(metrics_port, address, TOKEN, answer_s=0.2),
+        pytest.raises(urllib.error.HTTPError, match="503") as failed,
+    ):
+        scrape(metrics_port)
+    failed.value.close()
+
+
+def test_strangers_who_begin_a_request_and_fall_silent_hold_no_scrape_up(metrics_port):
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(serve(list(map(numbered, range(9)))))
+        stack.enter_context(serve_metrics(metrics_port, address, TOKEN))
+        for _ in range(30):
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", metrics_port), timeout=20))
+            silent.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        assert scrape(metrics_port)["published_step"] == 0
+
+
+def test_a_taken_port_is_named(metrics_port, address):
+    with (
+        serve_metrics(metrics_port, address, TOKEN),
+        pytest.raises(UserError, match=r"--metrics-port"),
+        serve_metrics(metrics_port, address, TOKEN),
+    ):
+        raise AssertionError("it served")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), (bearer("0" * 43), 401), (bearer(TOKEN) | {"Origin": "null"}, 403), ({"Host": "a.example"}, 403)],
+)
+def test_a_scrape_without_the_token_or_of_a_web_page_is_refused(metrics_port, address, headers, status):
+    request = urllib.request.Request(f"http://127.0.0.1:{metrics_port}/metrics", headers=headers)
+    with serve_metrics(metrics_port, address, TOKEN), pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=20)
+    refused.value.close()
+    assert refused.value.code == status
