@@ -19,7 +19,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
-from rl_async.configs.checks import check
+from rl_async.configs.checks import check, problems
 from rl_async.configs.explain import choices, field_at, field_names, struct_at
 from rl_async.configs.schema.algorithm import AlgorithmConfig, read_options
 from rl_async.configs.schema.run import RunConfig
@@ -128,6 +128,19 @@ def load_config(
     return _finished(values, places, overrides, mode, name)
 
 
+def load_with_refusals(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """Read a preset or a file as ``load_config`` does, and list the rules that it breaks instead of raising for them.
+
+    Raises ConfigError for what is no config at all: unknown keys and values of a wrong type.
+    """
+    places: Places = {}
+    values = _read(name_or_path, places)
+    for override in overrides:
+        _apply(values, override, places)
+    config = _convert(values, places)
+    return config, list(problems(config))
+
+
 def _finished(
     values: dict[str, Any], places: Places, overrides: Sequence[str], mode: str | None = None, name: str = ""
 ) -> RunConfig:
@@ -202,6 +215,30 @@ def from_values(values: dict[str, Any]) -> RunConfig:
     config = _convert(values, {})
     check(config)
     return config
+
+
+def refusals(values: dict[str, Any]) -> list[str]:
+    """List everything for which what a config file would hold is refused. Paths that are missing are taken as given."""
+    found: list[str] = []
+    values = copy.deepcopy(_merge({"model": {"path": "-"}, "data": {"path": "-"}}, values))
+    while True:
+        try:
+            return [*found, *problems(_convert(values, {}))]
+        except ConfigError as error:
+            found.append(str(error).removeprefix("config: "))
+            # The conversion names one key at a time, which is left out to find the next.
+            key = str(error).removeprefix("config: ").partition(":")[0].partition("[")[0]
+            if not _without(values, key):
+                return found
+
+
+def _without(values: dict[str, Any], key: str) -> bool:
+    """Remove a dotted key. Return False if it is not there."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        if not isinstance(values := values.get(section, {}), dict):
+            return False
+    return values.pop(leaf, None) is not None
 
 
 def dump(config: RunConfig) -> str:

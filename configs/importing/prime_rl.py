@@ -1,86 +1,244 @@
-"""prime-rl's `rl` command, as its repository has it in 2026, and some of the keys that it had before."""
+"""prime-rl's `rl` command, as its repository has it in August 2026 (559b4477), and keys that it had before."""
 
 from pathlib import Path
+from typing import Any
 
-from rl_async.configs.importing.translation import Key, Translation, overridden, read_settings
+from rl_async.configs.importing.translation import Key, Translation, our_default, overridden, read_structured
+from rl_async.errors import ConfigError
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
 KEYS = (
     Key("model.name", "model.path"),
+    Key("trainer.model.name", "model.path"),
     Key("max_steps", "trainer.steps"),
-    Key("seq_len", "rollout.max_model_len", 2048),
-    Key("seq_len", "agent.max_tokens", 2048),
     Key("orchestrator.group_size", "rollout.group_size", 1),
     Key(f"{SAMPLING}.temperature", "rollout.temperature", 1.0),
-    Key(f"{SAMPLING}.max_completion_tokens", "rollout.max_tokens"),
-    Key("orchestrator.sampling.max_tokens", "rollout.max_tokens"),  # older
     Key("orchestrator.sampling.temperature", "rollout.temperature"),
     Key("orchestrator.max_off_policy_steps", "queue.max_staleness", 8),
     Key(f"{OPTIMIZER}.lr", "trainer.learning_rate", 1e-6),
     Key(f"{OPTIMIZER}.weight_decay", "trainer.weight_decay", 0.01),
     Key(f"{OPTIMIZER}.max_norm", "trainer.grad_clip", 1.0),
-    Key(f"{OPTIMIZER}.betas1", "trainer.beta1", 0.9),
-    Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),
-    Key("trainer.scheduler.type", "trainer.schedule", "constant"),
+    Key("trainer.scheduler.type", "trainer.schedule", "constant", lambda name: {"linear": "constant"}.get(name, name)),
     Key("trainer.scheduler.warmup_steps", "trainer.warmup_steps"),
+    Key("inference.vllm.tensor_parallel_size", "rollout.tensor_parallel"),
     Key("inference.parallel.tp", "rollout.tensor_parallel"),
-    Key("trainer.model.tp", "trainer.tensor_parallel"),
     Key("trainer.model.cp", "trainer.sequence_parallel"),
+    Key("trainer.dp_replicate", "trainer.replicas"),
     Key("trainer.model.fsdp_cpu_offload", "trainer.cpu_offload"),
     Key("trainer.model.lora.rank", "trainer.lora.rank"),
-    Key("trainer.model.lora.alpha", "trainer.lora.alpha"),
+    Key("trainer.model.lora.alpha", "trainer.lora.alpha", convert=int),
     Key("ckpt.interval", "trainer.checkpoint_every"),
     Key("ckpt.keep_last", "trainer.keep_checkpoints"),
-    Key("deployment.num_train_gpus", "trainer.ranks"),
+    Key("monitors.wandb.project", "tracking.project"),
     Key("wandb.project", "tracking.project"),
 )
+ADAM_KEYS = (
+    Key(f"{OPTIMIZER}.betas1", "trainer.beta1", 0.9),
+    Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),
+)
+_ENGINE = "an engine's own settings; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
-    "orchestrator.train.env": "environments are data.path, agent.environment and reward.functions",
-    "orchestrator.env": "environments are data.path, agent.environment and reward.functions",
-    "orchestrator.eval": "evaluation is data.eval_path and the section eval",
+    "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
     "orchestrator.renderer": "chats are rendered by the model's own template",
+    "orchestrator.algo.length_penalty": "rewards have no penalty for length but algorithm.shaping.overlong_max_tokens",
+    "orchestrator.model": "engines start from model.path",
     "trainer.loss": "a number of another loss",
-    "inference.parallel.dp": "copies of the model are rollout.engines",
-    "inference": "an engine's own settings; rollout.engine_args passes flags on",
+    "trainer.optim": "a number of another optimizer",
+    "trainer.scheduler": "schedules fall to 0 over the whole run here",
+    "trainer.model.ep": "fsdp2 shards experts like all weights",
+    "trainer.model.ac": "activation checkpointing is whole or off",
+    "trainer.model": "the model is Transformers' own",
+    "trainer.enable_router_replay": "routers are replayed by trainer.router_replay=auto",
+    "inference": _ENGINE,
+    "monitors": "give the run's name to `rl-async launch` as --name",
     "wandb": "give the run's name to `rl-async launch` as --name",
+    "resume": "give --resume to `rl-async launch`",
+    "weight_broadcast": "weights travel by weight_sync.transport=auto",
+    "slurm": "see docs/how-to/clusters.md",
+    "env_vars": "set variables before `rl-async launch`",
     "orchestrator": "not read",
     "trainer": "not read",
-    **dict.fromkeys(("slurm", "deployment", "ckpt", "log", "output_dir", "weight_broadcast", "model"), "not here"),
+    **dict.fromkeys(("deployment", "ckpt", "log", "output_dir", "model", "run", "clean"), "not here"),
 }
 
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the TOML in ``file`` and the ``a.b=c`` in ``more``."""
-    t = Translation(overridden(read_settings(file), more, "an argument"))
+    t = Translation(overridden(read_structured(file), more, "an argument"))
     t.translate(KEYS)
     rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
     t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
     t.put("trainer.minibatches", 1, "trainer")
-    if gpus := t.number("deployment.num_infer_gpus", 0):
-        engines = max(gpus // t.number("inference.parallel.tp", 1), 1)
-        t.put("rollout.engines", engines, "deployment.num_infer_gpus", "inference.parallel.tp")
     t.put("rollout.engine", "vllm", "inference")
-    t.put("algorithm.advantage", "dr_grpo", "orchestrator.algo")  # reward - mean of the group
+    _devices(t)
+    _lengths(t)
+    _optimizer(t)
+    _algorithm(t)
     _loss(t)
-    if any(key.startswith("wandb.") for key in t.given):
-        t.put("tracking.backends", ["wandb"], "wandb.project", "wandb.name")
+    _environment(t)
+    if any(key.startswith(("wandb.", "monitors.wandb.")) for key in t.given):
+        t.put("tracking.backends", ["wandb"], "wandb.project", "wandb.name", "monitors.wandb.project")
     if t.take("orchestrator.token_batch_size"):
         t.notes.append("orchestrator.token_batch_size: a batch is a number of tasks here, data.train_batch_groups")
+    if "trainer.steps" not in t.ours:
+        t.unknown.append(f"trainer.steps ({our_default('trainer.steps')} if left out): prime-rl has no end without it")
     t.notes.append("prime-rl drops a row that is too old; queue.max_staleness bounds it by admission")
     return t.text(f"From {file} (prime-rl).", NO_COUNTERPART)
+
+
+def _devices(t: Translation) -> None:
+    """Trainer ranks and engines from GPUs, or from nodes and their GPUs."""
+    each = t.number("deployment.gpus_per_node", 8)
+    nodes = t.number("deployment.num_train_nodes", 0)
+    per_replica = t.take("deployment.num_infer_nodes")
+    if t.take("deployment.type", "single_node") == "multi_node":
+        parts = [f"inference.deployment.{kind}_nodes_per_replica" for kind in ("prefill", "decode")]
+        counts = [t.number(f"inference.deployment.num_{kind}_replicas", 1) for kind in ("prefill", "decode")]
+        split = sum(t.number(key, 0) * count for key, count in zip(parts, counts, strict=True))
+        if split:
+            t.notes.append("inference.deployment: prefill and decoding share an engine here")
+        if per_replica is None:
+            per_replica = split or t.number("inference.deployment.num_nodes", 1)
+        gpus = int(per_replica) * t.number("deployment.num_infer_replicas", 1) * each
+        t.put("trainer.ranks", nodes * each, "deployment.num_train_nodes")
+    else:
+        gpus = t.number("deployment.num_infer_gpus", 1)
+        t.put("trainer.ranks", t.number("deployment.num_train_gpus", 1), "deployment.num_train_gpus")
+    parallel = t.ours.get("rollout.tensor_parallel", 1)
+    theirs = ("deployment.num_infer_gpus", "deployment.num_infer_nodes", "inference.vllm.tensor_parallel_size")
+    t.put("rollout.engines", max(gpus // parallel, 1), *theirs)
+    for key in ("inference.vllm.data_parallel_size", "inference.parallel.dp"):
+        t.take(key)
+    if t.take("inference.vllm.enable_expert_parallel", False):
+        t.put("rollout.expert_parallel", parallel, "inference.vllm.enable_expert_parallel")
+        if parallel == 1:
+            t.notes.append(
+                "rollout.expert_parallel: copies of the model share experts there; an engine here has all of them on "
+                "its rollout.tensor_parallel ranks, which must have room"
+            )
+
+
+def _lengths(t: Translation) -> None:
+    """Whole episodes, single answers and micro-batches, which have the run's length unless they are given."""
+    shared = t.number("seq_len", 2048)
+    episode = t.number("orchestrator.seq_len", shared)
+    longest = max(t.number("inference.vllm.max_model_len", episode), episode)
+    t.put("agent.max_tokens", episode, "seq_len", "orchestrator.seq_len")
+    t.put("rollout.max_model_len", longest, "seq_len", "orchestrator.seq_len", "inference.vllm.max_model_len")
+    packed = t.number("trainer.model.seq_len", shared)
+    t.put("trainer.max_tokens_per_microbatch", packed, "seq_len", "trainer.model.seq_len")
+    names = (f"{SAMPLING}.max_completion_tokens", "orchestrator.sampling.max_tokens")
+    given = [value for name in names if (value := t.take(name)) is not None]
+    t.put("rollout.max_tokens", given[0] if given else episode, *names, "seq_len")
+    # A prompt is bounded by the episode alone there.
+    t.put("data.max_prompt_tokens", max(episode - 1, 1), "seq_len", "orchestrator.seq_len")
+
+
+def _optimizer(t: Translation) -> None:
+    name = t.take(f"{OPTIMIZER}.type", "adamw")
+    if name == "adamw":
+        t.translate(ADAM_KEYS)
+    else:
+        t.notes.append(
+            f"{OPTIMIZER}.type={name}: the optimizer here is AdamW, with another best learning rate than "
+            f"{t.ours.get('trainer.learning_rate', 1e-6)}"
+        )
+    # Checkpointing of activations is on with its section there, however empty, and with the shared one of a model.
+    if any(key.startswith("trainer.model.ac.") for key in t.given):
+        t.put("trainer.activation_checkpointing", True, "trainer.model.ac.freq")
+    if modules := t.take("trainer.model.lora.target_modules"):
+        t.put("trainer.lora.targets", modules, "trainer.model.lora.target_modules")
+    if t.take("trainer.scheduler.type") == "linear":
+        t.notes.append("trainer.scheduler: linear falls in the last decay_steps alone there; written: constant")
+    if not t.given.get("ckpt.interval"):
+        t.put("trainer.checkpoint_every", 0, "ckpt")
+
+
+def _algorithm(t: Translation) -> None:
+    """`grpo` is the reward less the mean of its group; the others have an objective of their own."""
+    name = t.take("orchestrator.algo.type", "grpo")
+    t.put("algorithm.advantage", "dr_grpo", "orchestrator.algo.type")
+    if name != "grpo":
+        t.missing.append(f"the algorithm orchestrator.algo.type={name}; there is grpo (dr_grpo here)")
 
 
 def _loss(t: Translation) -> None:
     """prime-rl's default loss, DPPO with a penalty, is the preset `prime_rl`."""
     kind = t.take(f"{LOSS}.type", "default")
-    if kind != "default":
-        t.notes.append(f"{LOSS}.type={kind} has no counterpart; choose algorithm.loss and algorithm.correction")
+    if kind not in ("default", "ipo"):
+        t.missing.append(f"the loss {LOSS}.type={kind}; write it as algorithm.loss=path.py:name")
         return
-    t.put("algorithm.correction", "prime_rl", f"{LOSS}.type")
-    low, high = t.take(f"{LOSS}.dppo_mask_low", 0.2), t.take(f"{LOSS}.dppo_mask_high", 0.2)
-    t.put("algorithm.loss_options.dppo_tv", low, f"{LOSS}.dppo_mask_low")
-    if low != high:
-        t.put("algorithm.loss_options.dppo_high", high, f"{LOSS}.dppo_mask_high")
+    if kind == "ipo":
+        t.put("algorithm.loss", "ipo", f"{LOSS}.type")
+        t.put("algorithm.correction", "bypass_ppo_clip", f"{LOSS}.type")
+        t.put("algorithm.loss_options.ipo", t.take(f"{LOSS}.ipo_threshold", 0.1), f"{LOSS}.ipo_threshold")
+    else:
+        t.put("algorithm.correction", "prime_rl", f"{LOSS}.type")
+        low, high = t.take(f"{LOSS}.dppo_mask_low", 0.2), t.take(f"{LOSS}.dppo_mask_high", 0.2)
+        t.put("algorithm.loss_options.dppo_tv", low, f"{LOSS}.dppo_mask_low")
+        if low != high:
+            t.put("algorithm.loss_options.dppo_high", high, f"{LOSS}.dppo_mask_high")
     t.put("algorithm.loss_options.ipo_penalty", t.take(f"{LOSS}.kl_tau", 1e-3), f"{LOSS}.kl_tau")
     if (tau := t.take(f"{LOSS}.adv_tau", 1.0)) != 1.0:
         t.notes.append(f"{LOSS}.adv_tau={tau} has no counterpart")
+
+
+def _environment(t: Translation) -> None:
+    """The environment of verifiers that plays, through the gateway and in a Python of its own (docs/how-to)."""
+    keys = ("orchestrator.train.source", "orchestrator.train.env", "orchestrator.env")
+    sources = next((found for key in keys if (found := _list(t, key))), [])
+    if any(key.startswith("model.vlm.") for key in t.given):
+        t.missing.append("prompts with images (model.vlm); models read text alone")
+    if not sources:
+        t.unknown.append("data.path and agent.environment: no environment is named")
+    elif len(sources) > 1:
+        names = ", ".join(_name_of(source) for source in sources)
+        t.missing.append(f"several environments in one run ({names}): keep one of orchestrator.train.source")
+    else:
+        _play(t, sources[0])
+    held_out = _list(t, "orchestrator.eval.source") or _list(t, "orchestrator.eval.env")
+    for key in ("interval", "num_examples", "group_size", "skip_first_step"):
+        t.take(f"orchestrator.eval.{key}")
+    if held_out:
+        names = ", ".join(_name_of(source) for source in held_out)
+        t.notes.append(
+            f"orchestrator.eval ({names}): an evaluation here plays held-out tasks of the training's environment; give "
+            "them as data.eval_path, with eval.every"
+        )
+
+
+def _list(t: Translation, key: str) -> list[dict[str, Any]]:
+    found = t.take(key, [])
+    if not isinstance(found, list) or not all(isinstance(source, dict) for source in found):
+        raise ConfigError(f"{key}: expected a list of sections")
+    return found
+
+
+def _name_of(source: dict[str, Any]) -> str:
+    taskset = (source.get("env") or {}).get("taskset") or {}
+    return str(taskset.get("id") or source.get("id") or source.get("name") or "unnamed")
+
+
+def _play(t: Translation, source: dict[str, Any]) -> None:
+    name, options = _name_of(source), source.get("env")
+    t.put("agent.environment", f"verifiers:{name}", "orchestrator.train.source", "orchestrator.env")
+    t.put("data.path", f"artifacts/{name}.jsonl", "orchestrator.train.source")
+    t.put("reward.functions", [{"name": "environment"}], "orchestrator.train.source")
+    if options is None:
+        # The classic interface of verifiers, before 0.4: arguments of load_environment.
+        t.put("agent.environment_options", source.get("args") or {}, "orchestrator.env")
+        t.put("agent.loop", "tool_agent", "orchestrator.env")
+    else:
+        t.put("agent.environment_options", options, "orchestrator.train.source")
+        t.put("agent.gateway", {}, "orchestrator.train.source")
+        t.put("agent.environment_hosts", {"python": ".venv-verifiers/bin/python"}, "orchestrator.train.source")
+    t.unknown.append(
+        f"data.path: write the tasks of {name} there, and install it for agent.environment_hosts.python "
+        "(docs/how-to/environments.md)"
+    )
+    gates = (source.get("curriculum") or {}).get("gates") or {}
+    if any(gate.get("type") == "advantage_range" for gate in gates.values()):
+        t.put("algorithm.shaping.dynamic_sampling", True, "orchestrator.train.source")
+    for key in ("sampling", "group_size", "algo"):
+        if source.get(key) is not None:
+            t.notes.append(f"orchestrator.train.source.{key}={source[key]}: give it for the whole run")

@@ -1,22 +1,30 @@
 """slime's flags (`slime/utils/arguments.py`, commit 002fa9d6) and those of Megatron's that its scripts use."""
 
+import re
 from pathlib import Path
+from typing import Any
 
-from rl_async.configs.importing.translation import Key, Translation, flags, overridden, resolve_references
+from rl_async.configs.importing.translation import (
+    FILL_IN,
+    Key,
+    Translation,
+    count_rows,
+    our_default,
+    overridden,
+    resolve_references,
+    script_flags,
+)
 from rl_async.configs.suggestions import ESTIMATORS
 
 KEYS = (
     Key("hf-checkpoint", "model.path"),
-    Key("prompt-data", "data.path"),
     Key("rollout-shuffle", "data.shuffle", False),
     Key("rollout-batch-size", "data.train_batch_groups"),
     Key("n-samples-per-prompt", "rollout.group_size", 1),
     Key("rollout-max-response-len", "rollout.max_tokens"),
-    Key("rollout-max-context-len", "rollout.max_model_len"),
     Key("rollout-temperature", "rollout.temperature", 1.0),
     Key("rollout-top-p", "rollout.top_p", 1.0),
     Key("rollout-top-k", "rollout.top_k", -1, lambda k: max(k, 0)),  # -1 is off there, 0 here
-    Key("rollout-max-prompt-len", "data.max_prompt_tokens"),
     Key("num-rollout", "trainer.steps"),
     Key("lr", "trainer.learning_rate", 1e-6),
     Key("lr-decay-style", "trainer.schedule", "linear"),
@@ -26,66 +34,198 @@ KEYS = (
     Key("adam-beta2", "trainer.beta2", 0.999),
     Key("clip-grad", "trainer.grad_clip", 1.0),
     Key("rollout-num-gpus-per-engine", "rollout.tensor_parallel", 1),
+    Key("sglang-ep-size", "rollout.expert_parallel"),
     Key("tensor-model-parallel-size", "trainer.tensor_parallel"),
     Key("pipeline-model-parallel-size", "trainer.pipeline_parallel"),
     Key("context-parallel-size", "trainer.sequence_parallel"),
     Key("expert-model-parallel-size", "trainer.expert_parallel"),
     Key("save-interval", "trainer.checkpoint_every"),
     Key("eval-interval", "eval.every"),
-    Key("n-samples-per-eval-prompt", "eval.samples"),
+    Key("n-samples-per-eval-prompt", "eval.samples", 1),
     Key("wandb-project", "tracking.project"),
     Key("seed", "seed", 1234),
-    Key("eps-clip", "algorithm.clip_low", 0.2),
     Key("eps-clip-c", "algorithm.loss_options.clip_dual"),
     Key("entropy-coef", "algorithm.entropy_coef", 0.0),
     Key("gamma", "algorithm.advantage_options.gamma", 1.0),
     Key("lambd", "algorithm.advantage_options.lam", 1.0),
 )
-_LAYOUT = "devices are trainer.ranks and rollout.engines here; `rl-async plan` helps to choose"
 _RAY = "an option of Ray"
 _MEGATRON = "a setting of Megatron that is fixed or absent here"
 NO_COUNTERPART = {
-    **dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus"), _LAYOUT),
-    "colocate": "give --mode colocated to `rl-async launch`",
-    **dict.fromkeys(("rm-type", "custom-rm-path"), "rewards are reward.functions"),
     **dict.fromkeys(("head", "node-ip-address", "num-gpus", "disable-usage-stats", "dashboard-host"), _RAY),
     **dict.fromkeys(("dashboard-port", "address", "runtime-env-json", "force"), _RAY),
     **dict.fromkeys(("ref-load", "load", "save"), "checkpoints are in the run's folder, in Hugging Face's format"),
-    **dict.fromkeys(("input-key", "label-key", "apply-chat-template"), "columns are verl's, prompt and reward_model"),
+    "apply-chat-template": "prompts are rendered by the chat template",
+    **dict.fromkeys(
+        ("metadata-key", "tool-key", "eval-input-key", "eval-label-key"), "templates of data.path name columns"
+    ),
     **dict.fromkeys(("balance-data", "use-dynamic-batch-size", "micro-batch-size"), "rows are always packed"),
     **dict.fromkeys(("recompute-granularity", "recompute-method", "recompute-num-layers"), _MEGATRON),
     **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
     **dict.fromkeys(("expert-tensor-parallel-size", "optimizer"), _MEGATRON),
-    "dynamic-sampling-filter-path": "algorithm.shaping.dynamic_sampling gives up groups whose rewards are all equal",
+    "over-sampling-batch-size": "groups that are given up are replaced one by one (algorithm.shaping.max_refills)",
+    "custom-tis-function-path": "corrections are algorithm.correction, here slime's own --use-tis",
+    "rollout-function-path": "a run here is asynchronous by queue.max_staleness",
+    **dict.fromkeys(
+        ("sglang-mem-fraction-static", "sglang-dp-size", "sglang-enable-dp-attention", "sglang-enable-dp-lm-head"),
+        "an engine's own setting; rollout.engine_args passes flags on",
+    ),
+    **dict.fromkeys(
+        ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
+        "Megatron's optimizer stays on the devices",
+    ),
+    **dict.fromkeys(("moe-token-dispatcher-type", "moe-enable-deepep", "decoder-last-pipeline-num-layers"), _MEGATRON),
+    "rollout-stop-token-ids": "an answer ends with the model's own tokens of its generation config",
+    "eval-config": "evaluation is data.eval_path and the section eval",
+    **dict.fromkeys(("offload", "offload-train", "offload-rollout"), "colocated engines sleep while the trainer works"),
     **dict.fromkeys(("use-opsm", "opsm-delta", "use-unbiased-kl", "use-routing-replay"), "not here"),
-    **dict.fromkeys(("eval-max-response-len", "eval-top-p"), "evaluation has the run's lengths, and eval.temperature"),
+    **dict.fromkeys(
+        ("eval-max-response-len", "eval-max-context-len", "eval-top-p", "eval-top-k"),
+        "evaluation has the run's lengths, and samples from the whole distribution",
+    ),
 }
+_PROGRAM = re.compile(r"(.*/)?train(_async)?\.py")
 
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the flags in the script ``file``; ``more`` is further ``flag=value``."""
-    given, unresolved = resolve_references(overridden(flags(file), more, "an argument"))
-    t = Translation(given, notes=unresolved)
+    found, assumed, program = script_flags(file, _PROGRAM)
+    given, unresolved = resolve_references(overridden(found, more, "an argument"))
+    t = Translation(given, notes=[*assumed, *unresolved])
+    _missing(t)
     t.translate(KEYS)
     t.put("trainer.backend", "megatron", "train-backend")
     t.take("train-backend")
     t.put("rollout.engine", "sglang", "sglang")
     high = t.take("eps-clip-high")
-    t.put("algorithm.clip_high", t.take("eps-clip", 0.2) if high is None else high, "eps-clip-high", "eps-clip")
+    low = t.take("eps-clip", 0.2)
+    # A ratio is never below 0, so that every larger bound is none.
+    t.put("algorithm.clip_low", min(low, 1.0), "eps-clip")
+    t.put("algorithm.clip_high", low if high is None else high, "eps-clip-high", "eps-clip")
+    _data(t)
+    _devices(t)
+    _lengths(t)
     _batch(t)
     _advantage(t)
     _kl(t)
     _correction(t)
-    held_out = t.take("eval-prompt-data")
-    if held_out:
-        t.put("data.eval_path", held_out[-1] if isinstance(held_out, list) else held_out, "eval-prompt-data")
+    _evaluation(t)
+    _rewards(t)
     if t.take("use-wandb"):
         t.put("tracking.backends", ["wandb"], "use-wandb")
-    t.put("queue.max_staleness", 0, "train_async.py")
-    t.notes.append("slime's train.py is synchronous, train_async.py is queue.max_staleness=1")
+    late = program.endswith("train_async.py")
+    t.put("queue.max_staleness", int(late), "train_async.py")
+    t.notes.append(
+        "queue.max_staleness: train_async.py samples one step ahead"
+        if late
+        else "slime's train.py is synchronous; with queue.max_staleness=1 generation overlaps with training"
+    )
     t.notes.append("flags of files that the script sources (the model's) are not read; the model's shape is its own")
     return t.text(f"From {file} (slime).", NO_COUNTERPART)
+
+
+def _missing(t: Translation) -> None:
+    """Name the abilities that this run would need and that do not exist here."""
+    if keys := t.take("multimodal-keys"):
+        t.missing.append(f"prompts with images, videos or sound (multimodal-keys={keys}); models read text alone")
+    if t.take("use-opd"):
+        t.missing.append("distillation from a teacher (use-opd)")
+    if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
+        t.missing.append("supervised fine-tuning (loss-type=sft_loss) by this command; it is `rl-async sft`")
+    elif loss != "policy_loss":
+        t.missing.append(f"the loss loss-type={loss}; write it as algorithm.loss=path.py:name")
+    elif "sft_rollout" in str(t.given.get("rollout-function-path")):
+        t.missing.append("supervised fine-tuning (rollout-function-path) by this command; it is `rl-async sft`")
+    if t.take("debug-rollout-only") or t.take("debug-train-only"):
+        t.missing.append("half of a run (debug-rollout-only, debug-train-only)")
+
+
+def _data(t: Translation) -> None:
+    """The data set and its columns, which are verl's here unless templates name others."""
+    path, prompt, label = t.take("prompt-data"), t.take("input-key", "input"), t.take("label-key")
+    templates = {"prompt": f"{{{prompt}}}"} if prompt != "prompt" else {}
+    templates |= {"ground_truth": f"{{{label}}}"} if label else {}
+    if path is not None:
+        t.put("data.path", [{"path": str(path)} | templates] if templates else path, "prompt-data")
+
+
+def _devices(t: Translation) -> None:
+    theirs = ("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus")
+    ranks = t.number(theirs[0], 1) * t.number(theirs[1], 8)
+    shared, each = t.take("colocate", False), t.ours.get("rollout.tensor_parallel", 1)
+    t.put("trainer.ranks", ranks, *theirs[:2])
+    engines = ranks if shared else t.number(theirs[2], ranks)
+    t.take(theirs[2])
+    t.put("rollout.engines", max(engines // each, 1), *theirs)
+    if shared:
+        t.notes.append(
+            f"colocate: engines and trainer share {ranks} GPUs there; SGLang cannot here, so that this run takes "
+            f"{2 * ranks}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and mode=colocated"
+        )
+
+
+def _lengths(t: Translation) -> None:
+    """An episode's limits: the context's, or a prompt and an answer; slime bounds a prompt by the context alone."""
+    theirs = ("rollout-max-context-len", "rollout-max-prompt-len", "rollout-max-response-len")
+    context = t.number(theirs[0], 0)
+    prompt = t.number(theirs[1], context - 1 if context else our_default("data.max_prompt_tokens"))
+    t.put("data.max_prompt_tokens", prompt, *theirs[:2])
+    if not context and theirs[1] not in t.given:
+        t.notes.append(f"data.max_prompt_tokens: without a limit there; a longer prompt than {prompt} is an error here")
+    total = context or prompt + t.ours.get("rollout.max_tokens", our_default("rollout.max_tokens"))
+    t.put("agent.max_tokens", total, *theirs)
+    t.put("rollout.max_model_len", total, *theirs)
+
+
+def _evaluation(t: Translation) -> None:
+    """Evaluation samples as training does, unless told otherwise."""
+    held_out = t.take("eval-prompt-data")
+    before = not t.take("skip-eval-before-train", False)
+    heat = t.take("eval-temperature")
+    t.put("eval.temperature", t.take("rollout-temperature", 1.0) if heat is None else heat, "eval-temperature")
+    if not held_out:
+        return
+    # NAME FILE NAME FILE ...; a single word is a file.
+    files = held_out[1::2] if isinstance(held_out, list) else [held_out]
+    columns = t.ours.get("data.path")
+    templates = {key: text for key, text in columns[0].items() if key != "path"} if isinstance(columns, list) else {}
+    sources = [{"path": str(file)} | templates for file in files]
+    t.put("data.eval_path", sources if templates or len(sources) > 1 else sources[0]["path"], "eval-prompt-data")
+    t.put("eval.before", before, "skip-eval-before-train")
+
+
+# Rule-based rewards of slime (`slime/rollout/rm_hub`) that a scorer here gives.
+REWARDS: dict[str, dict[str, Any]] = {
+    "math": {"name": "math", "extract": ["boxed"]},
+    "deepscaler": {"name": "math", "extract": ["boxed"]},
+    "dapo": {"name": "math", "extract": ["regex:(?i)answer\\s*:\\s*([^\\n]+)"]},
+}
+
+
+def _rewards(t: Translation) -> None:
+    """The reward, and the user's function that plays an episode, by the path that slime has for them."""
+    custom, kind = t.take("custom-rm-path"), t.take("rm-type")
+    if custom:
+        function = {"name": _reference(custom)}
+        t.notes.append(f"reward.functions: {custom} takes slime's samples there, and what scorers take here")
+    elif kind is None or kind in REWARDS:
+        function = REWARDS.get(str(kind), {"name": f"{FILL_IN}.py:score"})
+        if kind == "dapo":
+            t.notes.append("reward.functions: a wrong answer is worth -1 there, 0 here; a group's advantages are equal")
+    else:
+        function = {"name": f"{FILL_IN}.py:{kind}"}
+    if FILL_IN in function["name"]:
+        t.unknown.append(f"reward.functions: the reward {kind or 'of the data'} of slime has no counterpart; write it")
+    t.put("reward.functions", [function], "rm-type", "custom-rm-path")
+    if generate := t.take("custom-generate-function-path"):
+        t.put("agent.loop", _reference(generate), "custom-generate-function-path")
+        t.notes.append(f"agent.loop: {generate} takes slime's arguments there; write it as a loop of this project's")
+
+
+def _reference(path: str) -> str:
+    module, _, name = str(path).rpartition(".")
+    return f"{module}:{name}" if module else str(path)
 
 
 def _batch(t: Translation) -> None:
@@ -98,11 +238,27 @@ def _batch(t: Translation) -> None:
         t.put("trainer.minibatches", max(tasks * group // rows, 1), "global-batch-size", "rollout-batch-size")
     elif steps := t.take("num-steps-per-rollout"):
         t.put("trainer.minibatches", steps, "num-steps-per-rollout")
+    t.take("num-steps-per-rollout")
+    epochs = t.take("num-epoch")
+    if epochs and "trainer.steps" not in t.ours:
+        rows = count_rows(t.given.get("prompt-data"))
+        if rows and tasks:
+            t.put("trainer.steps", max(epochs * rows // tasks, 1), "num-epoch")
+        else:
+            t.unknown.append(f"trainer.steps: num-epoch={epochs} are {epochs} * rows // {tasks} steps")
+    if filters := t.take("dynamic-sampling-filter-path"):
+        if str(filters).endswith("check_reward_nonzero_std"):
+            t.put("algorithm.shaping.dynamic_sampling", True, "dynamic-sampling-filter-path")
+        else:
+            t.notes.append(f"dynamic-sampling-filter-path={filters} has no counterpart")
 
 
 def _advantage(t: Translation) -> None:
     """slime's estimator names loss and advantage at once; a row counts once unless told otherwise."""
-    name = t.take("advantage-estimator", "grpo")
+    name = str(t.take("advantage-estimator", "grpo")).replace("-", "_")
+    for function in ("custom-advantage-function-path", "custom-reward-post-process-path"):
+        if path := t.take(function):
+            t.notes.append(f"{function}={path}: write it as algorithm.advantage=path.py:name")
     no_deviation = t.take("disable-grpo-std-normalization", False)
     group = {"ppo": "gae", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
     t.put("algorithm.advantage", "dr_grpo" if no_deviation and group == "grpo" else group, "advantage-estimator")

@@ -6,7 +6,6 @@ Users keep settings in YAML, TOML, JSON, shell scripts and Python programs.
 import ast
 import json
 import re
-import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,11 +16,14 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.explain import field_at
-from rl_async.configs.load import MOST_BYTES, dump_values, from_values, parse
+from rl_async.configs.importing.shell import is_unknown, read_script
+from rl_async.configs.load import MOST_BYTES, dump_values, parse, refusals
 from rl_async.configs.schema.algorithm import read_options
 from rl_async.errors import ConfigError
 
 Values = dict[str, Any]  # dotted key -> value
+# Stands for a file of the user's own in a value that the other project's file does not say.
+FILL_IN = "FILL_IN"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Translation:
     ours: Values = field(default_factory=dict)
     written: list[str] = field(default_factory=list)  # because the other project's default is another one
     notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # values that the file does not say
+    missing: list[str] = field(default_factory=list)  # abilities without which the run would be another one
     _used: set[str] = field(default_factory=set)
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -80,20 +84,24 @@ class Translation:
     def text(self, head: str, no_counterpart: Mapping[str, str]) -> str:
         """Our YAML, below comments about everything that needs a look.
 
-        Raises ConfigError if nothing that is given is known: then it is not such a config.
+        Raises ConfigError if nothing that is given is known: then it is not such a config. Raises it, too, if the run
+        would need an ability that is missing.
         """
         named, unknown = self._left(no_counterpart)
         if len(unknown) == len(self.given):
             first = f": {', '.join(line.partition(' = ')[0] for line in unknown[:5])}" if unknown else ""
             raise ConfigError(f"{head.rstrip('.')}: it holds none of the settings that this command knows{first}")
         self._leave_out_unread_options()
+        if self.missing:
+            raise ConfigError(f"{head.rstrip('.')}: this run cannot be had here: {'; '.join(self.missing)}")
         values = nested(self.ours)
-        try:
-            from_values(values)
-        except ConfigError as error:
-            self.notes.append(f"refused as it stands: {error}")
+        marked = [(key, str(value)) for key, value in self.ours.items()]
+        places = [f"{key} = {text}" for key, text in marked if is_unknown(text) or FILL_IN in text]
+        empty = [f"{key} is not given" for key in ("model.path", "data.path") if key not in self.ours]
         comments = [
             head,
+            *_section("To fill in:", [*empty, *places, *self.unknown]),
+            *_section("Refused as it stands; what to change:", refusals(values)),
             *_section("Defaults there that are others here, and are written below:", self.written),
             *_section("What to look at:", self.notes),
             *_section("Given there, without a counterpart here:", named),
@@ -186,16 +194,13 @@ def _short(value: Any) -> str:
 
 _ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _REMOVAL = re.compile(r"~([A-Za-z_][\w.-]*)(=.*)?", re.DOTALL)
+# A dotted key, or the group of verl's that chooses the trainer.
+_SETTING = re.compile(r"[+~]{0,2}(?:[A-Za-z_]\w*\.[\w.-]*|model_engine)(=|$)")
 _CONFIG_NAME = re.compile(r"--config-name[= ]([\w.-]+)")
-# What ends a command of a shell or redirects its output, and what stands for none or several words.
-_SHELL = re.compile(r"[|&;<>]|\d*>.*|\|\||&&")
-_ARGUMENTS = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\]\})")
 _NEGATIVE = re.compile(r"-[\d.]")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
-_UNSET = re.compile(r"\$[A-Za-z_]")
-_UNKNOWN = re.compile(r".*\$[({].*|\$\w+", re.DOTALL)  # computed by the shell, or nothing but a variable
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)\s*(?:,(.*))?\}")
-MOST_LINE = 1 << 16  # characters of a line of a script, and of what its variables stand for
+# Computed by the shell, or nothing but a variable: no part of it is a value.
+_NO_VALUE = re.compile(r".*\$\(.*|`.*|\$\{[^}]*\}|\$\w+", re.DOTALL)
 
 
 def read_text(path: Path) -> str:
@@ -208,8 +213,21 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def read_settings(path: Path) -> Values:
-    """Dotted keys of a YAML, JSON or TOML file, or the ``a.b=c`` arguments in a shell script."""
+def read_settings(path: Path) -> tuple[Values, list[str]]:
+    """Dotted keys of a YAML, JSON or TOML file, or the ``a.b=c`` arguments in a shell script, and what was assumed."""
+    if path.suffix in STRUCTURED:
+        return read_structured(path), []
+    command, assumed = read_command(path, lambda command: sum(map(bool, map(_SETTING.match, command))))
+    found = overridden({}, [word for word in command if _SETTING.match(word)], str(path), others=True)
+    name = _CONFIG_NAME.search(" ".join(command))
+    return (found | {"--config-name": name[1]} if name else found), assumed
+
+
+STRUCTURED = (".yaml", ".yml", ".json", ".toml")
+
+
+def read_structured(path: Path) -> Values:
+    """Dotted keys of a YAML, JSON or TOML file."""
     text = read_text(path)
     if path.suffix == ".toml":
         try:
@@ -218,15 +236,10 @@ def read_settings(path: Path) -> Values:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
         except RecursionError as error:
             raise ConfigError(f"{path}: nested too deeply") from error
-    if path.suffix in (".yaml", ".yml", ".json"):
-        values = parse(text, str(path))
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
-        return flatten(values)
-    words = script_words(path)
-    found = overridden({}, [word for word in words if "." in word.partition("=")[0]], str(path), others=True)
-    name = _CONFIG_NAME.search(" ".join(words))
-    return found | {"--config-name": name[1]} if name else found
+    values = parse(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
+    return flatten(values)
 
 
 def overridden(values: Values, words: list[str], origin: str, *, others: bool = False) -> Values:
@@ -237,7 +250,14 @@ def overridden(values: Values, words: list[str], origin: str, *, others: bool = 
     found = dict(values)
     for word in words:
         if match := _ASSIGNMENT.fullmatch(word):
-            found |= flatten({match[1]: parse(match[2], f"{origin}: {match[1]}")})
+            try:
+                value = parse(match[2], f"{origin}: {match[1]}")
+            except ConfigError:
+                # Hydra's own grammar has values that are no YAML, such as patterns of module names.
+                if not others:
+                    raise
+                value = match[2]
+            found |= flatten({match[1]: value})
         elif match := _REMOVAL.fullmatch(word):
             found = {key: value for key, value in found.items() if not f"{key}.".startswith(f"{match[1]}.")}
             found[f"~{match[1]}"] = "removed"
@@ -246,88 +266,149 @@ def overridden(values: Values, words: list[str], origin: str, *, others: bool = 
     return found
 
 
-def script_words(path: Path) -> list[str]:
-    """The words of a shell script, with the variables filled in that it sets itself or that have a default."""
-    variables: dict[str, str] = {}
-    expanded = 0
+def read_command(
+    path: Path, settings: Callable[[list[str]], int], text: str | None = None
+) -> tuple[list[str], list[str]]:
+    """The command of a script with most ``settings``, and the values that its script was assumed to choose.
 
-    def value(match: re.Match[str]) -> str:
-        nonlocal expanded
-        found = variables.get(match[1] or match[3], match[2] if match[2] is not None else match[0])
-        expanded += len(found)
-        if expanded > MOST_LINE:
-            raise ConfigError(f"{path}: variables stand for more than {MOST_LINE} characters of a line")
-        return found
-
-    words = []
-    for line in read_text(path).replace("\r\n", "\n").replace("\\\n", " ").split("\n"):
-        if len(line) > MOST_LINE:
-            raise ConfigError(f"{path}: a line has more than {MOST_LINE} characters")
-        expanded = 0
-        try:
-            parts = shlex.split(line, comments=True)
-        except ValueError:  # a quotation over several lines, which is no list of arguments
-            continue
-        for part in parts:
-            word = _VARIABLE.sub(value, part)
-            assigned = _ASSIGNMENT.fullmatch(word)
-            if assigned and "." not in assigned[1] and not word.startswith("+"):
-                variables[assigned[1]] = assigned[2]
-            words.append(word)
-    return words
+    A script that fills arrays and runs nothing with them is read as if it ran a command with all of them.
+    """
+    script = read_script(read_text(path) if text is None else text, str(path))
+    command = max(script.commands, key=settings, default=[])
+    if not settings(command):
+        command = [word for words in script.arrays.values() for word in words]
+    return command, script.assumed
 
 
-def flags(path: Path) -> Values:
-    """The ``--flag value`` pairs in a shell script, without the dashes; a flag without a value is True."""
+def flags(command: list[str], origin: str) -> Values:
+    """The ``--flag value`` pairs of a command, without the dashes; a flag without a value is True."""
     found: Values = {}
     name = None
-    for word in script_words(path):
-        word = word.strip("()")
-        if _SHELL.fullmatch(word) or _ARGUMENTS.fullmatch(word):
-            name = None
-        elif re.match(r"--[a-zA-Z]", word):
+    for word in command:
+        if re.match(r"--[a-zA-Z]", word):
             name, equals, text = word[2:].partition("=")
-            found[name] = parse(text, str(path)) if equals else True
+            found[name] = _value(text, origin) if equals else True
             name = None if equals else name
         elif name is not None and word and (not word.startswith("-") or _NEGATIVE.match(word)):
             seen = found[name]
+            # A variable that the script leaves unset, behind a value: further flags, perhaps.
+            if seen is not True and _NO_VALUE.fullmatch(word):
+                continue
             if isinstance(seen, list):
                 seen.append(word)
             else:
-                found[name] = parse(word, str(path)) if seen is True else [seen, word]
+                found[name] = _value(word, origin) if seen is True else [seen, word]
         else:
             name = None
     return found
 
 
-def calls(path: Path, names: Collection[str]) -> tuple[Values, list[str]]:
-    """The keyword arguments of calls of these names in a Python program, which is read and not run.
-
-    Values may be literals, or names of the program's own to which a literal is assigned once; others, by name, cannot
-    be known. Raises ConfigError for what is not Python, and if nothing is called so.
-    """
+def _value(text: str, origin: str) -> Any:
     try:
-        program = ast.parse(read_text(path))
+        return parse(text, origin)
+    except ConfigError:
+        return text
+
+
+def script_flags(path: Path, program: re.Pattern[str], text: str | None = None) -> tuple[Values, list[str], str]:
+    """The flags behind the word of a script that names the ``program``, what was assumed, and that word.
+
+    ``text``: the script's, if it is part of the file alone.
+    """
+
+    def after(command: list[str]) -> int:
+        return next((place + 1 for place, word in enumerate(command) if program.fullmatch(word)), 0)
+
+    def count(command: list[str]) -> int:
+        return sum(word.startswith("--") for word in command[after(command) :]) if after(command) else 0
+
+    command, assumed = read_command(path, count, text)
+    place = after(command)
+    return flags(command[place:], str(path)), assumed, command[place - 1] if place else ""
+
+
+@dataclass
+class Program:
+    """A Python program that is read and not run: its calls, and its names to which one expression is assigned."""
+
+    path: Path
+    tree: ast.Module
+    assigned: dict[str, list[ast.expr]]
+    flags: Values  # defaults of its own command line
+    calls: list[ast.Call]
+
+    def named(self, names: Collection[str]) -> list[ast.Call]:
+        """The calls of these names, in the order of the program."""
+        return [call for call in self.calls if _name(call.func) in names]
+
+    def definition(self, expression: ast.expr) -> ast.expr:
+        """What a name stands for that is assigned once; else the expression itself."""
+        for _ in range(5):
+            if not isinstance(expression, ast.Name) or len(self.assigned.get(expression.id, [])) != 1:
+                break
+            expression = self.assigned[expression.id][0]
+        return expression
+
+    def value(self, expression: ast.expr) -> Any:
+        """The value of a literal, a name of one, or a flag with a default. Raises ValueError for others."""
+        expression = self.definition(expression)
+        if isinstance(expression, ast.Attribute) and expression.attr in self.flags:
+            return self.flags[expression.attr]
+        try:
+            return ast.literal_eval(expression)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError("not a literal") from error
+
+    def text(self) -> str:
+        """The text at the top of the program, where TRL's examples have the commands that start them."""
+        return ast.get_docstring(self.tree) or next(
+            (
+                node.value.value
+                for node in self.tree.body[:3]
+                if isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ),
+            "",
+        )
+
+
+def read_program(path: Path) -> Program:
+    """Parse a Python program. Raises ConfigError for what is not Python."""
+    try:
+        tree = ast.parse(read_text(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: not valid Python: {error}") from error
-    assigned: dict[str, list[ast.expr]] = {}
-    found: list[ast.Call] = []
-    for node in ast.walk(program):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            assigned.setdefault(node.targets[0].id, []).append(node.value)
-        elif isinstance(node, ast.Call) and _name(node.func) in names:
-            found.append(node)
-    if not found:
-        raise ConfigError(f"{path}: no call of {' or '.join(names)}")
+    program = Program(path, tree, {}, {}, [])
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                program.assigned.setdefault(name, []).append(value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                program.assigned.setdefault(name, []).append(value)
+            case ast.Call():
+                program.calls.append(node)
+    for call in program.named(("add_argument",)):
+        default = next((keyword.value for keyword in call.keywords if keyword.arg == "default"), None)
+        names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        flag = next((name for name in names if name.startswith("--")), None)
+        if flag is not None and default is not None:
+            try:
+                program.flags[flag[2:].replace("-", "_")] = ast.literal_eval(default)
+            except (ValueError, TypeError, SyntaxError):
+                # A default that the program computes.
+                continue
+    return program
+
+
+def keywords(program: Program, names: Collection[str]) -> tuple[Values, list[str]]:
+    """The keyword arguments of the calls of these names, and those whose values cannot be known."""
     values: Values = {}
     left = []
-    for keyword in (keyword for call in found for keyword in call.keywords):
-        expression = keyword.value
-        if isinstance(expression, ast.Name) and len(assigned.get(expression.id, [])) == 1:
-            expression = assigned[expression.id][0]
+    for keyword in (keyword for call in program.named(names) for keyword in _unpacked(program, call)):
         try:
-            value = ast.literal_eval(expression)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = program.value(keyword.value)
+        except ValueError:
             left.append(f"{keyword.arg or '**'} = {ast.unparse(keyword.value)}: not a literal, and left out")
             continue
         if keyword.arg is not None:
@@ -335,9 +416,37 @@ def calls(path: Path, names: Collection[str]) -> tuple[Values, list[str]]:
     return values, left
 
 
+def _unpacked(program: Program, call: ast.Call) -> list[ast.keyword]:
+    """The keywords of a call; ``**name`` of a dictionary that the program writes out is those of the dictionary."""
+    found = []
+    for keyword in call.keywords:
+        expression = program.definition(keyword.value) if keyword.arg is None else None
+        if isinstance(expression, ast.Call) and _name(expression.func) == "dict" and not expression.args:
+            found += expression.keywords
+        elif isinstance(expression, ast.Dict) and all(isinstance(key, ast.Constant) for key in expression.keys):
+            pairs = zip(expression.keys, expression.values, strict=True)
+            found += [ast.keyword(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
+        else:
+            found.append(keyword)
+    return found
+
+
 def _name(function: ast.expr) -> str:
     """The last part of a dotted name; empty for other expressions."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def count_rows(file: Any) -> int | None:
+    """Count the rows of a Parquet or JSONL file; None for a file that is not here."""
+    path = Path(str(file))
+    if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+        return None
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
 
 
 def resolve_references(values: Values) -> tuple[Values, list[str]]:
@@ -349,11 +458,9 @@ def resolve_references(values: Values) -> tuple[Values, list[str]]:
             if match is None:
                 break
             value = values.get(match[1], parse(match[2].strip(), key) if match[2] is not None else _Missing)
-        if value is _Missing or (isinstance(value, str) and _UNKNOWN.fullmatch(value)):
+        if value is _Missing or (isinstance(value, str) and _NO_VALUE.fullmatch(value)):
             left.append(f"{key} = {values[key]}: not resolved, and left out")
             continue
-        if isinstance(value, str) and _UNSET.search(value):
-            left.append(f"{key} = {value}: fill in what the environment sets there")
         resolved[key] = value
     return resolved, left
 

@@ -1,28 +1,34 @@
 """TRL's GRPOConfig, as of version 1.16, with the TrainingArguments that it extends."""
 
+import ast
+import re
 from pathlib import Path
+from typing import Any
 
 from rl_async.configs.importing.translation import (
+    FILL_IN,
+    STRUCTURED,
     Key,
+    Program,
     Translation,
     Values,
-    calls,
-    flags,
+    keywords,
     our_default,
     overridden,
-    read_settings,
+    read_program,
+    read_structured,
     resolve_references,
+    script_flags,
 )
+from rl_async.errors import ConfigError
 
 KEYS = (
     Key("model_name_or_path", "model.path"),  # of ModelConfig, which TRL's scripts read from the same file
-    Key("dataset_name", "data.path"),  # of ScriptArguments
     Key("num_generations", "rollout.group_size", 8),
     Key("temperature", "rollout.temperature", 1.0),
     Key("top_p", "rollout.top_p", 1.0),
     Key("top_k", "rollout.top_k", 0),
     Key("max_completion_length", "rollout.max_tokens", 512),
-    Key("vllm_max_model_length", "rollout.max_model_len"),
     Key("shuffle_dataset", "data.shuffle", True),
     Key("learning_rate", "trainer.learning_rate", 1e-6),
     Key("weight_decay", "trainer.weight_decay", 0.0),
@@ -36,7 +42,6 @@ KEYS = (
     Key("save_steps", "trainer.checkpoint_every", 500),
     Key("save_total_limit", "trainer.keep_checkpoints"),
     Key("gradient_checkpointing", "trainer.activation_checkpointing", True),
-    Key("eval_steps", "eval.every"),
     Key("seed", "seed", 42),
     Key("epsilon", "algorithm.clip_low", 0.2),
     Key("delta", "algorithm.loss_options.clip_dual"),
@@ -47,12 +52,34 @@ KEYS = (
     Key("mask_truncated_completions", "algorithm.shaping.overlong_filter", False),
     Key("max_tool_calling_iterations", "agent.max_turns", convert=lambda turns: turns + 1),
 )
+OTHER_KEYS = (Key("max_prompt_length", "data.max_prompt_tokens"),)  # of earlier versions
 AGGREGATION = {
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
     **dict.fromkeys(("bnpo", "dapo", "cispo"), "token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
 }
+
+
+def _words(value: Any) -> list[str]:
+    """A list that is written with commas as well as with spaces."""
+    words = value if isinstance(value, list) else [value]
+    return [word for text in words for word in re.split(r"[,\s]+", str(text)) if word]
+
+
+LORA_KEYS = (
+    Key("lora_r", "trainer.lora.rank", 16),
+    Key("lora_alpha", "trainer.lora.alpha", 32),
+    Key("lora_target_modules", "trainer.lora.targets", convert=_words),
+)
 CLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
+# The word of a command behind which the flags are those of GRPO.
+_PROGRAM = re.compile(r"grpo|(.*/)?\w+\.py")
+# A command among the prose of a program's text, with the lines that backslashes join to it.
+_COMMAND = re.compile(
+    r"^[ \t]*(?:[A-Z_]+=\S+ )*(?:accelerate|python3?|torchrun|trl|uv) .*(?:(?<=\\)\n.*)*", re.MULTILINE
+)
+# Rewards of TRL that a scorer here gives.
+REWARDS: dict[str, dict[str, Any]] = {"accuracy_reward": {"name": "math", "extract": ["boxed"]}}
 TRACKERS = ("tensorboard", "swanlab", "wandb", "mlflow")
 NO_COUNTERPART = {
     "per_device_train_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
@@ -60,7 +87,14 @@ NO_COUNTERPART = {
     **dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), "there is no VESPO"),
     **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold", "min_p", "repetition_penalty"), "not here"),
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), "the reference stays"),
-    "reward_weights": "weights are those of reward.functions",
+    **dict.fromkeys(("lora_dropout", "lora_r", "lora_alpha", "lora_target_modules"), "not here, or without use_peft"),
+    **dict.fromkeys(("chat_template_kwargs", "chat_template_path"), "prompts are rendered by the template's defaults"),
+    **dict.fromkeys(("log_completions", "num_completions_to_print", "logging_steps"), "everything is recorded"),
+    **dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"), "see rollout.cache_bytes and mode"),
+    **dict.fromkeys(("vllm_mode", "vllm_server_base_url", "vllm_server_host"), "engines belong to the run"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "trackio_space_id", "run_name"), "`rl-async export`, and --name"),
+    **dict.fromkeys(("dtype", "torch_dtype", "attn_implementation", "config_file"), "model.dtype, and launch"),
+    **dict.fromkeys(("eval_steps", "num_generations_eval"), "eval_strategy is no"),
     "output_dir": "give the run's name to `rl-async launch` as --name",
     "warmup_ratio": "write it as trainer.warmup_steps, in optimizer steps",
 }
@@ -68,13 +102,20 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the fields in ``file`` and the ``name=value`` in ``more``."""
-    given, unresolved = _read(file)
+    given, unresolved, program = _read(file)
     t = Translation(overridden(given, more, "an argument"), notes=unresolved)
-    t.translate(KEYS)
+    t.translate(KEYS + OTHER_KEYS)
+    if program is not None:
+        _trainer(t, program)
+    _data(t)
     _length(t)
+    _limits(t)
     _loss(t)
     _batches(t)
     _correction(t)
+    _devices(t)
+    _adapters(t)
+    _rewards(t)
     scale = {True: "group", False: "none"}.get(value := t.take("scale_rewards", "group"), value)
     t.put("algorithm.advantage", {"none": "dr_grpo"}.get(str(scale), "grpo"), "scale_rewards")
     if scale == "batch":
@@ -88,26 +129,225 @@ def write(file: Path, more: list[str]) -> str:
     reports = t.take("report_to", [])
     names = reports if isinstance(reports, list) else [reports]
     t.put("tracking.backends", [name for name in names if name in TRACKERS], "report_to")
+    if missing := [name for name in names if name not in (*TRACKERS, "none")]:
+        t.notes.append(f"trackers without a counterpart: {', '.join(map(str, missing))}")
     t.put("queue.max_staleness", 0, "GRPOTrainer")
     t.notes.append("GRPOTrainer is synchronous; with queue.max_staleness=1 generation overlaps with training")
-    t.notes.append("reward functions are arguments of GRPOTrainer in TRL; here they are reward.functions")
     return t.text(f"From {file} (TRL, read by the fields of GRPOConfig 1.16).", NO_COUNTERPART)
 
 
-def _read(file: Path) -> tuple[Values, list[str]]:
+def _read(file: Path) -> tuple[Values, list[str], Program | None]:
     """The fields in a config file, a Python program or a script with flags, and what of them cannot be known."""
-    if file.suffix == ".py":
-        return calls(file, CLASSES)
-    if file.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
-        return resolve_references({name.replace("-", "_"): value for name, value in flags(file).items()})
-    return read_settings(file), []
+    if file.suffix in STRUCTURED:
+        return read_structured(file), [], None
+    if file.suffix != ".py":
+        return *_flags(file), None
+    program = read_program(file)
+    if program.named(("GRPOConfig",)):
+        return *keywords(program, CLASSES), program
+    # A program that takes the fields from its command line, with commands that start it in the text at its top.
+    if not any(isinstance(node, ast.Name) and node.id == "GRPOConfig" for node in ast.walk(program.tree)):
+        raise ConfigError(f"{file}: no call of {' or '.join(CLASSES)}")
+    found, notes = _flags(file, "\n".join(_COMMAND.findall(program.text())))
+    if not found:
+        raise ConfigError(f"{file}: its fields are flags; give a file with the command that starts it")
+    notes.insert(0, "the program's fields are flags; these are of the command in the text at its top with most of them")
+    return found, notes, program
+
+
+def _flags(file: Path, text: str | None = None) -> tuple[Values, list[str]]:
+    found, assumed, _ = script_flags(file, _PROGRAM, text)
+    values, unresolved = resolve_references({name.replace("-", "_"): value for name, value in found.items()})
+    notes = [*assumed, *unresolved]
+    values = {name: _words(value) if name in _LISTS else value for name, value in values.items()}
+    named = values.pop("config", None)
+    if named is not None:
+        beside = file.parent / str(named)
+        if not beside.is_file():
+            notes.append(f"--config {named}: no such file beside this one, and so it is not read")
+        else:
+            values = read_structured(beside) | values
+    return values, notes
+
+
+_LISTS = ("lora_target_modules", "reward_funcs", "report_to")
+
+
+def _trainer(t: Translation, program: Program) -> None:
+    """What `GRPOTrainer(...)` gets beside its config: the model, the data, rewards, tools and environments."""
+    nodes = list(ast.walk(program.tree))
+    media = any(isinstance(node, ast.Constant) and node.value in _MEDIA for node in nodes)
+    if media or any(isinstance(node, ast.ImportFrom) and node.module == "PIL" for node in nodes):
+        t.missing.append("prompts with images or videos; models read text alone")
+    if not (calls := program.named(("GRPOTrainer",))):
+        return
+    arguments = {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
+    if "model.path" not in t.ours and "model" in arguments:
+        try:
+            t.put("model.path", program.value(arguments["model"]), "GRPOTrainer")
+            t.ours["model.path"] = program.value(arguments["model"])
+        except ValueError:
+            t.unknown.append(f"model.path: {ast.unparse(arguments['model'])} is no literal")
+    for key, ours in (("train_dataset", "data.path"), ("eval_dataset", "data.eval_path")):
+        if key in arguments and (path := _dataset(program, arguments[key])):
+            t.ours[ours] = path
+            t.unknown.append(f"{ours} = {path}: what the program makes of its columns is data.path's templates here")
+    if (functions := arguments.get("reward_funcs")) is not None:
+        items = functions.elts if isinstance(functions, ast.List) else [functions]
+        t.given.setdefault("reward_funcs", [_own(program, item) for item in items])
+    if (tools := arguments.get("tools")) is not None and isinstance(tools, ast.List):
+        t.ours["agent.tools"] = [_own(program, item) for item in tools.elts]
+        t.ours["agent.loop"] = "tool_agent"
+    if (factory := arguments.get("environment_factory")) is not None:
+        t.ours["agent.environment"] = _own(program, factory)
+        t.ours["agent.loop"] = "tool_agent"
+        t.notes.append("agent.environment: its methods are tools in TRL; here they are what tools() returns")
+    if (rollout := arguments.get("rollout_func")) is not None:
+        t.ours["agent.loop"] = _own(program, rollout)
+        t.notes.append("agent.loop: a rollout_func takes prompts in TRL; write it as a loop of this project's")
+    if arguments.get("peft_config") is not None and (found := program.named(("LoraConfig",))):
+        names = {"r": "lora_r", "target_modules": "lora_target_modules"}
+        for keyword in found[0].keywords:
+            if keyword.arg in ("r", "lora_alpha", "target_modules"):
+                try:
+                    t.given.setdefault(names.get(keyword.arg, keyword.arg), program.value(keyword.value))
+                except ValueError:
+                    t.notes.append(f"{keyword.arg} = {ast.unparse(keyword.value)}: not a literal, and left out")
+        # PEFT's own defaults are others than those of TRL's flags.
+        t.given.setdefault("lora_r", 8)
+        t.given.setdefault("lora_alpha", 8)
+        t.given.setdefault("use_peft", True)
+
+
+_MEDIA = ("image", "images", "image_url", "video", "videos")
+
+
+def _own(program: Program, expression: ast.expr) -> str:
+    """A function or class of the program as a reference to it; what it imports must be filled in."""
+    name = ast.unparse(expression)
+    defined = any(
+        isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) and node.name == name
+        for node in ast.walk(program.tree)
+    )
+    if defined:
+        return f"{program.path}:{name}"
+    return name if isinstance(expression, ast.Name) and name in REWARDS else f"{FILL_IN}.py:{name.rpartition('.')[2]}"
+
+
+def _dataset(program: Program, expression: ast.expr) -> str | None:
+    """The data set that an expression begins with: `load_dataset(NAME, split=...)`, whatever becomes of it."""
+    for _ in range(20):
+        if isinstance(expression, ast.Name):
+            # A name that is assigned anew each time a column changes: the first assignment loads.
+            if not program.assigned.get(expression.id):
+                return None
+            expression = program.assigned[expression.id][0]
+        elif isinstance(expression, ast.Subscript):
+            expression = expression.value
+        elif isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+            expression = expression.func.value
+        elif isinstance(expression, ast.Call):
+            break
+        else:
+            return None
+    if not isinstance(expression, ast.Call) or ast.unparse(expression.func) != "load_dataset" or not expression.args:
+        return None
+    split = next((keyword.value for keyword in expression.keywords if keyword.arg == "split"), None)
+    try:
+        name, part = program.value(expression.args[0]), program.value(split) if split is not None else "train"
+    except ValueError:
+        return None
+    return f"{name}:{part}" if isinstance(name, str) and isinstance(part, str) else None
+
+
+def _data(t: Translation) -> None:
+    name = t.take("dataset_name")
+    train, test = t.take("dataset_train_split", "train"), t.take("dataset_test_split", "test")
+    evaluates = t.take("eval_strategy", "no") != "no"
+    hub = isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).suffix
+    if name is not None:
+        t.put("data.path", f"{name}:{train}" if hub else name, "dataset_name")
+        if hub and evaluates:
+            t.put("data.eval_path", f"{name}:{test}", "dataset_test_split", "dataset_name")
+    if not evaluates:
+        t.ours.pop("data.eval_path", None)
+        return
+    t.translate([Key("eval_steps", "eval.every")])
+    samples = t.take("num_generations_eval") or t.number("num_generations", 8)
+    t.put("eval.samples", samples, "num_generations_eval", "num_generations")
+    t.put("eval.temperature", t.take("temperature", 1.0), "temperature")
+
+
+def _limits(t: Translation) -> None:
+    """An episode's limits: vLLM's, or a prompt and an answer; TRL bounds a prompt by the context alone."""
+    theirs = ("vllm_max_model_length", "max_completion_length")
+    answer = t.ours.get("rollout.max_tokens", 512)
+    prompt = t.ours.get("data.max_prompt_tokens", our_default("data.max_prompt_tokens"))
+    given = t.take(theirs[0])
+    total = max(int(given), answer + 1) if given else prompt + answer
+    if given:
+        t.put("data.max_prompt_tokens", total - 1, theirs[0])
+    elif "max_prompt_length" not in t.given:
+        t.notes.append(f"data.max_prompt_tokens: without a limit there; a longer prompt than {prompt} is an error here")
+    t.put("agent.max_tokens", total, *theirs)
+    t.put("rollout.max_model_len", total, *theirs)
+
+
+def _devices(t: Translation) -> None:
+    processes = t.number("num_processes", 0)
+    mode = t.take("vllm_mode", "colocate")
+    if not processes:
+        t.unknown.append(
+            "trainer.ranks, rollout.engines and data.train_batch_groups: the number of TRL's processes, which "
+            "num_processes=N behind this command gives"
+        )
+        return
+    each = t.ours.get("rollout.tensor_parallel", 1)
+    t.put("trainer.ranks", processes, "num_processes")
+    if t.given.get("use_vllm") and mode == "server":
+        t.unknown.append("rollout.engines: vLLM is a server of its own there, with devices of its own")
+    else:
+        t.put("rollout.engines", max(processes // each, 1), "num_processes")
+        t.put("mode", "colocated", "vllm_mode", "num_processes")
+
+
+def _adapters(t: Translation) -> None:
+    if not t.take("use_peft", False):
+        return
+    for key in ("use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
+        if t.take(key):
+            t.missing.append(f"{key}: adapters are plain LoRA on weights in model.dtype")
+    t.translate(LORA_KEYS)
+    t.ours.setdefault("trainer.lora.rank", t.number("lora_r", 16))
+
+
+def _rewards(t: Translation) -> None:
+    names = t.take("reward_funcs")
+    weights = t.take("reward_weights")
+    if names is None:
+        t.unknown.append("reward.functions: reward functions are arguments of GRPOTrainer in TRL")
+        t.ours["reward.functions"] = [{"name": f"{FILL_IN}.py:reward"}]
+        return
+    names = names if isinstance(names, list) else [names]
+    functions = [dict(REWARDS.get(name, {"name": _reward(name)})) for name in map(str, names)]
+    if isinstance(weights, list) and len(weights) == len(functions):
+        functions = [term | {"weight": float(weight)} for term, weight in zip(functions, weights, strict=True)]
+    t.ours["reward.functions"] = functions
+    t.notes.append("reward.functions: TRL's take lists of completions; scorers here take one answer each")
+
+
+def _reward(name: str) -> str:
+    if ":" in name:
+        return name
+    module, _, function = name.rpartition(".")
+    return f"{module}:{function}" if module else f"{FILL_IN}.py:{name}"
 
 
 def _length(t: Translation) -> None:
     """`num_train_epochs`, after which TRL ends if there is no ``max_steps``."""
     if t.take("max_steps") in (None, -1):
         epochs, key = t.take("num_train_epochs", 3.0), "trainer.steps"
-        t.notes.append(
+        t.unknown.append(
             f"num_train_epochs={epochs}: TRL ends after so many passes over the data, a run here after {key} "
             f"({our_default(key)} if not set); as many passes take {epochs} * prompts / data.train_batch_groups steps"
         )
@@ -138,8 +378,7 @@ def _batches(t: Translation) -> None:
     names = ("generation_batch_size", "steps_per_generation", "per_device_train_batch_size")
     device = t.number("per_device_train_batch_size", 8)
     if batch is None:
-        batch = device * (steps or accumulation)
-        t.notes.append(f"data.train_batch_groups: for one process; times the number of TRL's processes ({batch} rows)")
+        batch = device * (steps or accumulation) * max(t.number("num_processes", 1), 1)
     steps = steps or max(batch // device, 1) if t.given.get("generation_batch_size") else steps or accumulation
     t.put("data.train_batch_groups", max(batch // group, 1), *names)
     t.put("trainer.minibatches", max(steps // accumulation, 1), *names)

@@ -3,12 +3,24 @@
 Its `algorithm.rollout_correction` becomes one of our presets, or a preset and its changes.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl_async.configs.importing.translation import Key, Translation, overridden, read_settings, resolve_references
+from rl_async.configs.importing.translation import (
+    FILL_IN,
+    STRUCTURED,
+    Key,
+    Translation,
+    Values,
+    count_rows,
+    our_default,
+    overridden,
+    read_settings,
+    resolve_references,
+)
 from rl_async.configs.schema.algorithm import PRESETS, CorrectionOptions, resolve
 from rl_async.configs.suggestions import ADVANTAGES, ESTIMATORS, LOSSES
 from rl_async.errors import ConfigError
@@ -78,6 +90,13 @@ ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "a
 TRACKERS = ("console", "tensorboard", "swanlab", "wandb", "mlflow")
 
 
+# Strategies that shard as FSDP2 does, or that drive Megatron-Core.
+BACKENDS = {
+    **dict.fromkeys(("fsdp", "fsdp_turbo", "veomni", "torchtitan", "automodel"), "fsdp2"),
+    "megatron_lite": "megatron",
+}
+
+
 def _or_off(value: int) -> int:
     return max(value, 0)  # -1 is off there, 0 here
 
@@ -88,6 +107,7 @@ KEYS = (
     Key("data.max_prompt_length", "data.max_prompt_tokens", 512),
     Key("data.shuffle", "data.shuffle", True),
     Key(f"{ROLLOUT}.name", "rollout.engine", skip=(None, "???")),
+    Key(f"{ROLLOUT}.val_kwargs.n", "eval.samples", 1),
     Key(f"{ROLLOUT}.n", "rollout.group_size", 1),
     Key(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0),
     Key(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0),
@@ -101,8 +121,7 @@ KEYS = (
     Key(f"{ACTOR}.optim.lr_warmup_steps", "trainer.warmup_steps", -1, _or_off),
     Key(f"{ACTOR}.grad_clip", "trainer.grad_clip", 1.0),
     Key(f"{ACTOR}.ppo_epochs", "trainer.epochs", 1),
-    Key(f"{ACTOR}.strategy", "trainer.backend", "fsdp", lambda name: {"fsdp": "fsdp2"}.get(name, name)),
-    Key(f"{ACTOR}.ulysses_sequence_parallel_size", "trainer.sequence_parallel", 1),
+    Key(f"{ACTOR}.strategy", "trainer.backend", "fsdp", lambda name: BACKENDS.get(name, name)),
     Key(f"{ACTOR}.fsdp_config.offload_policy", "trainer.cpu_offload"),
     Key(f"{MODEL}.enable_gradient_checkpointing", "trainer.activation_checkpointing", True),
     Key("trainer.total_training_steps", "trainer.steps"),
@@ -112,26 +131,47 @@ KEYS = (
     Key("trainer.project_name", "tracking.project"),
     Key("algorithm.gamma", "algorithm.advantage_options.gamma", 1.0),
     Key("algorithm.lam", "algorithm.advantage_options.lam", 1.0),
-    Key(f"{ACTOR}.clip_ratio_c", "algorithm.loss_options.clip_dual", 3.0),
-    Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
-    Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
-    Key(f"{ACTOR}.policy_loss.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
-    Key(f"{ACTOR}.policy_loss.clip_cov_lb", "algorithm.loss_options.clip_cov_low", 1.0),
-    Key(f"{ACTOR}.policy_loss.clip_cov_ub", "algorithm.loss_options.clip_cov_high", 5.0),
-    Key(f"{ACTOR}.policy_loss.kl_cov_ratio", "algorithm.loss_options.kl_cov_share", 2e-4),
-    Key(f"{ACTOR}.policy_loss.ppo_kl_coef", "algorithm.loss_options.kl_cov_coef", 0.1),
-    Key(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options.dro_beta"),
     Key(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", 0),
     Key("algorithm.filter_groups.enable", "algorithm.shaping.dynamic_sampling", False),
     Key(f"{ROLLOUT}.multi_turn.max_assistant_turns", "agent.max_turns"),
+    Key(f"{ROLLOUT}.multi_turn.max_tool_response_length", "agent.tool_response_tokens"),
     Key(f"{ROLLOUT}.multi_turn.max_parallel_calls", "agent.max_parallel_calls"),
 )
 # Of an engine that is named; a default there is no wish, but suits the machines that verl is made for.
 ENGINE_KEYS = (
     Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
     Key(f"{ROLLOUT}.pipeline_model_parallel_size", "rollout.pipeline_parallel"),
-    Key(f"{ROLLOUT}.expert_parallel_size", "rollout.expert_parallel"),
 )
+# Of its other trainers and earlier versions; without a default, so that they say something where they are given.
+OTHER_KEYS = (
+    Key(f"{ACTOR}.optim.clip_grad", "trainer.grad_clip"),
+    Key(f"{ACTOR}.optim.lr_decay_style", "trainer.schedule"),
+)
+MEGATRON_KEYS = (
+    Key(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.tensor_parallel", 1),
+    Key(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.pipeline_parallel", 1),
+    Key(f"{ACTOR}.megatron.context_parallel_size", "trainer.sequence_parallel", 1),
+    Key(f"{ACTOR}.megatron.expert_model_parallel_size", "trainer.expert_parallel", 1),
+)
+_LOSS = f"{ACTOR}.policy_loss"
+# Numbers of one loss each, by verl's name of the loss.
+LOSS_KEYS = {
+    "vanilla": (Key(f"{ACTOR}.clip_ratio_c", "algorithm.loss_options.clip_dual", 3.0),),
+    "sapo": (
+        Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
+        Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
+    ),
+    "clip_cov": (
+        Key(f"{_LOSS}.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
+        Key(f"{_LOSS}.clip_cov_lb", "algorithm.loss_options.clip_cov_low", 1.0),
+        Key(f"{_LOSS}.clip_cov_ub", "algorithm.loss_options.clip_cov_high", 5.0),
+    ),
+    "kl_cov": (
+        Key(f"{_LOSS}.kl_cov_ratio", "algorithm.loss_options.kl_cov_share", 2e-4),
+        Key(f"{_LOSS}.ppo_kl_coef", "algorithm.loss_options.kl_cov_coef", 0.1),
+    ),
+    "dro": (Key(f"{_LOSS}.dro_beta", "algorithm.loss_options.dro_beta"),),
+}
 CRITIC_KEYS = (
     Key("critic.model.path", "critic.path"),
     Key("critic.optim.lr", "critic.learning_rate", 1e-5),
@@ -140,40 +180,42 @@ CRITIC_KEYS = (
     Key("trainer.critic_warmup", "critic.warmup_steps", 0),
 )
 
-_DEVICES = "devices are trainer.ranks and rollout.engines here; `rl-async plan` helps to choose"
 _ENGINE = "an engine's own setting; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
-    "trainer.n_gpus_per_node": _DEVICES,
-    "trainer.nnodes": _DEVICES,
     "trainer.experiment_name": "give it to `rl-async launch` as --name",
-    "trainer.total_epochs": "a run ends after trainer.steps",
     "trainer": "not read",
     "algorithm.filter_groups": "algorithm.shaping.max_refills bounds refills",
+    **dict.fromkeys((key.theirs for keys in LOSS_KEYS.values() for key in keys), "a number of a loss that is not used"),
     f"{ACTOR}.policy_loss": "a number of a loss that is not used, or unknown here",
     f"{ACTOR}.loss_scale_factor": "seq-mean-token-sum-norm divides by rollout.max_model_len",
     f"{ACTOR}.ppo_micro_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": "micro-batches are packed to trainer.max_tokens_per_microbatch",
     f"{ACTOR}.use_dynamic_bsz": "micro-batches are always packed by tokens",
     f"{ACTOR}.fsdp_config": "FSDP2 has trainer.cpu_offload, trainer.replicas and model.dtype",
-    f"{ACTOR}.megatron": "Megatron has trainer.tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel",
+    f"{ACTOR}.megatron": "settings of Megatron that are fixed or absent here",
     ACTOR: "not read",
     "actor_rollout_ref.ref": "the reference model runs with the trainer's settings",
     f"{MODEL}.use_remove_padding": "rows are always packed",
     MODEL: "not read",
     f"{ROLLOUT}.multi_turn": "tools are agent.tools; lengths are in tokens, agent.tool_response_tokens",
     **dict.fromkeys((key.theirs for key in ENGINE_KEYS), "no engine is named; several ranks need vllm or sglang"),
+    f"{ROLLOUT}.expert_parallel_size": "no engine is named; several ranks need vllm or sglang",
     f"{ROLLOUT}.data_parallel_size": "copies of the model are rollout.engines",
     f"{ROLLOUT}.gpu_memory_utilization": "the size of an engine's KV cache is rollout.cache_bytes, in bytes",
     f"{ROLLOUT}.enforce_eager": _ENGINE,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "passes are packed to trainer.max_tokens_per_microbatch",
-    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples",
+    f"{ROLLOUT}.val_kwargs": "evaluation has eval.temperature and eval.samples, and no truncation",
     ROLLOUT: _ENGINE,
     "actor_rollout_ref": "not read",
     "critic": "a critic belongs to algorithm.advantage=gae, and has fewer settings of its own",
+    "data.filter_overlong_prompts": "a prompt longer than data.max_prompt_tokens is an error here: filter the data",
+    "trainer.critic_warmup": "a critic belongs to algorithm.advantage=gae",
+    "data.apply_chat_template_kwargs": "prompts are rendered by the template's own defaults",
+    "data.truncation": "a prompt longer than data.max_prompt_tokens is an error here",
     "data": "not read",
     "reward": "rewards are reward.functions",
     "reward_model": "rewards are reward.functions, reward.model and reward.judge",
-    "distillation": "there is no distillation",
+    "distillation": "distillation is off",
     **dict.fromkeys(("transfer_queue", "global_profiler", "skip", "ray_kwargs", "hydra", "defaults"), "verl's own"),
     "sandbox_fusion": "tools and scorers bring their own",
 }
@@ -181,22 +223,38 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the settings in ``file`` and the ``a.b=c`` in ``more``."""
-    given, unresolved = resolve_references(overridden(read_settings(file), more, "an argument"))
+    settings, assumed = read_settings(file)
+    changes = overridden({}, more, "an argument")
+    given, unresolved = resolve_references(overridden(settings, more, "an argument"))
     t = Translation({key: value for key, value in given.items() if not key.endswith("_target_")})
-    t.notes += unresolved
+    t.notes += [*assumed, *unresolved]
     base = str(t.take("--config-name", "ppo_trainer")).removesuffix(".yaml")
     if base != "ppo_trainer":
         t.notes.append(f"--config-name={base}: the values of that file are not read; give those that matter as a.b=c")
-    if "megatron" in base:
-        t.given.setdefault(f"{ACTOR}.strategy", "megatron")
+    # What chooses the trainer: a group of Hydra's, and a key and a whole file of earlier versions.
+    engine = t.take("model_engine") or t.take(f"{ACTOR}.model_engine") or ("megatron" if "megatron" in base else None)
+    if engine:
+        t.given.setdefault(f"{ACTOR}.strategy", engine)
+    _missing(t, changes if file.suffix in STRUCTURED else given)
+    t.translate(KEYS + OTHER_KEYS)
     # Megatron recomputes activations by settings of its own.
-    if t.given.get(f"{ACTOR}.strategy") == "megatron":
-        t.given.setdefault(f"{MODEL}.enable_gradient_checkpointing", False)
-    t.translate(KEYS)
+    if t.ours.get("trainer.backend") == "megatron":
+        t.ours.pop("trainer.activation_checkpointing", None)
+        t.translate(MEGATRON_KEYS)
+        chunks, key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "trainer.virtual_pipeline"
+        if t.ours.get("trainer.pipeline_parallel", 1) > 2:
+            t.translate([Key(chunks, key)])
+        elif t.take(chunks) is not None:
+            t.notes.append(f"{chunks}={t.given[chunks]}: {key} needs three stages or more; left out, results are equal")
     if t.take(f"{ROLLOUT}.name") not in (None, "???"):
         t.translate(ENGINE_KEYS)
+    mode = t.take("trainer.v1.trainer_mode", "sync")
+    if t.given.get("async_training") or any(key.startswith("async_training.") for key in t.given):
+        mode = "separate_async"
+    _devices(t, mode)
     _data(t)
     _sizes(t)
+    _steps(t)
     _optimizer(t)
     _advantage(t)
     _loss(t)
@@ -204,11 +262,70 @@ def write(file: Path, more: list[str]) -> str:
     _shaping(t)
     put(t)
     _rewards(t)
-    mode = t.take("trainer.v1.trainer_mode", "sync")
     t.put("queue.max_staleness", 0 if mode == "sync" else 1, "trainer.v1.trainer_mode")
     t.notes.append(f"queue.max_staleness: the trainer there is {mode}; from 1 on generation overlaps with training")
     t.notes.append("epsilon beside a standard deviation: 1e-6 there, 1e-4 here, fixed")
     return t.text(f"From {file} (verl, read by the keys of version 0.9.1).", NO_COUNTERPART)
+
+
+# verl's whole YAMLs have these at their defaults, so that only a script or an argument that sets them says anything.
+_MEDIA = ("data.image_key", "data.video_key", "data.audio_key", "data.mm_files")
+
+
+def _missing(t: Translation, chosen: Values) -> None:
+    """Name the abilities that this run would need and that do not exist here."""
+    media = [f"{key}={chosen[key]}" for key in _MEDIA if chosen.get(key) is not None]
+    media += [
+        f"data.train_files={files}" for files in [t.given.get("data.train_files")] if re.search(r"geo3k", str(files))
+    ]
+    for key in _MEDIA:
+        t.take(key)
+    if media:
+        t.missing.append(f"prompts with images, videos or sound ({', '.join(media)}); models read text alone")
+    if t.given.get("distillation.enabled"):
+        t.missing.append("distillation from a teacher (distillation.enabled)")
+    if t.given.get(f"{ROLLOUT}.name") not in (None, "???", "vllm", "sglang"):
+        t.missing.append(f"the engine {ROLLOUT}.name={t.given[f'{ROLLOUT}.name']}; there are vllm and sglang")
+    if t.given.get("reward.reward_model.enable") or t.given.get("reward_model.enable"):
+        path = t.given.get("reward.reward_model.model_path", t.given.get("reward_model.model.path"))
+        t.notes.append(f"reward.model.path: the reward model {path} must be a sequence classifier with one label")
+        t.put("reward.functions", [{"name": "reward_model"}], "reward.reward_model.enable", "reward_model.enable")
+        t.put("reward.model.path", path, "reward.reward_model.model_path", "reward_model.model.path")
+
+
+def _devices(t: Translation, mode: str) -> None:
+    """Ranks and engines from nodes and GPUs: they share all devices there unless the trainer is separate."""
+    nodes, gpus = t.number("trainer.nnodes", 1), t.number("trainer.n_gpus_per_node", 8)
+    theirs = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    ranks = nodes * gpus
+    each = t.ours.get("rollout.tensor_parallel", 1) * t.ours.get("rollout.pipeline_parallel", 1)
+    own = t.number(f"{ROLLOUT}.nnodes", 0) * t.number(f"{ROLLOUT}.n_gpus_per_node", gpus)
+    own = own or t.number("rollout.nnodes", 0) * t.number("rollout.n_gpus_per_node", gpus)
+    if mode != "separate_async":
+        own = 0
+    if any(key in t.given for key in theirs):
+        t.put("trainer.ranks", ranks, *theirs)
+        t.put("rollout.engines", max((own or ranks) // each, 1), *theirs)
+        if t.ours.get("rollout.engine") == "sglang" and not own:
+            t.notes.append(
+                f"mode: engines and trainer share {ranks} GPUs there; SGLang cannot here, so that this run takes "
+                f"{2 * ranks}: lower rollout.engines and trainer.ranks, or use rollout.engine=vllm and mode=colocated"
+            )
+        elif not own:
+            t.put("mode", "colocated", *theirs)
+    else:
+        t.unknown.append("trainer.ranks, rollout.engines and mode: from trainer.nnodes and trainer.n_gpus_per_node")
+    experts = t.number(f"{ROLLOUT}.expert_parallel_size", 1)
+    if experts > 1 and "rollout.engine" in t.ours:
+        parallel = t.ours.get("rollout.tensor_parallel", 1)
+        t.put("rollout.expert_parallel", parallel, f"{ROLLOUT}.expert_parallel_size")
+        if experts != parallel:
+            t.notes.append(
+                f"rollout.expert_parallel: experts are dealt to {experts} GPUs there, across copies of the model; an "
+                f"engine here has all of them on its rollout.tensor_parallel={parallel} ranks, which must have room"
+            )
+    if t.ours.get("trainer.cpu_offload"):
+        t.put("model.device", "gpu", f"{ACTOR}.fsdp_config.offload_policy")
 
 
 def _data(t: Translation) -> None:
@@ -216,15 +333,25 @@ def _data(t: Translation) -> None:
     if files is not None:
         several = isinstance(files, list) and len(files) > 1
         only = files[0] if isinstance(files, list) and files else files
-        t.put("data.path", [{"path": file} for file in files] if several else only, "data.train_files")
+        rows = [count_rows(file) for file in files] if several else []
+        weights = [{"weight": float(count)} if count else {} for count in rows]
+        sources = [{"path": file} | weight for file, weight in zip(files, weights, strict=True)] if several else []
+        t.put("data.path", sources or only, "data.train_files")
+        if None in rows:
+            t.unknown.append("data.path: verl draws from all rows alike; give each file its number of rows as weight")
     held_out = t.take("data.val_files")
-    if isinstance(held_out, list) and len(held_out) > 1:
-        t.notes.append(f"data.eval_path takes one file: the first of data.val_files, of {len(held_out)}")
     if held_out:
-        t.put("data.eval_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+        several = isinstance(held_out, list) and len(held_out) > 1
+        only = held_out[0] if isinstance(held_out, list) else held_out
+        t.put("data.eval_path", [{"path": file} for file in held_out] if several else only, "data.val_files")
     before = t.take("trainer.val_before_train", True)
+    sampling = f"{ROLLOUT}.val_kwargs"
+    samples, heat = t.take(f"{sampling}.do_sample", False), t.take(f"{sampling}.temperature", 0)
     if held_out:
         t.put("eval.before", before, "trainer.val_before_train")
+        t.put("eval.temperature", heat if samples else 0, f"{sampling}.do_sample", f"{sampling}.temperature")
+        tasks = our_default("eval.tasks")
+        t.notes.append(f"eval.tasks: verl evaluates on all tasks of the file, a run here on the first {tasks}")
 
 
 def _sizes(t: Translation) -> None:
@@ -234,16 +361,28 @@ def _sizes(t: Translation) -> None:
     if tasks % mini:
         t.notes.append(f"data.train_batch_size={tasks} is no multiple of ppo_mini_batch_size={mini}; rounded down")
     t.put("trainer.minibatches", max(tasks // mini, 1), "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
-    per_gpu, ranks = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ulysses_sequence_parallel_size"
+    per_gpu = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    # The three names of its versions and backends.
+    ranks = [f"{ACTOR}.{key}ulysses_sequence_parallel_size" for key in ("", "fsdp_config.", "veomni.")]
+    ranks += [f"{ACTOR}.fsdp_config.turbo_config.distributed.ulysses_parallel_size"]
+    if t.ours.get("trainer.backend") == "megatron":
+        sharing = t.ours.get("trainer.sequence_parallel", 1)
+    else:
+        sharing = max(t.number(key, 1) for key in ranks)
+        t.put("trainer.sequence_parallel", sharing, *ranks)
     # Ranks that share a row count their parts there, and the whole row here.
-    tokens = t.number(per_gpu, 16384) * t.number(ranks, 1)
-    t.put("trainer.max_tokens_per_microbatch", tokens, per_gpu, ranks)
+    tokens = t.number(per_gpu, 16384) * sharing
+    t.put("trainer.max_tokens_per_microbatch", tokens, per_gpu, *ranks)
     lengths = ("data.max_prompt_length", "data.max_response_length")
     total = t.number(lengths[0], 512) + t.number(lengths[1], 512)
     t.put("agent.max_tokens", total, *lengths)
-    t.put("rollout.max_model_len", t.take(f"{ROLLOUT}.max_model_len") or total, *lengths, f"{ROLLOUT}.max_model_len")
+    longest = max(t.number(f"{ROLLOUT}.max_model_len", total) if t.take(f"{ROLLOUT}.max_model_len") else total, total)
+    t.put("rollout.max_model_len", longest, *lengths, f"{ROLLOUT}.max_model_len")
     if t.take(f"{ROLLOUT}.multi_turn.enable", False):
         t.put("agent.loop", "tool_agent", f"{ROLLOUT}.multi_turn.enable")
+        # Turns end with the tokens there, unless their number is given.
+        if "agent.max_turns" not in t.ours:
+            t.put("agent.max_turns", t.number(lengths[1], 512), f"{ROLLOUT}.multi_turn.enable")
     listed = [f"{ROLLOUT}.multi_turn.{kind}_config_path" for kind in ("tool", "interaction")]
     if files := [file for key in listed if (file := t.take(key))]:
         t.put("agent.environment", f"verl:{','.join(files)}", *listed)
@@ -251,6 +390,24 @@ def _sizes(t: Translation) -> None:
             "agent.environment: rewards get the scores of tools and interactions there; add {name: environment} to "
             "reward.functions"
         )
+
+
+def _steps(t: Translation) -> None:
+    """Count the steps of ``total_epochs``, by which verl ends unless it has their number."""
+    epochs = t.number("trainer.total_epochs", 30)
+    if "trainer.steps" in t.ours:
+        return
+    files = t.take("data.train_files")
+    rows = [count_rows(file) for file in (files if isinstance(files, list) else [files])]
+    tasks = t.number("data.train_batch_size", 1024)
+    if rows and None not in rows:
+        total = sum(row for row in rows if row is not None)
+        t.put("trainer.steps", max(epochs * (total // tasks), 1), "trainer.total_epochs")
+        return
+    t.unknown.append(
+        f"trainer.steps ({our_default('trainer.steps')} if left out): total_epochs={epochs} are {epochs} * (rows // "
+        f"{tasks}) steps; with data.train_files=FILE behind this command, of files that are here, it counts them"
+    )
 
 
 def _optimizer(t: Translation) -> None:
@@ -303,8 +460,10 @@ def _loss(t: Translation) -> None:
             t.put("algorithm.loss_options.dppo_high", high, theirs[1])
         t.notes.append(f"{mode}: verl caps the ratio at clip_ratio_c, ours has no cap")
     else:
-        t.put("algorithm.clip_low", low, theirs[0])
+        # A ratio is never below 0, so that every larger bound is none.
+        t.put("algorithm.clip_low", min(low, 1.0), theirs[0])
         t.put("algorithm.clip_high", high, theirs[1])
+    t.translate(LOSS_KEYS.get(mode, ()))
     if mode != "bypass_mode":
         t.put("algorithm.loss", LOSSES.get(mode, mode), f"{ACTOR}.policy_loss.loss_mode")
     aggregation = t.take(f"{ACTOR}.loss_agg_mode", "token-mean")
@@ -359,6 +518,14 @@ def _rewards(t: Translation) -> None:
                 f"reward.functions: {path}:{name} takes what scorers take here, which is not what verl passes"
             )
             return
-    t.notes.append(
-        "reward.functions: verl chooses a reward by data_source; here it is exact_answer unless you name one"
-    )
+    if "reward.functions" in t.ours:
+        return
+    files = str(t.take("data.train_files"))
+    if "gsm8k" in files or re.search(r"math|aime", files, re.IGNORECASE):
+        found = [["regex:#### (-?[0-9.,]+)", "boxed"] if "gsm8k" in files else "boxed"]
+        t.put("reward.functions", [{"name": "math", "extract": found}], "data.train_files")
+        t.notes.append("reward.functions: verl chooses a reward by data_source; math, by the names of the files")
+        return
+    if t.take("data.train_files") is not None:
+        t.put("reward.functions", [{"name": f"{FILL_IN}.py:compute_score"}], "data.train_files")
+        t.unknown.append("reward.functions: verl chooses a reward by the column data_source; name that of your data")

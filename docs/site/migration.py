@@ -7,10 +7,13 @@ from markup import code, table
 from rl_async.configs.importing import prime_rl, slime, trl, verl
 
 TABLES = {
-    "verl": (verl.KEYS + verl.ENGINE_KEYS + verl.CRITIC_KEYS, verl.NO_COUNTERPART),
+    "verl": (
+        sum(verl.LOSS_KEYS.values(), verl.KEYS + verl.MEGATRON_KEYS + verl.ENGINE_KEYS + verl.CRITIC_KEYS),
+        verl.NO_COUNTERPART,
+    ),
     "slime": (slime.KEYS, slime.NO_COUNTERPART),
-    "prime-rl": (prime_rl.KEYS, prime_rl.NO_COUNTERPART),
-    "trl": (trl.KEYS, trl.NO_COUNTERPART),
+    "prime-rl": (prime_rl.KEYS + prime_rl.ADAM_KEYS, prime_rl.NO_COUNTERPART),
+    "trl": (trl.KEYS + trl.LORA_KEYS, trl.NO_COUNTERPART),
 }
 _PLACE = re.compile(r"^\{\{ keys of ([\w-]+) \}\}$", re.MULTILINE)
 

@@ -367,7 +367,7 @@ def _test(arguments: argparse.Namespace) -> int:
 # The projects whose settings can be read, and the files that hold them.
 IMPORT_HELP = {
     "verl": "a YAML of verl's PPO trainer, or a shell script with its a.b=c arguments",
-    "trl": "a YAML or JSON with the fields of TRL's GRPOConfig",
+    "trl": "a YAML, a Python program or a shell command with the fields of TRL's GRPOConfig",
     "prime-rl": "a TOML of prime-rl's `rl` command",
     "slime": "a shell script with slime's flags",
 }

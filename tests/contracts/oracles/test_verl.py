@@ -11,7 +11,8 @@ Conversions of losses, each at its place below:
 - `sapo`: verl ignores the aggregation and takes seq-mean-token-mean.
 - Bypass: verl divides by what it is told the batch holds, ours by all sampled tokens.
 
-Ours compute in float64 what verl computes in the type of the rewards. Conversions of advantages, each at its place below:
+Ours compute in float64 what verl computes in the type of the rewards. Conversions of advantages, each at its place
+below:
 - epsilon beside a standard deviation: verl is given ours, 1e-4 (its own is 1e-6).
 - `gpg`: alpha counts episodes of groups whose rewards differ here, and non-zero rewards in verl.
 - `remax`: without turn rewards, which verl's advantage takes from their turn on and ours as a whole.
@@ -42,9 +43,10 @@ from rl_async.configs.importing import trl as trl_keys
 from rl_async.configs.importing import verl as verl_keys
 from rl_async.configs.importing.translation import Values, flatten, resolve_references
 from rl_async.configs.load import load_config, parse
-from rl_async.configs.schema.algorithm import AdaptiveKl, (
+from rl_async.configs.schema.algorithm import (
     PRESETS,
     REJECTIONS,
+    AdaptiveKl,
     AdvantageOptions,
     Aggregation,
     AlgorithmConfig,

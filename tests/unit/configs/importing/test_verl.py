@@ -84,8 +84,8 @@ def test_a_micro_batch_is_of_the_whole_rows_that_ranks_share(tmp_path: Path) -> 
 
 
 def test_every_key_without_a_place_is_listed(tmp_path: Path) -> None:
-    _, comments = translated(tmp_path, f"{ACTOR}loss_scale_factor=100", "trainer.nnodes=2")
-    for key in ("trainer.of_tomorrow", "elsewhere.entirely", f"{ACTOR}loss_scale_factor", "trainer.nnodes"):
+    _, comments = translated(tmp_path, f"{ACTOR}loss_scale_factor=100", "trainer.balance_batch=true")
+    for key in ("trainer.of_tomorrow", "elsewhere.entirely", f"{ACTOR}loss_scale_factor", "trainer.balance_batch"):
         assert key in comments
 
 
