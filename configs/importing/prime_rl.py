@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rl_async.configs.importing.translation import Key, Translation, our_default, overridden, read_structured
+from rl_async.configs.importing.translation import Key, Translation, flatten, our_default, overridden, read_sections
 from rl_async.errors import ConfigError
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
@@ -22,6 +22,7 @@ KEYS = (
     Key("trainer.scheduler.warmup_steps", "trainer.warmup_steps"),
     Key("inference.vllm.tensor_parallel_size", "rollout.tensor_parallel"),
     Key("inference.parallel.tp", "rollout.tensor_parallel"),
+    Key("inference.vllm.quantization", "rollout.quantization"),
     Key("trainer.model.cp", "trainer.sequence_parallel"),
     Key("trainer.dp_replicate", "trainer.replicas"),
     Key("trainer.model.fsdp_cpu_offload", "trainer.cpu_offload"),
@@ -49,6 +50,8 @@ NO_COUNTERPART = {
     "trainer.model.ac": "activation checkpointing is whole or off",
     "trainer.model": "the model is Transformers' own",
     "trainer.enable_router_replay": "routers are replayed by trainer.router_replay=auto",
+    "inference.vllm.model": "engines start from model.path; see rollout.quantization",
+    "trainer.model.quantization": "the trainer's weights are in model.dtype",
     "inference": _ENGINE,
     "monitors": "give the run's name to `rl-async launch` as --name",
     "wandb": "give the run's name to `rl-async launch` as --name",
@@ -64,8 +67,12 @@ NO_COUNTERPART = {
 
 def write(file: Path, more: list[str]) -> str:
     """Our YAML for the TOML in ``file`` and the ``a.b=c`` in ``more``."""
-    t = Translation(overridden(read_structured(file), more, "an argument"))
+    sections = read_sections(file)
+    t = Translation(overridden(flatten(sections), more, "an argument"))
     t.translate(KEYS)
+    # Activations are recomputed as soon as there is that section, however empty.
+    model = (sections.get("trainer") or {}).get("model") or {}
+    t.put("trainer.activation_checkpointing", "ac" in model or "ac_offloading" in model, "trainer.model.ac")
     rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
     t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
     t.put("trainer.minibatches", 1, "trainer")
@@ -143,9 +150,6 @@ def _optimizer(t: Translation) -> None:
             f"{OPTIMIZER}.type={name}: the optimizer here is AdamW, with another best learning rate than "
             f"{t.ours.get('trainer.learning_rate', 1e-6)}"
         )
-    # Checkpointing of activations is on with its section there, however empty, and with the shared one of a model.
-    if any(key.startswith("trainer.model.ac.") for key in t.given):
-        t.put("trainer.activation_checkpointing", True, "trainer.model.ac.freq")
     if modules := t.take("trainer.model.lora.target_modules"):
         t.put("trainer.lora.targets", modules, "trainer.model.lora.target_modules")
     if t.take("trainer.scheduler.type") == "linear":

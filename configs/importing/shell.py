@@ -69,8 +69,8 @@ def _tokens(text: str) -> Iterator[str]:
             at = _find(text, "\n", at)
         elif char == "\n" and delimiters:
             for delimiter in delimiters:
-                end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, at + 1)
-                at = end.end() if end else len(text)
+                closing = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, at + 1)
+                at = closing.end() if closing else len(text)
             delimiters = []
             yield "\n"
         elif match := _REDIRECTION.match(text, at):
@@ -308,7 +308,8 @@ class _Parser:
 
     def _for(self) -> _For:
         self._at += 1
-        name, words = self._take(), []
+        name = self._take()
+        words: list[str] = []
         if self._peek() == "in":
             self._at += 1
             while self._peek() not in ("\n", ";", ""):
@@ -499,8 +500,8 @@ class _Evaluation:
         for join in ("&&", "-a"):
             if join in words:
                 at = words.index(join)
-                left, right = self._test(words[:at], patterns), self._test(words[at + 1 :], patterns)
-                return _negated(_either(_negated(left), _negated(right)))
+                before, after = self._test(words[:at], patterns), self._test(words[at + 1 :], patterns)
+                return _negated(_either(_negated(before), _negated(after)))
         if words and words[0] == "!":
             return _negated(self._test(words[1:], patterns))
         values = ["".join(self.expand(word, splits=False, unset="")) for word in words]

@@ -78,6 +78,7 @@ NO_COUNTERPART = {
     **dict.fromkeys(("moe-token-dispatcher-type", "moe-enable-deepep", "decoder-last-pipeline-num-layers"), _MEGATRON),
     "rollout-stop-token-ids": "an answer ends with the model's own tokens of its generation config",
     "eval-config": "evaluation is data.eval_path and the section eval",
+    "min-lr": "a schedule falls to 0",
     **dict.fromkeys(("offload", "offload-train", "offload-rollout"), "colocated engines sleep while the trainer works"),
     **dict.fromkeys(("use-opsm", "opsm-delta", "use-unbiased-kl", "use-routing-replay"), "not here"),
     **dict.fromkeys(
@@ -112,8 +113,10 @@ def write(file: Path, more: list[str]) -> str:
     _correction(t)
     _evaluation(t)
     _rewards(t)
-    if t.take("use-wandb"):
-        t.put("tracking.backends", ["wandb"], "use-wandb")
+    trackers = [name for name in ("wandb", "tensorboard") if t.take(f"use-{name}")]
+    t.put("tracking.backends", trackers, *(f"use-{name}" for name in trackers))
+    if file_of_flags := t.take("custom-config-path"):
+        t.notes.append(f"custom-config-path: {file_of_flags} changes flags there, and is not read")
     late = program.endswith("train_async.py")
     t.put("queue.max_staleness", int(late), "train_async.py")
     t.notes.append(

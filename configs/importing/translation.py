@@ -228,10 +228,15 @@ STRUCTURED = (".yaml", ".yml", ".json", ".toml")
 
 def read_structured(path: Path) -> Values:
     """Dotted keys of a YAML, JSON or TOML file."""
+    return flatten(read_sections(path))
+
+
+def read_sections(path: Path) -> dict[str, Any]:
+    """The sections of a YAML, JSON or TOML file, empty ones included."""
     text = read_text(path)
     if path.suffix == ".toml":
         try:
-            return flatten(tomllib.loads(text))
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
         except RecursionError as error:
@@ -239,7 +244,7 @@ def read_structured(path: Path) -> Values:
     values = parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
-    return flatten(values)
+    return values
 
 
 def overridden(values: Values, words: list[str], origin: str, *, others: bool = False) -> Values:

@@ -152,6 +152,11 @@ MEGATRON_KEYS = (
     Key(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.pipeline_parallel", 1),
     Key(f"{ACTOR}.megatron.context_parallel_size", "trainer.sequence_parallel", 1),
     Key(f"{ACTOR}.megatron.expert_model_parallel_size", "trainer.expert_parallel", 1),
+    # Of megatron_lite.
+    Key(f"{ACTOR}.engine.tp", "trainer.tensor_parallel"),
+    Key(f"{ACTOR}.engine.pp", "trainer.pipeline_parallel"),
+    Key(f"{ACTOR}.engine.cp", "trainer.sequence_parallel"),
+    Key(f"{ACTOR}.engine.ep", "trainer.expert_parallel"),
 )
 _LOSS = f"{ACTOR}.policy_loss"
 # Numbers of one loss each, by verl's name of the loss.
@@ -160,6 +165,8 @@ LOSS_KEYS = {
     "sapo": (
         Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
         Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
+        Key(f"{_LOSS}.tau_pos", "algorithm.loss_options.sapo_tau_positive"),
+        Key(f"{_LOSS}.tau_neg", "algorithm.loss_options.sapo_tau_negative"),
     ),
     "clip_cov": (
         Key(f"{_LOSS}.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
@@ -196,6 +203,15 @@ NO_COUNTERPART = {
     ACTOR: "not read",
     "actor_rollout_ref.ref": "the reference model runs with the trainer's settings",
     f"{MODEL}.use_remove_padding": "rows are always packed",
+    f"{MODEL}.mtp": "the heads for several tokens (MTP) are neither trained nor used",
+    f"{ACTOR}.optim.min_lr": "a schedule falls to 0",
+    "trainer.device": "there are GPUs and CPUs, by model.device",
+    "data.custom_cls": "rows of other columns have templates in data.path",
+    "data.sampler": "the order of tasks is data.shuffle, and queue.sampling",
+    "data.gen_batch_size": "groups that are given up are replaced one by one",
+    "reward.reward_manager": "rewards are reward.functions",
+    "async_training": "staleness is bounded by queue.max_staleness",
+    "rollout": "engines are rollout.engines",
     MODEL: "not read",
     f"{ROLLOUT}.multi_turn": "tools are agent.tools; lengths are in tokens, agent.tool_response_tokens",
     **dict.fromkeys((key.theirs for key in ENGINE_KEYS), "no engine is named; several ranks need vllm or sglang"),
@@ -236,10 +252,11 @@ def write(file: Path, more: list[str]) -> str:
     if engine:
         t.given.setdefault(f"{ACTOR}.strategy", engine)
     _missing(t, changes if file.suffix in STRUCTURED else given)
-    t.translate(KEYS + OTHER_KEYS)
     # Megatron recomputes activations by settings of its own.
+    if BACKENDS.get(t.given.get(f"{ACTOR}.strategy", ""), t.given.get(f"{ACTOR}.strategy")) == "megatron":
+        t.given[f"{MODEL}.enable_gradient_checkpointing"] = False
+    t.translate(KEYS + OTHER_KEYS)
     if t.ours.get("trainer.backend") == "megatron":
-        t.ours.pop("trainer.activation_checkpointing", None)
         t.translate(MEGATRON_KEYS)
         chunks, key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "trainer.virtual_pipeline"
         if t.ours.get("trainer.pipeline_parallel", 1) > 2:
@@ -286,8 +303,10 @@ def _missing(t: Translation, chosen: Values) -> None:
         t.missing.append("distillation from a teacher (distillation.enabled)")
     if t.given.get(f"{ROLLOUT}.name") not in (None, "???", "vllm", "sglang"):
         t.missing.append(f"the engine {ROLLOUT}.name={t.given[f'{ROLLOUT}.name']}; there are vllm and sglang")
-    if t.given.get("reward.reward_model.enable") or t.given.get("reward_model.enable"):
-        path = t.given.get("reward.reward_model.model_path", t.given.get("reward_model.model.path"))
+    enabled = [t.take(f"{section}.enable", False) for section in ("reward.reward_model", "reward_model")]
+    paths = [t.take(key) for key in ("reward.reward_model.model_path", "reward_model.model.path")]
+    if any(enabled):
+        path = next((path for path, on in zip(paths, enabled, strict=True) if on and path), None)
         t.notes.append(f"reward.model.path: the reward model {path} must be a sequence classifier with one label")
         t.put("reward.functions", [{"name": "reward_model"}], "reward.reward_model.enable", "reward_model.enable")
         t.put("reward.model.path", path, "reward.reward_model.model_path", "reward_model.model.path")
@@ -356,15 +375,22 @@ def _data(t: Translation) -> None:
 
 def _sizes(t: Translation) -> None:
     """Lengths and mini-batches, of which verl gives parts and ours wholes, or the reverse."""
-    tasks = t.number("data.train_batch_size", 1024)
     mini = t.number(f"{ACTOR}.ppo_mini_batch_size", 256)
+    tasks = t.number("data.train_batch_size", 1024)
+    # The fully asynchronous trainer has 0 there, and trains as soon as these mini-batches have been sampled.
+    require = t.number("async_training.require_batches", 1)
+    if not tasks:
+        tasks = mini * require
+        t.put("data.train_batch_groups", tasks, "data.train_batch_size")
+    if total := t.number("rollout.total_rollout_steps", 0):
+        t.put("trainer.steps", max(total // tasks, 1), "rollout.total_rollout_steps")
     if tasks % mini:
         t.notes.append(f"data.train_batch_size={tasks} is no multiple of ppo_mini_batch_size={mini}; rounded down")
     t.put("trainer.minibatches", max(tasks // mini, 1), "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     per_gpu = f"{ACTOR}.ppo_max_token_len_per_gpu"
-    # The three names of its versions and backends.
-    ranks = [f"{ACTOR}.{key}ulysses_sequence_parallel_size" for key in ("", "fsdp_config.", "veomni.")]
-    ranks += [f"{ACTOR}.fsdp_config.turbo_config.distributed.ulysses_parallel_size"]
+    # The names of its versions and backends.
+    ranks = [f"{ACTOR}.{key}ulysses_sequence_parallel_size" for key in ("", "fsdp_config.")]
+    ranks += [f"{ACTOR}.{key}.ulysses_parallel_size" for key in ("veomni", "fsdp_config.turbo_config.distributed")]
     if t.ours.get("trainer.backend") == "megatron":
         sharing = t.ours.get("trainer.sequence_parallel", 1)
     else:
@@ -399,7 +425,7 @@ def _steps(t: Translation) -> None:
         return
     files = t.take("data.train_files")
     rows = [count_rows(file) for file in (files if isinstance(files, list) else [files])]
-    tasks = t.number("data.train_batch_size", 1024)
+    tasks = t.ours.get("data.train_batch_groups", our_default("data.train_batch_groups"))
     if rows and None not in rows:
         total = sum(row for row in rows if row is not None)
         t.put("trainer.steps", max(epochs * (total // tasks), 1), "trainer.total_epochs")
@@ -416,8 +442,22 @@ def _optimizer(t: Translation) -> None:
     ratio = t.take(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0.0)
     if ratio:
         t.notes.append(f"lr_warmup_steps_ratio={ratio}: write it as trainer.warmup_steps, in optimizer steps")
-    rank, alpha = t.take(f"{MODEL}.lora_rank", 0), t.take(f"{MODEL}.lora_alpha", 16)
+    names = [(f"{MODEL}.lora_{part}", f"{MODEL}.lora.{part}") for part in ("rank", "alpha")]
+    rank, alpha = (t.take(old, default) or t.take(new) for (old, new), default in zip(names, (0, None), strict=True))
+    rank, alpha = rank or 0, alpha or 16
+    for _, new in names:
+        t.take(new)
+    if rank and t.ours.get("trainer.backend") == "megatron":
+        t.missing.append(f"adapters on Megatron (lora rank {rank}); they need trainer.backend=fsdp2")
+    if adapter := t.take(f"{MODEL}.lora_adapter_path"):
+        t.missing.append(
+            f"a start from an adapter ({MODEL}.lora_adapter_path={adapter}); merge it into the model first"
+        )
+    targets = t.take(f"{MODEL}.target_modules")
     if rank:
+        if targets not in (None, "all-linear"):
+            targets = targets if isinstance(targets, list) else [targets]
+            t.put("trainer.lora.targets", targets, f"{MODEL}.target_modules")
         t.put("trainer.lora.rank", rank, f"{MODEL}.lora_rank")
         t.put("trainer.lora.alpha", alpha, f"{MODEL}.lora_alpha")
     loggers = t.take("trainer.logger", ["console", "wandb"])
@@ -500,7 +540,8 @@ def _shaping(t: Translation) -> None:
         t.put("algorithm.shaping.resample", method, "algorithm.pf_ppo.reweight_method")
         if method == "pow" and power != 2.0:
             t.notes.append(f"algorithm.pf_ppo.weight_pow={power}: algorithm.shaping.resample=pow squares rewards")
-    for buffer in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg"):
+    sections = ("reward_model", "reward_model.reward_kwargs", "reward.reward_kwargs")
+    for buffer in (f"{section}.overlong_buffer{end}" for section in sections for end in ("", "_cfg")):
         length, factor = t.take(f"{buffer}.len"), t.take(f"{buffer}.penalty_factor")
         if t.take(f"{buffer}.enable", False):
             t.put("algorithm.shaping.overlong.max_tokens", t.ours["rollout.max_tokens"], f"{buffer}.enable")
