@@ -1,15 +1,26 @@
-"""The gateway's smaller endpoints, and what is said of those that it does not have."""
+"""The gateway's smaller endpoints, its client without the project's dependencies, and `rl-async eval` against it."""
 
+import ast
 import http.client
 import json
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rl_async
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.gateway.server import TRAIN
+from rl_async.configs.load import load_config
+from rl_async.configs.schema.rollout import EndpointConfig
+from rl_async.gateway import Gateway
+from rl_async.launcher.runs.evaluate_endpoint import HeldOutSamples, play
 from tests.contracts.gateway.peers import RunningGateway
+from tests.unit.agent_loop.fakes import leased
 
 END = "<|im_end|>"
 USER = {"role": "user", "content": "a?"}
@@ -148,3 +159,35 @@ def test_other_paths_say_what_to_use(start: Any, path: str, word: str) -> None:
 def test_wrong_methods_name_the_right_one(start: Any, method: str, path: str, allowed: str) -> None:
     status, answer, headers = ask(start("5"), method, path)
     assert status == 405 and allowed in headers["Allow"] and allowed in answer["error"]["message"]
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
+
+
+async def test_an_open_episode_can_be_evaluated(start: Callable[..., RunningGateway], tmp_path: Path) -> None:
+    gateway = start("OK", CALL, "5")
+    episode = next(Gateway(gateway.url).episodes())
+    config = load_config("calculator")
+    samples = HeldOutSamples([leased().task], config)
+    endpoint = EndpointConfig(url=episode.base_url, model="any", attempts=1)
+    await play(config, endpoint, samples, tmp_path / "run")
+    (row,) = samples.rows
+    assert (row.reward, [turn.role for turn in row.turns]) == (1.0, ["user", "assistant", "tool", "assistant"])
+    assert row.turns[1].tool_calls[0].result == "5"
+
+
+CODE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from rl_async.gateway import Gateway, RemoteEpisode
+standard = sys.stdlib_module_names | {"__main__"}
+print(sorted(name for name in sys.modules if name.partition(".")[0] not in standard))
+"""
+
+
+def test_the_client_needs_the_standard_library_only() -> None:
+    """-I -S: without the environment's variables, the working directory and site-packages."""
+    place = str(Path(rl_async.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", CODE, place], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {name.partition(".")[0] for name in ast.literal_eval(done.stdout)} == {"rl_async"}
