@@ -1,19 +1,30 @@
-"""Other processes: their state and Python stacks, as ``rl-async doctor`` and waiting ranks read them, and their end."""
+"""Real processes: their state and stacks, ranks that start and end together, and strays that are found and killed."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
 
 from rl_async.insight.doctor import request_stacks
 from rl_async.insight.roster import ProcessRecord
-from rl_async.launcher.child_process import Child, Lifeline
-from rl_async.process.kernel import catches, read_stat, state_of
-from rl_async.process.private_folder import SEGMENTS
+from rl_async.launcher import play_keeper
+from rl_async.launcher import supervisor as children_module
+from rl_async.launcher.child_process import Child, Lifeline, RoleFailed, ThisMachine
+from rl_async.launcher.plan.planning import ProcessSpec
+from rl_async.launcher.supervisor import Children
+from rl_async.process import guard, kernel
+from rl_async.process.kernel import ENDED, catches, read_stat, state_of
+from rl_async.process.private_folder import RENDEZVOUS, SEGMENTS, private_folder
 from rl_async.process.role import ASK, STACKS
 from rl_async.process.run_files import beat, who_is_missing
+from tests.contracts.launcher.test_supervisor import eventually
 
 SLEEPER = """
 import sys, threading, time
@@ -114,3 +125,130 @@ async def test_shared_memory_of_a_killed_group_is_removed_also_after_the_supervi
         child, segment = await start(lifeline)
         assert segment.name.startswith(f"{prefix}-") and not left.exists()
         await child.kill()
+
+
+async def test_ranks_that_were_asked_to_stop_are_not_waited_for_once_one_failed(rig: Any) -> None:
+    scripts = {"a": "trap 'exit 1' TERM; echo; while :; do sleep 0.05; done", "b": "trap '' TERM; echo; sleep 600"}
+    specs = [ProcessSpec(name=name, role="trainer", argv=("sh", "-c", script)) for name, script in scripts.items()]
+    with Children(ThisMachine({}, rig.folder), rig.folder, specs) as children:
+        for spec in specs:
+            await children.start(spec)
+        await eventually(lambda: all(children[name].output() for name in scripts))
+        async with asyncio.timeout(60):
+            await children.finish(scripts)
+        assert (children["a"].returncode, children["b"].returncode) == (1, None)
+        await children.stop(scripts, 0.0)
+
+
+async def test_ranks_that_were_asked_to_stop_are_all_waited_for(rig: Any) -> None:
+    go = rig.folder / "go"
+    scripts = {
+        "a": "trap 'exit 143' TERM; echo; while :; do sleep 0.05; done",
+        "b": f"trap 'while ! [ -e {go} ]; do sleep 0.05; done; exit 143' TERM; echo; while :; do sleep 0.05; done",
+    }
+    specs = [ProcessSpec(name=name, role="trainer", argv=("sh", "-c", script)) for name, script in scripts.items()]
+    with Children(ThisMachine({}, rig.folder), rig.folder, specs) as children:
+        for spec in specs:
+            await children.start(spec)
+        await eventually(lambda: all(children[name].output() for name in scripts))
+        finishing = asyncio.create_task(children.finish(scripts))
+        await eventually(lambda: children["a"].returncode == 143)
+        go.touch()
+        async with asyncio.timeout(60):
+            await finishing
+        assert children["b"].returncode == 143
+
+
+async def test_ranks_meet_by_a_file_that_is_new_at_each_start(rig: Any) -> None:
+    specs = [ProcessSpec(name=n, role="trainer", argv=("sh", "-c", f"echo ${RENDEZVOUS}")) for n in ("a", "b")]
+    found = []
+    with Children(ThisMachine({}, rig.folder), rig.folder, specs) as children:
+        for restarts in (0, 1):
+            ranks = [await children.start(spec, restarts=restarts) for spec in specs]
+            assert [await rank.wait() for rank in ranks] == [0, 0]
+            found.append({Path(rank.output().split()[-1]) for rank in ranks})
+    (first,), (second,) = found
+    assert first != second and first.parent == second.parent == private_folder(rig.folder)
+
+
+@pytest.mark.parametrize(("healthy_s", "restarts"), [(3600.0, None), (0.0, 1)])
+async def test_restarts_are_forgiven_after_a_time_of_health(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, healthy_s: float, restarts: int | None
+) -> None:
+    monkeypatch.setattr(children_module, "HEALTHY_S", healthy_s)
+    spec = ProcessSpec(name="a", role="worker", argv=("sh", "-c", "exit 1"), max_restarts=3)
+    with Children(ThisMachine({}, rig.folder), rig.folder, [spec]) as children:
+        child = await children.start(spec, restarts=3)
+        code = await child.wait()
+        if restarts is None:
+            with pytest.raises(RoleFailed):
+                await children.before_restart(spec, child, code, 3)
+        else:
+            assert await children.before_restart(spec, child, code, 3) == restarts
+
+
+MARK = "RL_ASYNC_TEST_STRAYS"
+
+
+def test_what_has_the_variable_is_killed() -> None:
+    value = os.urandom(8).hex()
+    with (
+        subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked,
+        subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: "other"}) as other,
+    ):
+        kernel.kill_marked(MARK, value)
+        assert marked.wait() < 0 and other.poll() is None
+        other.kill()
+
+
+def test_what_does_not_end_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    value = os.urandom(8).hex()
+    with subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: value}) as marked:
+        while f"{MARK}={value}".encode() not in kernel._environment(marked.pid):
+            assert marked.poll() is None
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="rl_async.process"):
+            patch.setattr(kernel.os, "kill", lambda pid, number: None)  # as if it were in an uninterruptible sleep
+            kernel.kill_marked(MARK, value, within_s=0.0)
+        assert str(marked.pid) in caplog.text
+        marked.kill()
+
+
+KILLS = """
+import ctypes, os
+from subprocess import DEVNULL, PIPE, Popen
+from {module} import kill_all
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+child = Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=PIPE, stderr=DEVNULL)
+print(child.pid, int(child.stdout.readline()), flush=True)
+{then}
+"""
+
+
+def in_a_process(keeping: ModuleType, then: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``then`` in a process that has a child and a grandchild, whose pids it prints."""
+    program = KILLS.format(module=keeping.__name__, then=then)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("keeping", [guard, play_keeper])
+def test_whoever_keeps_processes_kills_all_of_them(keeping: ModuleType) -> None:
+    done = in_a_process(keeping, "kill_all()")
+    assert done.returncode == 0, done.stderr
+    assert all(state_of(int(pid)) in ENDED for pid in done.stdout.split()) and state_of(os.getpid()) not in ENDED
+
+
+@pytest.mark.parametrize("keeping", [guard, play_keeper])
+def test_and_does_not_wait_for_ever_for_one_that_does_not_end(keeping: ModuleType) -> None:
+    immortal = "os.kill = lambda pid, number: None\nkill_all(within_s=0.1)"  # as if in an uninterruptible sleep
+    done = in_a_process(keeping, immortal)
+    child, grandchild = map(int, done.stdout.split())
+    for pid in (child, grandchild):
+        os.kill(pid, signal.SIGKILL)
+    assert done.returncode == 1 and "TimeoutError" in done.stderr and str(child) in done.stderr
+
+
+def test_a_guard_whose_worker_died_before_it_looked_starts_nothing(tmp_path: Path) -> None:
+    """Its parent is then another process: here this one, for a worker that is this one's parent."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getppid()), str(tmp_path / "folder")]
+    done = subprocess.run([*command, "touch", str(tmp_path / "started")], timeout=60)
+    assert done.returncode == guard.CANNOT_START and list(tmp_path.iterdir()) == []
