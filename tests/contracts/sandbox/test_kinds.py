@@ -1,5 +1,8 @@
-"""Which sandbox a config names: ours, a user's own, or one that cannot be."""
+"""Which sandbox a config names, and whether one can be made here."""
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from msgspec.structs import replace
 from rl_async.configs.schema.reward import RewardConfig, RewardTerm, SandboxConfig
 from rl_async.errors import ConfigError
 from rl_async.reward_loop.service import RewardService
+from rl_async.sandbox.bubblewrap import CHECKS, INSTALL
 from rl_async.sandbox.kinds import make_sandbox
 from tests.contracts.sandbox.conftest import SETTINGS, settings_of
 from tests.unit.reward_loop.rows import score as score_by
@@ -85,3 +89,50 @@ async def test_an_image_has_no_further_names_at_its_root() -> None:
     sandbox = make_sandbox(SandboxConfig(kind="container", image="x", command=("true",)))
     with pytest.raises(ConfigError, match=r"sandbox\.kind.*/app"):
         await sandbox.open(top=("app",))
+
+
+BWRAP = shutil.which("bwrap")
+needs_check = pytest.mark.skipif(BWRAP is None, reason=f"bwrap is not here; {INSTALL} installs it")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The first folder on PATH, where anybody may write: started by root, bwrap is nobody's."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        monkeypatch.setenv("PATH", name, prepend=":")
+        yield Path(name)
+
+
+def write(folder: Path, *lines: str) -> None:
+    """Put a script in the place of bwrap."""
+    script = folder / "bwrap"
+    script.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    script.chmod(0o755)
+
+
+@needs_check
+def test_one_that_was_killed_says_nothing(folder: Path) -> None:
+    write(
+        folder,
+        f'echo tried >> {folder}/tries; [ "$(wc -l < {folder}/tries)" -ge {CHECKS} ] || kill -9 $$',
+        f'exec {BWRAP} "$@"',
+    )
+    make_sandbox(SETTINGS)
+    assert len((folder / "tries").read_text().split()) == CHECKS
+
+
+@needs_check
+def test_one_that_is_killed_every_time_is_a_config_error(folder: Path) -> None:
+    write(folder, f"echo tried >> {folder}/tries; kill -9 $$")
+    with pytest.raises(ConfigError, match=r"sandbox\.kind"):
+        make_sandbox(SETTINGS)
+    assert len((folder / "tries").read_text().split()) == CHECKS
+
+
+@needs_check
+def test_a_refusal_is_not_tried_again(folder: Path) -> None:
+    write(folder, f"echo tried >> {folder}/tries; exit 1")
+    with pytest.raises(ConfigError, match=r"sandbox\.kind"):
+        make_sandbox(SETTINGS)
+    assert len((folder / "tries").read_text().split()) == 1
