@@ -1,18 +1,29 @@
-"""Tools of servers from the registries, as their authors ship them: `scripts/install mcp`."""
+"""Servers as the launcher tries them, as a warm start calls them, and as their authors ship them."""
 
 import json
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
 from rl_async.agent_loop.tools.tool_registry import connect_servers
+from rl_async.agent_loop.toy_tasks import tool_call
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
+from rl_async.errors import ConfigError
+from rl_async.launcher.plan.mcp_servers import try_mcp_servers
+from rl_async.launcher.runs.tiny_model import mean_reward
+from rl_async.rollout_server.embedded.engine_thread import LocalEngine
+from tests.unit.agent_loop.conftest import demos
+from tests.unit.agent_loop.fakes import ScriptedEngine, leased, run_config
 
 pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
@@ -95,3 +106,56 @@ async def test_files_and_a_memory_per_episode(tmp_path: Path) -> None:
                 entity = {"name": "rl", "entityType": "field", "observations": ["async"]}
                 await call(tools, "create_entities", entities=[entity])
                 assert json.loads(await call(tools, "read_graph"))["entities"][0]["name"] == "rl"
+
+
+pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
+
+BARE = (sys.executable, str(Path(__file__).parent / "bare_server.py"))
+
+
+def agent(*servers: McpServerConfig) -> AgentConfig:
+    return AgentConfig(mcp=servers)
+
+
+def test_each_servers_tools_are_named() -> None:
+    servers = (
+        McpServerConfig(command=BARE, allow=("add", "slow"), name="one"),
+        McpServerConfig(command=BARE, allow=("add",), name="two"),
+    )
+    assert try_mcp_servers(agent(*servers)) == ["agent.mcp[0]: one_add, slow", "agent.mcp[1]: two_add"]
+    assert try_mcp_servers(agent()) == []
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        McpServerConfig(command="no-such-program-here"),
+        pytest.param(McpServerConfig(command=(sys.executable, "-m", "no_such_module")), marks=pytest.mark.slow),
+        McpServerConfig(command=BARE, allow=("ad",)),
+        pytest.param(McpServerConfig(url="http://127.0.0.1:1/mcp"), marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_run_could_not_use_is_named_with_its_key(server: McpServerConfig) -> None:
+    with pytest.raises(ConfigError, match=r"^agent\.mcp\[0\]"):
+        try_mcp_servers(agent(server))
+
+
+pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "mcp_calculator.py"
+
+
+class Engine(ScriptedEngine):
+    def close(self) -> None:
+        self.says = []
+
+
+async def test_the_tools_of_servers_are_there() -> None:
+    tokenizer = train_tokenizer(demos("calculator", 400), 200)
+    renderer = ChatRenderer(tokenizer)
+    engine = Engine(renderer, [tool_call("calculator", expression="2+3"), "5"])
+    config = run_config(mcp=(McpServerConfig(command=(sys.executable, str(EXAMPLE))),), max_turns=2)
+    config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, max_tokens=64))
+    assert await mean_reward(config, cast(LocalEngine, engine), renderer, [leased().task]) == 1.0
+    assert "<tool_response>\n5\n" in tokenizer.decode(engine.requests[1].token_ids)
+    assert engine.says == [], "it is closed"
