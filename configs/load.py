@@ -121,10 +121,7 @@ def load_config(
 
     Raises ConfigError for unknown keys (naming the nearest valid one), wrong types and impossible combinations.
     """
-    places: Places = {}
-    values = {} if name_or_path is None else _read(name_or_path, places)
-    if isinstance(name_or_path, str) and _is_of_run(Path(name_or_path), values):
-        _forget_removed(values)
+    values, places = _start(name_or_path)
     return _finished(values, places, overrides, mode, name)
 
 
@@ -133,15 +130,29 @@ def load_with_refusals(name_or_path: str, overrides: Sequence[str] = ()) -> tupl
 
     Raises ConfigError for what is no config at all: unknown keys and values of a wrong type.
     """
-    places: Places = {}
-    values = _read(name_or_path, places)
-    for override in overrides:
-        _apply(values, override, places)
-    config = _convert(values, places)
+    values, places = _start(name_or_path)
+    config = _assembled(values, places, overrides)
     return config, list(problems(config))
 
 
+def _start(name_or_path: Given | None) -> tuple[dict[str, Any], Places]:
+    """Return the values of a preset, file or mapping, if one is given, and the place of each."""
+    places: Places = {}
+    values = {} if name_or_path is None else _read(name_or_path, places)
+    if isinstance(name_or_path, str) and _is_of_run(Path(name_or_path), values):
+        _forget_removed(values)
+    return values, places
+
+
 def _finished(
+    values: dict[str, Any], places: Places, overrides: Sequence[str], mode: str | None = None, name: str = ""
+) -> RunConfig:
+    config = _assembled(values, places, overrides, mode, name)
+    check(config)
+    return config
+
+
+def _assembled(
     values: dict[str, Any], places: Places, overrides: Sequence[str], mode: str | None = None, name: str = ""
 ) -> RunConfig:
     for override in overrides:
@@ -150,9 +161,7 @@ def _finished(
         values["mode"] = mode
     if name:
         values["name"] = name
-    config = _convert(values, places)
-    check(config)
-    return config
+    return _convert(values, places)
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -329,7 +329,7 @@ class _Parser:
         return _NOTHING
 
     def _simple(self) -> _Simple:
-        words = []
+        words: list[str] = []
         if self._peek() == "[[":
             while self._at < len(self._tokens) and (not words or words[-1] != "]]"):
                 words.append(self._take())

@@ -244,9 +244,9 @@ def _batch(t: Translation) -> None:
     t.take("num-steps-per-rollout")
     epochs = t.take("num-epoch")
     if epochs and "trainer.steps" not in t.ours:
-        rows = count_rows(t.given.get("prompt-data"))
-        if rows and tasks:
-            t.put("trainer.steps", max(epochs * rows // tasks, 1), "num-epoch")
+        found = count_rows(t.given.get("prompt-data"))
+        if found and tasks:
+            t.put("trainer.steps", max(epochs * found // tasks, 1), "num-epoch")
         else:
             t.unknown.append(f"trainer.steps: num-epoch={epochs} are {epochs} * rows // {tasks} steps")
     if filters := t.take("dynamic-sampling-filter-path"):

@@ -131,6 +131,15 @@ KEYS = (
     Key("trainer.project_name", "tracking.project"),
     Key("algorithm.gamma", "algorithm.advantage_options.gamma", 1.0),
     Key("algorithm.lam", "algorithm.advantage_options.lam", 1.0),
+    Key(f"{ACTOR}.clip_ratio_c", "algorithm.loss_options.clip_dual", 3.0),
+    Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
+    Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
+    Key(f"{ACTOR}.policy_loss.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
+    Key(f"{ACTOR}.policy_loss.clip_cov_lb", "algorithm.loss_options.clip_cov_low", 1.0),
+    Key(f"{ACTOR}.policy_loss.clip_cov_ub", "algorithm.loss_options.clip_cov_high", 5.0),
+    Key(f"{ACTOR}.policy_loss.kl_cov_ratio", "algorithm.loss_options.kl_cov_share", 2e-4),
+    Key(f"{ACTOR}.policy_loss.ppo_kl_coef", "algorithm.loss_options.kl_cov_coef", 0.1),
+    Key(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options.dro_beta"),
     Key(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", 0),
     Key("algorithm.filter_groups.enable", "algorithm.shaping.dynamic_sampling", False),
     Key(f"{ROLLOUT}.multi_turn.max_assistant_turns", "agent.max_turns"),
@@ -146,6 +155,8 @@ ENGINE_KEYS = (
 OTHER_KEYS = (
     Key(f"{ACTOR}.optim.clip_grad", "trainer.grad_clip"),
     Key(f"{ACTOR}.optim.lr_decay_style", "trainer.schedule"),
+    Key(f"{ACTOR}.policy_loss.tau_pos", "algorithm.loss_options.sapo_tau_positive"),
+    Key(f"{ACTOR}.policy_loss.tau_neg", "algorithm.loss_options.sapo_tau_negative"),
 )
 MEGATRON_KEYS = (
     Key(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.tensor_parallel", 1),
@@ -158,27 +169,6 @@ MEGATRON_KEYS = (
     Key(f"{ACTOR}.engine.cp", "trainer.sequence_parallel"),
     Key(f"{ACTOR}.engine.ep", "trainer.expert_parallel"),
 )
-_LOSS = f"{ACTOR}.policy_loss"
-# Numbers of one loss each, by verl's name of the loss.
-LOSS_KEYS = {
-    "vanilla": (Key(f"{ACTOR}.clip_ratio_c", "algorithm.loss_options.clip_dual", 3.0),),
-    "sapo": (
-        Key(f"{ACTOR}.tau_pos", "algorithm.loss_options.sapo_tau_positive", 1.0),
-        Key(f"{ACTOR}.tau_neg", "algorithm.loss_options.sapo_tau_negative", 1.05),
-        Key(f"{_LOSS}.tau_pos", "algorithm.loss_options.sapo_tau_positive"),
-        Key(f"{_LOSS}.tau_neg", "algorithm.loss_options.sapo_tau_negative"),
-    ),
-    "clip_cov": (
-        Key(f"{_LOSS}.clip_cov_ratio", "algorithm.loss_options.clip_cov_share", 2e-4),
-        Key(f"{_LOSS}.clip_cov_lb", "algorithm.loss_options.clip_cov_low", 1.0),
-        Key(f"{_LOSS}.clip_cov_ub", "algorithm.loss_options.clip_cov_high", 5.0),
-    ),
-    "kl_cov": (
-        Key(f"{_LOSS}.kl_cov_ratio", "algorithm.loss_options.kl_cov_share", 2e-4),
-        Key(f"{_LOSS}.ppo_kl_coef", "algorithm.loss_options.kl_cov_coef", 0.1),
-    ),
-    "dro": (Key(f"{_LOSS}.dro_beta", "algorithm.loss_options.dro_beta"),),
-}
 CRITIC_KEYS = (
     Key("critic.model.path", "critic.path"),
     Key("critic.optim.lr", "critic.learning_rate", 1e-5),
@@ -192,7 +182,6 @@ NO_COUNTERPART = {
     "trainer.experiment_name": "give it to `rl-async launch` as --name",
     "trainer": "not read",
     "algorithm.filter_groups": "algorithm.shaping.max_refills bounds refills",
-    **dict.fromkeys((key.theirs for keys in LOSS_KEYS.values() for key in keys), "a number of a loss that is not used"),
     f"{ACTOR}.policy_loss": "a number of a loss that is not used, or unknown here",
     f"{ACTOR}.loss_scale_factor": "seq-mean-token-sum-norm divides by rollout.max_model_len",
     f"{ACTOR}.ppo_micro_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",
@@ -503,7 +492,6 @@ def _loss(t: Translation) -> None:
         # A ratio is never below 0, so that every larger bound is none.
         t.put("algorithm.clip_low", min(low, 1.0), theirs[0])
         t.put("algorithm.clip_high", high, theirs[1])
-    t.translate(LOSS_KEYS.get(mode, ()))
     if mode != "bypass_mode":
         t.put("algorithm.loss", LOSSES.get(mode, mode), f"{ACTOR}.policy_loss.loss_mode")
     aggregation = t.take(f"{ACTOR}.loss_agg_mode", "token-mean")

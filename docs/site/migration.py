@@ -7,10 +7,7 @@ from markup import code, table
 from rl_async.configs.importing import prime_rl, slime, trl, verl
 
 TABLES = {
-    "verl": (
-        sum(verl.LOSS_KEYS.values(), verl.KEYS + verl.MEGATRON_KEYS + verl.ENGINE_KEYS + verl.CRITIC_KEYS),
-        verl.NO_COUNTERPART,
-    ),
+    "verl": (verl.KEYS + verl.MEGATRON_KEYS + verl.ENGINE_KEYS + verl.CRITIC_KEYS, verl.NO_COUNTERPART),
     "slime": (slime.KEYS, slime.NO_COUNTERPART),
     "prime-rl": (prime_rl.KEYS + prime_rl.ADAM_KEYS, prime_rl.NO_COUNTERPART),
     "trl": (trl.KEYS + trl.LORA_KEYS, trl.NO_COUNTERPART),

@@ -408,11 +408,17 @@ def _list_presets(arguments: argparse.Namespace) -> int:
 
 
 def _show_config(arguments: argparse.Namespace) -> int:
-    from rl_async.configs.load import dump, load_config
+    from rl_async.configs.load import dump, load_with_refusals
+    from rl_async.errors import ConfigError
     from rl_async.launcher.plan.machine import settle_here
 
+    config, refusals = load_with_refusals(arguments.config, arguments.overrides)
+    if refusals:
+        # No run here has these values, but they show what a short file amounts to.
+        print(dump(config), end="", flush=True)
+        raise ConfigError("\n  ".join(["refused as it stands:", *refusals]))
     # Roles started by hand read their config from a run's folder, so it is shown as a run here would write it.
-    config, _ = settle_here(load_config(arguments.config, arguments.overrides), None)
+    config, _ = settle_here(config, None)
     print(dump(config), end="")
     return 0
 

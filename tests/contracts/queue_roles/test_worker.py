@@ -1,4 +1,4 @@
-"""The worker with a real queue: it starts and ends as a process, and its episodes of several rows are admitted whole."""
+"""The worker with a real queue: it starts and ends as a process, and its episodes of several rows are taken whole."""
 
 import asyncio
 import signal
