@@ -21,8 +21,7 @@ import xxhash
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from tests.contracts.sglang.routes import Route, refusal, routes
-from tests.contracts.sglang.wheel import load
+from tests.contracts.sglang.wheel import Route, load, refusal, routes
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

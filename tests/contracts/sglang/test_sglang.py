@@ -1,8 +1,16 @@
 """Every body that our client sends, against SGLang's own structs; answers that they make, read by our client.
 
 SGLang itself is not run: nothing here says that it does what its source says.
+
+A stand-in for SGLang's server, which starts uvicorn as SGLang 0.5.23 does; SGLang itself is not run.
 """
 
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,13 +25,14 @@ from rl_async.configs.engines import SGLANG
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.plan.planning import plan
 from rl_async.messages import Sampling, Version, VersionRun
+from rl_async.process.http_auth import TOKEN_FILE, bearer, make_tokens, run_token, token_file
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest
 from rl_async.rollout_server.sglang.__main__ import UNWANTED, VARIABLES
 from rl_async.rollout_server.sglang.client import SglangEngine
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from tests.contracts.sglang.routes import refusal, routes
-from tests.contracts.sglang.wheel import field_names, load, wheel_folder
+from tests.contracts.sglang.wheel import field_names, load, refusal, routes, wheel_folder
 from tests.support.configs import float32_config
+from tests.support.ports import free_port
 
 REQUEST = GenerateRequest(
     request_id="r", token_ids=[1, 2], sampling=Sampling(temperature=0.7), max_tokens=3, stop_token_ids=[9], seed=5
@@ -204,3 +213,60 @@ def test_every_flag_and_variable_that_we_use_or_refuse_exists(folder: Path) -> N
     variables = load(folder, "sglang.srt.environ").envs
     ours = {name for name in (*VARIABLES, *UNWANTED) if name.startswith("SGLANG_")}
     assert ours and all(hasattr(variables, name) for name in ours)
+
+
+SERVER = """
+import sys
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+routes = [Route(path, lambda request: Response("ok")) for path in ("/health", "/model_info")]
+port = int(sys.argv[sys.argv.index("--port") + 1])
+uvicorn.Server(uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=port)).run()
+"""
+
+
+def status(url: str, **headers: str) -> int:
+    """The status of a GET; 0 if nothing listens."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_requests_without_the_token_do_not_reach_sglang(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(SERVER)
+    make_tokens(tmp_path / "keys")
+    url, path = f"http://127.0.0.1:{(port := free_port())}", os.environ.get("PYTHONPATH", "")
+    command = [sys.executable, "-m", "rl_async.rollout_server.sglang", "--port", str(port)]
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{path}", TOKEN_FILE: str(token_file(tmp_path, "engines"))}
+    process = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while status(f"{url}/health") == 0:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert status(f"{url}/health") == 200
+        assert status(f"{url}/model_info") == status(url) == 401
+        assert status(f"{url}/model_info", **bearer(run_token(tmp_path, "engines"))) == 200
+        assert status(f"{url}/health", Origin="https://example.com") == 403
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_a_token_file_sglang_is_not_started(tmp_path: Path) -> None:
+    (tmp_path / "sglang.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_FILE}
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "rl_async.rollout_server.sglang"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and TOKEN_FILE in ended.stderr and "Traceback" not in ended.stderr
