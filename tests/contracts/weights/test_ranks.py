@@ -1,5 +1,7 @@
-"""Publications of two trainer ranks, one of them another process, to engines in processes of their own."""
+"""Weights of several trainer ranks: published to engines in other processes, and resharded between real processes."""
 
+import json
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,8 +16,10 @@ from rl_async.weight_sync.protocol import SyncReport, TransportName
 from rl_async.weight_sync.sender import Outlet, RankShards, RemoteOutlet
 from tests.contracts.weights import test_transport
 from tests.contracts.weights.outlet_rank import RANKS, ROWS, named, sync_of
+from tests.contracts.weights.reshard_rank import BUCKET, SCENARIOS, WORLD
 from tests.contracts.weights.test_transport import TRANSPORTS, Directory, Start, connect, states
-from tests.support.forked import Forked
+from tests.support.forked import Forked, start_ranks
+from tests.support.ports import free_port
 from tests.support.weights import HOST, TOKEN, shards_of, specs_of
 
 start = test_transport.start
@@ -95,3 +99,70 @@ def test_engines_survive_a_rank_that_is_lost_in_the_middle_and_take_weights_from
     with trainer(directory, transport, tmp_path, lineage=1) as ranks:
         assert (ranks.publish(0).engines, ranks.publish(1).engines) == (["a", "b"], ["a", "b"])
     assert states(records) == {"a": serves(10, "1.1"), "b": serves(10, "1.1")}
+
+
+@contextmanager
+def ranks(mode: str) -> Iterator[list[Forked]]:
+    """The processes, killed at the end."""
+    store = str(free_port())
+    processes = start_ranks(
+        "tests.contracts.weights.reshard_rank", mode, ranks=WORLD, environment={"STORE_PORT": store}
+    )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[dict[str, int]]]:
+    """By scenario, of each rank."""
+    with ranks("all") as processes:
+        outputs = [process.communicate(timeout=180) for process in processes]
+        for process, (_, errors) in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, errors[-3000:]
+    found: dict[str, list[dict[str, int]]] = {}
+    for out, _ in outputs:
+        for line in out.splitlines():
+            told = json.loads(line)
+            found.setdefault(told.pop("scenario"), []).append(told)
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_arrives_is_what_gathering_and_slicing_gives(results: dict[str, list[dict[str, int]]], name: str) -> None:
+    told = results[name]
+    holders = [rank for rank, one in enumerate(told) if one["parameters"]]
+    first = SCENARIOS[name].first
+    assert holders == list(range(first, first + SCENARIOS[name].tp))
+    assert [one["wrong"] for one in told] == [0] * WORLD
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_only_what_is_needed_moves_in_buffers_of_a_bucket(results: dict[str, list[dict[str, int]]], name: str) -> None:
+    told = results[name]
+    assert told[0]["buckets"] > 2
+    assert sum(one["sent"] for one in told) == sum(one["received"] for one in told) == told[0]["minimal"]
+    assert told[0]["minimal"] < told[0]["full_gather"] or SCENARIOS[name].tp == 1
+    assert sum(one["copied"] for one in told) == told[0]["local"]
+    assert all(one["buffers"] <= BUCKET for one in told)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("killed", "gloo"),
+        pytest.param("stopped", "gloo", marks=pytest.mark.slow),
+        pytest.param("killed", "shared", marks=pytest.mark.slow),
+        ("stopped", "shared"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_by_all_others(how: str, kind: str) -> None:
+    with ranks(f"{how} {kind}") as processes:
+        for rank in (0, 2, 3):
+            out, errors = processes[rank].communicate(timeout=90)
+            assert f"rank {rank} lost rank 1" in out, out + errors[-3000:]
+        if how == "killed":
+            assert processes[1].wait(10) == -signal.SIGKILL
