@@ -33,9 +33,8 @@ from rl_async.weight_sync.receiver import Assembler, RetainedBuckets, WeightRece
 from rl_async.weight_sync.reshard import Gathering, PointToPoint
 from rl_async.weight_sync.sender import Needs, Outlet, RankShards
 from tests.conftest import make_rows
-from tests.contracts.device import handover
-from tests.contracts.device.handover import HandedOver
-from tests.contracts.device.turns import all_turns
+from tests.contracts.device import turns
+from tests.contracts.device.turns import HandedOver, all_turns
 from tests.support import python_device
 from tests.support.python_device import DEVICE, NAME, SCALARS, moved
 
@@ -299,7 +298,7 @@ def main(folder: str) -> None:
     """Run all parts, in the order in which each needs those before it."""
     torch.set_num_threads(1)
     python_device.install()
-    handover.install()
+    turns.install()
     dist.init_process_group(f"cpu:gloo,{NAME}:fake", store=dist.HashStore(), rank=0, world_size=1)
     config = TrainerConfig(learning_rate=1e-2, minibatches=1)
     there, here = (Fsdp2Backend(folder, "float32", device, config) for device in (DEVICE, "cpu"))

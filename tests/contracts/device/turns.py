@@ -4,21 +4,61 @@ The engines are those of the unit tests, which have no memory on the device; so 
 """
 
 import asyncio
-from typing import Any
+from collections import deque
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import EngineError, EngineLost
 from rl_async.messages import Version
 from rl_async.torch_shared import give_back
 from rl_async.trainer.fsdp2 import Fsdp2Backend
+from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.coordinator import Fleet, TakeTurns, Weights
-from rl_async.weight_sync.protocol import SyncReport, UpdateInfo
+from rl_async.weight_sync.protocol import InitInfo, SyncReport, UpdateInfo
 from rl_async.weight_sync.sender import Outlet, RankShards
-from tests.contracts.device.handover import HandedOver
+from rl_async.weight_sync.transports.interface import TRANSPORTS, Transport
 from tests.support.python_device import held, moved, reserved
 from tests.unit.weight_sync.fleet_engines import Directory, Engine, eventually, make_fleet
+
+
+class HandedOver:
+    """Both ends of a group. The sender gives each of its ``receivers`` every bucket."""
+
+    buckets: ClassVar[dict[str, deque[Bucket]]] = {}  # under way, by group
+
+    def __init__(self, group: str, receivers: int = 1) -> None:
+        self._queue, self._receivers = self.buckets.setdefault(group, deque()), receivers
+        self._info = InitInfo(backend="nccl", group_name=group)
+
+    def init_info(self, member: int) -> InitInfo:
+        return self._info
+
+    def connect(self) -> None: ...
+
+    def stage(self, bucket: Bucket) -> UpdateInfo:
+        self._queue.extend([bucket] * self._receivers)
+        return bucket.info
+
+    def send(self, bucket: Bucket) -> None: ...
+
+    def unstage(self) -> None: ...
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def receive(self, info: UpdateInfo) -> Tensor:
+        return self._queue.popleft().data
+
+
+def install() -> None:
+    """Have it in the place of NCCL."""
+    TRANSPORTS["nccl"] = Transport(
+        lambda setup: HandedOver(setup.group_name, len(setup.workers)), lambda info: HandedOver(info.group_name)
+    )
+
 
 BUCKET = 16384
 SCENARIOS: dict[str, tuple[dict[str, Exception], dict[str, Exception]]] = {  # faults of two engines
