@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.contracts.backends.models import make_model
-from tests.contracts.trainer.test_fsdp2 import train
+from tests.contracts.trainer.test_training import train
 
 pytestmark = [
     pytest.mark.slow,

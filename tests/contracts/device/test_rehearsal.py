@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import VOCAB
-from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS
+from tests.contracts.trainer.test_training import LAYERS, TERMS
 from tests.support.forked import Forked
 from tests.support.python_device import NAME, SCALARS
 from tests.support.rounding import pass_rounding

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.contracts.trainer.test_fsdp2 import LAYERS, TERMS
+from tests.contracts.trainer.test_training import LAYERS, TERMS
 from tests.support.forked import run_ranks
 from tests.support.rounding import assert_trained_alike
 

@@ -1,5 +1,6 @@
-"""Checkpoints written in the background by real processes: killed, failing, waited for."""
+"""Checkpoints written in the background by real processes, read by other numbers of ranks, or held up by a freeze."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -10,10 +11,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from rl_async.errors import CheckpointFailed, TrainerReplaced
+from rl_async.errors import CheckpointFailed, TrainerReplaced, UserError
+from rl_async.files import append_durably
 from rl_async.trainer.checkpoints import FORMAT, CheckpointState, Saver, drop_unfinished, newest_whole
+from rl_async.trainer.export import export
 from rl_async.trainer.records import next_lineage, require_newest
+from tests.support.forked import run_ranks
 
 WAIT_S = 60.0
 
@@ -187,3 +194,74 @@ def test_a_replaced_trainer_that_named_its_checkpoint_at_the_last_moment_deletes
         saver.wait()
     assert names[2:] == [["step-000002"], ["step-000002", "step-000004"]]
     assert (tmp_path / "step-000002").is_dir()
+
+
+def go_on(model: Path, root: Path, ranks: int, before: int, after: int, **options: Any) -> None:
+    """Run ``reshard_worker`` on ``ranks`` processes."""
+    arguments = [str(model), str(root), str(before), str(after), json.dumps(options)]
+    run_ranks("tests.contracts.trainer.workers.reshard", *arguments, ranks=ranks)
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+
+
+@pytest.mark.timeout(600)
+def test_checkpoints_go_on_with_other_numbers_of_ranks_and_replicas(model_folder: Path, tmp_path: Path) -> None:
+    root, run = tmp_path / "checkpoints", tmp_path
+    root.mkdir()
+    go_on(model_folder, root, 2, 0, 1, checkpoint_hf=False)
+    go_on(model_folder, root, 1, 1, 2)
+    go_on(model_folder, root, 4, 2, 3, replicas=2)
+    names = ("saved-2", "loaded-1", "saved-1", "loaded-4", "saved-4")
+    left = {name: load_file(root / f"{name}.safetensors") for name in names}
+    assert same(left["saved-2"], left["loaded-1"]) and same(left["saved-1"], left["loaded-4"])
+    go_on(model_folder, root, 2, 3, 4)
+    assert same(left["saved-4"], load_file(root / "loaded-2.safetensors"))
+    moments = [name for name in left["loaded-4"] if name.endswith("|exp_avg")]
+    assert moments and all(left["loaded-4"][name].any() for name in moments), "AdamW's state came along"
+    assert not same(left["saved-2"], left["saved-1"]), "a step changes the weights"
+
+    assert newest_whole(root) == root / "step-000004"
+    assert len(list((root / "step-000004" / "shards").iterdir())) == 2, "every rank wrote its part"
+    assert not list(root.glob(".*")), "nothing unfinished is left"
+    assert not (root / "step-000001" / "model" / "model.safetensors").exists()
+    assert export(run, tmp_path / "first", step=1) == 1
+    for folder, left_by in ((tmp_path / "first", "saved-2"), (root / "step-000002" / "model", "saved-1")):
+        weights = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        assert all(weights[name].equal(tensor) for name, tensor in weights_of(left[left_by]).items())
+    with pytest.raises(UserError, match=r"step 7\b.* 1, 2, 3, 4"):
+        export(run, tmp_path / "none", step=7)
+
+
+def weights_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under their names in a Hugging Face model."""
+    return {name.removeprefix("lm."): tensor for name, tensor in tensors.items() if "|" not in name}
+
+
+FROZEN = """
+import os, sys
+from pathlib import Path
+from rl_async import files
+
+def freeze(descriptor):
+    print("frozen", flush=True)
+    sys.stdin.read()
+
+os.fsync = freeze
+files.append_durably(Path(sys.argv[1]), b"old\\n", 3)
+"""
+
+
+def test_only_its_own_lineage_waits_for_a_frozen_writer(tmp_path: Path) -> None:
+    path = tmp_path / "trained.jsonl"
+    command = [sys.executable, "-c", FROZEN, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as frozen:
+        assert frozen.stdin is not None and frozen.stdout is not None
+        assert frozen.stdout.readline() == b"frozen\n"
+        append_durably(path, b"new\n", 4)
+        with pytest.raises(TimeoutError, match=path.name):
+            append_durably(path, b"rank\n", 3, wait_s=0.1)
+        frozen.stdin.close()
+    append_durably(path, b"rank\n", 3)
+    assert path.read_bytes() == b"old\nnew\nrank\n"

@@ -1,4 +1,4 @@
-"""How a model is spread, kept and computed changes no gradient: on real gloo ranks, against a plain model."""
+"""How a model is spread, kept and computed, or its rows' prefixes shared, changes no gradient on real gloo ranks."""
 
 import importlib.util
 import json
@@ -16,6 +16,7 @@ from tests.contracts.backends.models import ROWS, loss_of, make_model, micro_bat
 from tests.support.forked import run_ranks
 from tests.support.once import once
 from tests.support.rounding import assert_as_close, assert_near, in_float64, pass_rounding, to_float64
+from tests.unit.trainer.test_families import saved
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -134,3 +135,24 @@ def test_adapters_alone_are_the_same_weights_as_merged_ones(found: Found, folder
     assert all(merged[name].equal(alone[name]) for name in base)
     changed = {name for name in base if not merged[name].equal(base[name])}
     assert changed == {name for name in base if name.endswith(("q_proj.weight", "down_proj.weight"))}
+
+
+PREFIXES_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"activation_checkpointing": True},
+    "replicas": {"replicas": 2},
+    **({"adapters": {"lora": {"rank": 4}}} if HAS_PEFT else {}),
+}
+
+
+@pytest.mark.timeout(600)
+def test_gradients_are_those_of_separate_rows(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "model")
+    out = tmp_path / "found.json"
+    arguments = [str(tmp_path / "model"), str(out), json.dumps(PREFIXES_OPTIONS)]
+    run_ranks("tests.contracts.trainer.workers.prefixes", *arguments, ranks=2, timeout_s=500)
+    found = json.loads(out.read_text())
+    assert found.keys() == PREFIXES_OPTIONS.keys()
+    for case, told in found.items():
+        assert told["size"] > 1e-2, case
+        assert told["excess"] <= 1, case

@@ -1,4 +1,4 @@
-"""The FSDP2 backend on real gloo ranks: what is learned does not depend on ranks or micro-batches."""
+"""Training on real gloo ranks: results independent of ranks and micro-batches, precision, divergence, the last steps."""
 
 from pathlib import Path
 
@@ -6,8 +6,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import make_rows
+from tests.contracts.backends.models import make_model
+from tests.contracts.trainer.workers.final_evaluation import COLLECTIVE_S
 from tests.contracts.trainer.workers.update import RATE, STEPS
-from tests.support.forked import run_ranks
+from tests.support.forked import Forked, run_ranks
 from tests.support.rounding import assert_trained_alike
 
 # Of the model of ``model_folder``, whose longest sums are those of gradients over all tokens of a batch.
@@ -37,3 +39,23 @@ def test_ranks_and_micro_batches_do_not_change_what_is_learned(
     for other in ("small", "two"):
         weights = load_file(tmp_path / f"{other}.safetensors")
         assert_trained_alike(weights, whole, rate=RATE, steps=STEPS, layers=LAYERS, terms=TERMS)
+
+
+@pytest.mark.timeout(600)
+def test_masters_gradients_and_moments_are_float32(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path)
+    run_ranks("tests.contracts.trainer.workers.precision", str(tmp_path), ranks=2)
+
+
+def test_an_infinite_reward_names_step_and_groups(model_folder: Path) -> None:
+    worker = Forked("tests.contracts.trainer.workers.diverge", str(model_folder))
+    out, errors = worker.communicate(timeout=120)
+    assert worker.returncode == 3, errors[-2000:]
+    assert "step 7, mini-batch 0 of 1, groups [28, 29, 30, 31]" in out
+    assert "must be finite" in out
+
+
+@pytest.mark.timeout(180)
+def test_ranks_wait_for_a_final_evaluation_longer_than_a_collective_takes(tmp_path: Path) -> None:
+    waited = run_ranks("tests.contracts.trainer.workers.final_evaluation", str(tmp_path), ranks=2, timeout_s=120)
+    assert all(float(seconds) > COLLECTIVE_S for seconds in waited)
