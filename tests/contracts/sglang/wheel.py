@@ -1,4 +1,4 @@
-"""Files of SGLang's wheel, imported as they are: its structs, its side of a weight update, and the routes of its server.
+"""Files of SGLang's wheel, imported as they are: structs, its side of a weight update, and the server's routes.
 
 ``scripts/install sglang`` puts them into a folder. SGLang as a whole cannot be imported without CUDA, so that
 its packages become empty ones and what these files merely mention is stubbed, each stub with its reason.

@@ -1,4 +1,4 @@
-"""Training on real gloo ranks: results independent of ranks and micro-batches, precision, divergence, the last steps."""
+"""Training on real gloo ranks: results independent of ranks and micro-batches, precision, divergence, last steps."""
 
 from pathlib import Path
 
