@@ -236,8 +236,8 @@ def refusals(values: dict[str, Any]) -> list[str]:
         except ConfigError as error:
             found.append(str(error).removeprefix("config: "))
             # The conversion names one key at a time, which is left out to find the next.
-            key = str(error).removeprefix("config: ").partition(":")[0].partition("[")[0]
-            if not _without(values, key):
+            named = re.match(r"unknown key '([\w.]+)'|([\w.]+)[:\[]", found[-1])
+            if named is None or not _without(values, named[1] or named[2]):
                 return found
 
 

@@ -1,0 +1,378 @@
+"""Files in the forms of the projects' own examples become what they mean, or are refused for what is missing here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_async.configs.importing.importers import SOURCES
+from rl_async.configs.importing.translation import flatten
+from rl_async.configs.load import load_config, parse, refusals
+from rl_async.errors import ConfigError
+
+
+def ours(tmp_path: Path, source: str, name: str, text: str, *more: str) -> dict[str, Any]:
+    """Our dotted keys for a file; it loads once paths are filled in."""
+    (tmp_path / name).write_text(text)
+    written = SOURCES[source](tmp_path / name, list(more))
+    (tmp_path / "ours.yaml").write_text(written)
+    load_config(str(tmp_path / "ours.yaml"), ["model.path=m", "data.path=t.parquet"])
+    return flatten(parse(written, "written"))
+
+
+def comments(tmp_path: Path, source: str, name: str, text: str, *more: str) -> str:
+    (tmp_path / name).write_text(text)
+    return "\n".join(line for line in SOURCES[source](tmp_path / name, list(more)).splitlines() if line[:1] == "#")
+
+
+VERL = r"""
+set -xeuo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import npu' && echo npu || echo gpu)}
+ENGINE=${ENGINE:-vllm}
+TP=${TP:-}
+n_prompt=1024
+n_answer=$((1024 * 8))
+case "${DEVICE}" in
+    gpu) TP=${TP:-2}; GPUS=8 ;;
+    npu) TP=4; GPUS=16; n_prompt=2048 ;;
+    *) echo "rollout.name=trt is for gpu"; exit 1 ;;
+esac
+if [ "${ENGINE}" = trt ]; then
+    echo "actor_rollout_ref.rollout.name=trt needs a GPU" >&2
+fi
+DATA=(
+    data.train_files="['$HOME/gsm8k/train.parquet']"  # one
+    data.val_files="['$HOME/gsm8k/test.parquet', '$HOME/math/test.parquet']"
+    data.train_batch_size=64
+    data.max_prompt_length=${n_prompt} data.max_response_length=${n_answer}
+)
+ALGORITHM="
+    algorithm.adv_estimator=grpo
+    actor_rollout_ref.actor.clip_ratio_low=10 \
+    actor_rollout_ref.actor.policy_loss.loss_mode=cispo"
+EXTRA=()
+if [ "${DEVICE}" = npu ]; then EXTRA+=(trainer.device=npu); fi
+python3 -m verl.trainer.main_ppo "${DATA[@]}" $ALGORITHM "${EXTRA[@]}" \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.rollout.name=${ENGINE} actor_rollout_ref.rollout.tensor_model_parallel_size=${TP} \
+    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.val_kwargs.n=4 \
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \
+    trainer.nnodes=${NODES:-2} trainer.n_gpus_per_node=$GPUS trainer.total_epochs=3 "$@" 2>&1 | tee log
+"""
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def test_a_script_of_verls(tmp_path: Path) -> None:
+    found = ours(tmp_path, "verl", "run.sh", VERL)
+    assert (found["mode"], found["trainer.ranks"], found["rollout.engines"]) == ("colocated", 16, 8)
+    assert (found["rollout.engine"], found["rollout.tensor_parallel"]) == ("vllm", 2)
+    lengths = ("data.max_prompt_tokens", "rollout.max_tokens", "agent.max_tokens", "rollout.max_model_len")
+    assert [found[key] for key in lengths] == [1024, 8192, 9216, 9216]
+    assert (found["algorithm.clip_low"], found["algorithm.loss"]) == (1.0, "cispo")
+    assert (found["eval.samples"], found["eval.temperature"], len(found["data.eval_path"])) == (4, 0.6, 2)
+    assert found["data.path"] == "$HOME/gsm8k/train.parquet"
+    said = comments(tmp_path, "verl", "run.sh", VERL)
+    assert "To fill in" in said and "$HOME/gsm8k" in said and "total_epochs=3" in said
+
+
+def test_verls_passes_over_data_that_is_here_are_steps(tmp_path: Path) -> None:
+    for name, rows in (("a.jsonl", 130), ("b.jsonl", 70)):
+        (tmp_path / name).write_text("{}\n" * rows)
+    files = json.dumps([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")])
+    found = ours(tmp_path, "verl", "run.sh", VERL, f"data.train_files={files}")
+    assert found["trainer.steps"] == 3 * (200 // 64)
+    assert [source["weight"] for source in found["data.path"]] == [130, 70]
+
+
+def test_the_trainers_of_verl_have_sizes_of_their_own(tmp_path: Path) -> None:
+    megatron = [f"{ACTOR}.megatron.{key}_model_parallel_size=2" for key in ("tensor", "pipeline")]
+    found = ours(tmp_path, "verl", "run.sh", VERL, f"{ACTOR}.strategy=megatron", *megatron)
+    sizes = [found[f"trainer.{key}"] for key in ("backend", "tensor_parallel", "pipeline_parallel")]
+    assert sizes == ["megatron", 2, 2] and not found["trainer.activation_checkpointing"]
+    veomni = [f"{ACTOR}.strategy=veomni", f"{ACTOR}.veomni.ulysses_parallel_size=4"]
+    assert ours(tmp_path, "verl", "run.sh", VERL, *veomni)["trainer.sequence_parallel"] == 4
+    grouped = ours(tmp_path, "verl", "run.sh", VERL.replace("main_ppo", "main_ppo model_engine=megatron"))
+    assert grouped["trainer.backend"] == "megatron"
+    dealt = ours(tmp_path, "verl", "run.sh", VERL, f"{ROLLOUT}.expert_parallel_size=16")
+    assert dealt["rollout.expert_parallel"] == 2
+
+
+def test_engines_that_cannot_share_devices_do_not(tmp_path: Path) -> None:
+    found = ours(tmp_path, "verl", "run.sh", VERL, f"{ROLLOUT}.name=sglang")
+    assert "mode" not in found and found["rollout.engines"] == 8
+    apart = [f"{ROLLOUT}.nnodes=1", "trainer.v1.trainer_mode=separate_async"]
+    found = ours(tmp_path, "verl", "run.sh", VERL, *apart)
+    assert "mode" not in found and (found["trainer.ranks"], found["rollout.engines"]) == (16, 4)
+
+
+@pytest.mark.parametrize("section", ["reward_model", "reward_model.reward_kwargs", "reward.reward_kwargs"])
+def test_verls_overlong_penalty_is_found_wherever_it_was(tmp_path: Path, section: str) -> None:
+    buffer = f"{section}.overlong_buffer_cfg" if "kwargs" in section else f"{section}.overlong_buffer"
+    found = ours(tmp_path, "verl", "run.sh", VERL, f"{buffer}.enable=true", f"{buffer}.len=512")
+    assert found["algorithm.shaping.overlong_cache_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["data.image_key=images"],
+        ["data.train_files=/data/geo3k/train.parquet"],
+        ["distillation.enabled=true"],
+        [f"{ROLLOUT}.name=trtllm"],
+        [f"{ACTOR}.strategy=megatron", "actor_rollout_ref.model.lora.rank=32"],
+        ["actor_rollout_ref.model.lora_adapter_path=/a"],
+    ],
+)
+def test_what_verl_can_and_this_project_cannot_is_an_error(tmp_path: Path, given: list[str]) -> None:
+    (tmp_path / "run.sh").write_text(VERL)
+    with pytest.raises(ConfigError, match=given[-1].partition("=")[0].rpartition(".")[2].partition("_")[0]):
+        SOURCES["verl"](tmp_path / "run.sh", given)
+
+
+def test_every_refusal_is_listed(tmp_path: Path) -> None:
+    said = comments(tmp_path, "verl", "run.sh", VERL, f"{ROLLOUT}.n=1", f"{ROLLOUT}.top_p=0.5")
+    assert "rollout.group_size" in said and "rollout.top_p" in said
+    found = refusals({"rollout": {"top_p": 0.5, "engine": "trt"}, "trainer": {"steps": "x"}, "of": 1})
+    assert [any(key in line for line in found) for key in ("rollout.top_p", "rollout.engine", "trainer.steps")] == [
+        True
+    ] * 3
+
+
+SLIME = r"""
+NVLINKS=$(nvidia-smi topo -m | wc -l)
+if [ "$NVLINKS" -gt 0 ]; then HAS=1; else HAS=0; fi
+if command -v nvidia-smi >/dev/null 2>&1; then FOUND=$(nvidia-smi -L | wc -l); else FOUND=0; fi
+GPUS=${GPUS:-${FOUND}}
+if [ -z "$GPUS" ] || [ "$GPUS" -le 0 ]; then GPUS=8; fi
+if [ -z "$BASE" ]; then echo "set BASE"; exit 1; fi
+ROLLOUT_ARGS=(
+   --prompt-data ${BASE}/math.jsonl
+   --input-key question
+   --label-key label
+   --rm-type deepscaler
+   --num-rollout 30
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 8192
+   #--rollout-max-context-len 1
+   --rollout-temperature 0.9
+
+   --num-steps-per-rollout 2
+)
+EVAL_ARGS=(--eval-interval 20 --eval-prompt-data aime $BASE/a.jsonl gpqa $BASE/g.jsonl --n-samples-per-eval-prompt 16)
+WANDB_ARGS=(
+   # --use-wandb
+)
+ENV="{
+  \"env_vars\": {\"HAS\": \"$HAS\"}
+}"
+ray start --head --num-gpus $GPUS
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="$ENV" -- python3 train.py \
+   --actor-num-nodes 2 --actor-num-gpus-per-node $GPUS --colocate \
+   --hf-checkpoint $BASE/model --tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 4 \
+   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} ${WANDB_ARGS[@]} ${EVAL_ARGS[@]}
+"""
+
+
+def test_a_script_of_slimes(tmp_path: Path) -> None:
+    found = ours(tmp_path, "slime", "run.sh", SLIME)
+    assert (found["trainer.ranks"], found["rollout.engines"], found["rollout.tensor_parallel"]) == (16, 4, 4)
+    assert (found["eval.samples"], found["eval.temperature"], found["eval.before"]) == (16, 0.9, True)
+    assert [source["path"] for source in found["data.eval_path"]] == ["$BASE/a.jsonl", "$BASE/g.jsonl"]
+    assert found["data.path"] == [{"path": "${BASE}/math.jsonl", "prompt": "{question}", "ground_truth": "{label}"}]
+    assert (found["agent.max_tokens"], found["rollout.max_model_len"]) == (9216, 9216)
+    assert (found["trainer.minibatches"], found["queue.max_staleness"], found["model.path"]) == (2, 0, "$BASE/model")
+    assert found["reward.functions"][0]["name"] == "math"
+    late = ours(tmp_path, "slime", "run.sh", SLIME.replace("train.py", "train_async.py"))
+    assert "queue.max_staleness" not in late, "1 is the default"
+
+
+def test_limits_and_devices_of_slimes(tmp_path: Path) -> None:
+    given = ["rollout-max-context-len=16384", "colocate=false", "rollout-num-gpus=8"]
+    found = ours(tmp_path, "slime", "run.sh", SLIME, *given)
+    lengths = [found[key] for key in ("data.max_prompt_tokens", "agent.max_tokens", "rollout.max_model_len")]
+    assert lengths == [16383, 16384, 16384] and found["rollout.engines"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ("custom-rm-path=my.rewards.score", "reward.functions", [{"name": "my.rewards:score"}]),
+        ("custom-generate-function-path=my.loop.play", "agent.loop", "my.loop:play"),
+        ("rm-type=f1", "reward.functions", [{"name": "FILL_IN.py:f1"}]),
+        ("dynamic-sampling-filter-path=x.check_reward_nonzero_std", "algorithm.shaping.dynamic_sampling", True),
+        ("advantage-estimator=cispo", "algorithm.loss", "cispo"),
+    ],
+)
+def test_functions_of_slimes(tmp_path: Path, given: str, key: str, value: Any) -> None:
+    assert ours(tmp_path, "slime", "run.sh", SLIME, given)[key] == value
+
+
+@pytest.mark.parametrize("given", ["multimodal-keys=images", "use-opd=true", "loss-type=sft_loss"])
+def test_what_slime_can_and_this_project_cannot_is_an_error(tmp_path: Path, given: str) -> None:
+    (tmp_path / "run.sh").write_text(SLIME)
+    with pytest.raises(ConfigError, match=given.partition("=")[0]):
+        SOURCES["slime"](tmp_path / "run.sh", [given])
+
+
+PRIME_RL = """
+max_steps = 20
+seq_len = 4096
+[ckpt]
+[model]
+name = "m"
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+num_infer_nodes = 1
+num_infer_replicas = 4
+[monitors.wandb]
+project = "p"
+[trainer.model]
+cp = 4
+[trainer.model.ac]
+[trainer.model.lora]
+rank = 8
+target_modules = ["q_proj"]
+[orchestrator]
+batch_size = 512
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 1024
+[[orchestrator.train.source]]
+name = "wiki"
+curriculum = { gates = { zero = { type = "advantage_range" } } }
+[orchestrator.train.source.env.taskset]
+id = "wiki-search"
+turns = 3
+[orchestrator.train.source.env.agent.harness]
+id = "null"
+[inference.vllm]
+tensor_parallel_size = 2
+quantization = "fp8"
+"""
+
+
+def test_a_toml_of_prime_rls_of_august_2026(tmp_path: Path) -> None:
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL)
+    assert (found["trainer.ranks"], found["rollout.engines"], found["rollout.tensor_parallel"]) == (16, 16, 2)
+    lengths = ("rollout.max_tokens", "agent.max_tokens", "rollout.max_model_len", "trainer.max_tokens_per_microbatch")
+    assert [found[key] for key in lengths] == [1024, 4096, 4096, 4096]
+    assert found["agent.environment"] == "verifiers:wiki-search" and found["reward.functions"] == [
+        {"name": "environment"}
+    ]
+    assert found["agent.environment_options.taskset.turns"] == 3
+    assert found["algorithm.shaping.dynamic_sampling"] and found["trainer.activation_checkpointing"]
+    assert (found["trainer.lora.rank"], found["trainer.lora.targets"]) == (8, ["q_proj"])
+    assert (found["rollout.quantization"], found["trainer.sequence_parallel"]) == ("fp8", 4)
+    assert (found["trainer.checkpoint_every"], found["tracking.backends"]) == (0, ["wandb"])
+
+
+def test_lengths_of_prime_rls_parts(tmp_path: Path) -> None:
+    given = ["orchestrator.seq_len=8192", "trainer.model.seq_len=16384", "inference.vllm.max_model_len=10000"]
+    found = ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, *given)
+    assert (found["agent.max_tokens"], found["rollout.max_model_len"]) == (8192, 10000)
+    assert found.get("trainer.max_tokens_per_microbatch", 16384) == 16384
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("[[orchestrator.train.source]]\nname = 'other'\n", "several"),
+        ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo"),
+        ("[trainer.loss]\ntype = 'custom'\n", "trainer.loss"),
+        ("[model.vlm]\nvision = 'x'\n", "images"),
+    ],
+)
+def test_what_prime_rl_can_and_this_project_cannot_is_an_error(tmp_path: Path, more: str, named: str) -> None:
+    (tmp_path / "rl.toml").write_text(PRIME_RL + more)
+    with pytest.raises(ConfigError, match=named):
+        SOURCES["prime-rl"](tmp_path / "rl.toml", [])
+
+
+TRL = '''
+"""
+The trainer's example, with prose that isn't a command.
+
+```sh
+accelerate launch --num_processes 4 examples/grpo.py \\
+    --model_name_or_path Qwen/Qwen3-0.6B \\
+    --max_completion_length 1024 \\
+    --per_device_train_batch_size 8 --gradient_accumulation_steps 2 \\
+    --use_peft --lora_target_modules "q_proj", "v_proj"
+```
+"""
+import argparse
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.rewards import accuracy_reward
+
+
+def brevity(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def search(query: str) -> str:
+    return query
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--learning-rate", type=float, default=5e-6)
+args = parser.parse_args()
+CONFIG
+dataset = load_dataset("AI-MO/NuminaMath-TIR", split="train")
+dataset = dataset.map(lambda row: {"prompt": row["problem"]})
+trainer = GRPOTrainer(model="m", args=training_args, reward_funcs=[accuracy_reward, brevity], train_dataset=dataset,
+                      tools=[search])
+'''
+FLAGS = "training_args = TrlParser((GRPOConfig,)).parse_args_and_config()[0]"
+CALL = """
+kwargs: dict = dict(learning_rate=args.learning_rate, max_completion_length=2048)
+training_args = GRPOConfig(**kwargs, num_generations=4, max_steps=7)
+"""
+
+
+def test_a_program_of_trls_that_takes_flags_is_read_by_the_command_in_its_text(tmp_path: Path) -> None:
+    found = ours(tmp_path, "trl", "grpo.py", TRL.replace("CONFIG", FLAGS))
+    assert (found["model.path"], found["data.path"]) == ("Qwen/Qwen3-0.6B", "AI-MO/NuminaMath-TIR:train")
+    assert (found["rollout.max_tokens"], found["agent.max_tokens"], found["rollout.max_model_len"]) == (
+        1024,
+        2048,
+        2048,
+    )
+    assert (found["trainer.lora.rank"], found["trainer.lora.targets"]) == (16, ["q_proj", "v_proj"])
+    assert [term["name"] for term in found["reward.functions"]] == ["math", f"{tmp_path}/grpo.py:brevity"]
+    assert (found["agent.tools"], found["agent.loop"]) == ([f"{tmp_path}/grpo.py:search"], "tool_agent")
+
+
+def test_a_program_of_trls_that_calls_its_config(tmp_path: Path) -> None:
+    found = ours(tmp_path, "trl", "grpo.py", TRL.replace("CONFIG", CALL))
+    assert (found["trainer.learning_rate"], found["rollout.max_tokens"]) == (5e-6, 2048)
+    assert (found["rollout.group_size"], found["trainer.steps"], found["model.path"]) == (4, 7, "m")
+
+
+def test_a_command_of_trls(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model_name_or_path: other\nlearning_rate: 2.0e-6\n")
+    script = "M=${M:-Qwen/Q}\ntrl grpo --config c.yaml --model_name_or_path $M --dataset_name a/b --use_vllm \\\n"
+    script += (
+        "  --reward_funcs accuracy_reward --num_processes 8 --per_device_train_batch_size 4 --output_dir $HOME/o\n"
+    )
+    found = ours(tmp_path, "trl", "run.sh", script)
+    assert (found["model.path"], found["data.path"], found["trainer.learning_rate"]) == ("Qwen/Q", "a/b:train", 2e-6)
+    assert (found["trainer.ranks"], found["rollout.engines"], found["mode"]) == (8, 8, "colocated")
+    assert (found["data.train_batch_groups"], found["reward.functions"][0]["name"]) == (4, "math")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        TRL.replace("CONFIG", FLAGS).replace('row["problem"]', 'row["image"]'),
+        TRL.replace("CONFIG", FLAGS).replace("accelerate", "Accelerate"),
+        TRL.replace("CONFIG", "training_args = None"),
+    ],
+)
+def test_a_program_of_trls_that_says_nothing_or_shows_images_is_an_error(tmp_path: Path, program: str) -> None:
+    (tmp_path / "grpo.py").write_text(program)
+    with pytest.raises(ConfigError):
+        SOURCES["trl"](tmp_path / "grpo.py", [])
