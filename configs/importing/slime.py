@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.importing.translation import (
+    EVERY_TASK,
     FILL_IN,
     Key,
     Translation,
@@ -186,7 +187,10 @@ def _evaluation(t: Translation) -> None:
     held_out = t.take("eval-prompt-data")
     before = not t.take("skip-eval-before-train", False)
     heat = t.take("eval-temperature")
-    t.put("eval.temperature", t.take("rollout-temperature", 1.0) if heat is None else heat, "eval-temperature")
+    heat = t.take("rollout-temperature", 1.0) if heat is None else heat
+    # The best token alone is what a temperature of 0 takes.
+    greedy = t.given.get("eval-top-k") == 1
+    t.put("eval.temperature", 0 if greedy else heat, "eval-temperature", "eval-top-k")
     if not held_out:
         return
     # NAME FILE NAME FILE ...; a single word is a file.
@@ -196,6 +200,7 @@ def _evaluation(t: Translation) -> None:
     sources = [{"path": str(file)} | templates for file in files]
     t.put("data.eval_path", sources if templates or len(sources) > 1 else sources[0]["path"], "eval-prompt-data")
     t.put("eval.before", before, "skip-eval-before-train")
+    t.put("eval.tasks", EVERY_TASK, "eval-prompt-data")
 
 
 # Rule-based rewards of slime (`slime/rollout/rm_hub`) that a scorer here gives.

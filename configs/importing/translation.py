@@ -24,6 +24,8 @@ from rl_async.errors import ConfigError
 Values = dict[str, Any]  # dotted key -> value
 # Stands for a file of the user's own in a value that the other project's file does not say.
 FILL_IN = "FILL_IN"
+# Held-out tasks of a project that evaluates on all of them: more than any file has.
+EVERY_TASK = 1_000_000
 
 
 @dataclass(frozen=True)

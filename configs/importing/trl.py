@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_async.configs.importing.translation import (
+    EVERY_TASK,
     FILL_IN,
     STRUCTURED,
     Key,
@@ -276,6 +277,7 @@ def _data(t: Translation) -> None:
     samples = t.take("num_generations_eval") or t.number("num_generations", 8)
     t.put("eval.samples", samples, "num_generations_eval", "num_generations")
     t.put("eval.temperature", t.take("temperature", 1.0), "temperature")
+    t.put("eval.tasks", EVERY_TASK, "eval_strategy")
 
 
 def _limits(t: Translation) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rl_async.configs.importing.translation import (
+    EVERY_TASK,
     FILL_IN,
     STRUCTURED,
     Key,
@@ -195,6 +196,7 @@ NO_COUNTERPART = {
     f"{MODEL}.mtp": "the heads for several tokens (MTP) are neither trained nor used",
     f"{ACTOR}.optim.min_lr": "a schedule falls to 0",
     "trainer.device": "there are GPUs and CPUs, by model.device",
+    "data.train_max_samples": "a run takes all tasks of data.path",
     "data.custom_cls": "rows of other columns have templates in data.path",
     "data.sampler": "the order of tasks is data.shuffle, and queue.sampling",
     "data.gen_batch_size": "groups that are given up are replaced one by one",
@@ -358,8 +360,8 @@ def _data(t: Translation) -> None:
     if held_out:
         t.put("eval.before", before, "trainer.val_before_train")
         t.put("eval.temperature", heat if samples else 0, f"{sampling}.do_sample", f"{sampling}.temperature")
-        tasks = our_default("eval.tasks")
-        t.notes.append(f"eval.tasks: verl evaluates on all tasks of the file, a run here on the first {tasks}")
+        most = t.number("data.val_max_samples", -1)
+        t.put("eval.tasks", most if most > 0 else EVERY_TASK, "data.val_max_samples")
 
 
 def _sizes(t: Translation) -> None:

@@ -71,7 +71,7 @@ def test_a_script_of_verls(tmp_path: Path) -> None:
     assert [found[key] for key in lengths] == [1024, 8192, 9216, 9216]
     assert (found["algorithm.clip_low"], found["algorithm.loss"]) == (1.0, "cispo")
     assert (found["eval.samples"], found["eval.temperature"], len(found["data.eval_path"])) == (4, 0.6, 2)
-    assert found["data.path"] == "$HOME/gsm8k/train.parquet"
+    assert found["data.path"] == "$HOME/gsm8k/train.parquet" and found["eval.tasks"] > 1000
     said = comments(tmp_path, "verl", "run.sh", VERL)
     assert "To fill in" in said and "$HOME/gsm8k" in said and "total_epochs=3" in said
 
@@ -203,9 +203,11 @@ def test_limits_and_devices_of_slimes(tmp_path: Path) -> None:
         ("rm-type=f1", "reward.functions", [{"name": "FILL_IN.py:f1"}]),
         ("dynamic-sampling-filter-path=x.check_reward_nonzero_std", "algorithm.shaping.dynamic_sampling", True),
         ("advantage-estimator=cispo", "algorithm.loss", "cispo"),
+        ("eval-top-k=1", "eval.temperature", 0),
+        ("eval-temperature=0.5", "eval.temperature", 0.5),
     ],
 )
-def test_functions_of_slimes(tmp_path: Path, given: str, key: str, value: Any) -> None:
+def test_further_flags_of_slimes(tmp_path: Path, given: str, key: str, value: Any) -> None:
     assert ours(tmp_path, "slime", "run.sh", SLIME, given)[key] == value
 
 
