@@ -172,6 +172,11 @@ def beginning(prompt: Sequence[Message], told: list[Message]) -> list[Message]:
     return told if told and told[0]["role"] == "system" else joined(prompt, told)
 
 
+# Share of episodes whose tokens are compared with the chat template of the whole conversation. That takes as long as
+# rendering them did, and a template that drifts does so in most episodes.
+CHECKED_SHARE = 0.02
+
+
 class EpisodeRunner:
     """Runs episodes of one config. Its constructor raises ConfigError for missing loops, tools, environments
     or, if the tools run code, a missing sandbox."""
@@ -323,7 +328,7 @@ class EpisodeRunner:
 
     def _rows(self, episode: Episode, reason: str, score: Score | None) -> list[Trajectory]:
         """Return the rows of a conversation with the environment's score; log what a user should know of them."""
-        if self._random.random() < self._config.agent.check_rendering and (at := episode.drift()) is not None:
+        if self._random.random() < CHECKED_SHARE and (at := episode.drift()) is not None:
             log.warning(
                 "task %s: from token %d on, the episode's tokens differ from the chat template of the whole "
                 "conversation; the model is trained on the tokens as sampled",

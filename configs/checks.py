@@ -157,7 +157,7 @@ WORKERS_KEYS = (
         "tool_timeout_s",
         "tool_response_tokens",
     ),
-    *("workers", "concurrency", "check_rendering"),
+    *("workers", "concurrency"),
 )
 PER_ROW_SHAPING = ("overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
 
@@ -444,16 +444,13 @@ def journal(c: RunConfig) -> str | None:
 
 
 def access(c: RunConfig) -> str | None:
-    """Require an address that can be bound as it stands, and client keys that are well-formed and have an effect."""
+    """Require an address that can be bound as it stands, and a port that has an effect."""
     try:
         ipaddress.IPv4Address(c.queue.host)
     except ValueError:
         return f"queue.host={c.queue.host} must be an IPv4 address: 127.0.0.1, 0.0.0.0, or one of this machine's"
     if c.queue.port and not is_encrypted(c.queue):
         return "queue.port has no effect on a queue that clients reach by a socket file; also set queue.curve=always"
-    for line in c.queue.clients:
-        if not re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40} [a-z]+", line):
-            return f"queue.clients: {line!r} is not a public key with a role; use the line in a client's .pub file"
     return None
 
 

@@ -189,6 +189,9 @@ def _forget_removed(values: dict[str, Any]) -> None:
         old = {name: section.pop(name) for name in names if name in section}
         if any(old.get(name, value) != value for name, value in absent.items()):
             section[group] = {names[name]: value for name, value in old.items() if names[name]}
+    shaping = _section_of(values, "algorithm.shaping")
+    if shaping.get("dynamic_sampling") is True and "max_refills" in shaping:
+        shaping["dynamic_sampling"] = shaping.pop("max_refills")
     for key, now in DROPPED.items():
         place, _, leaf = key.rpartition(".")
         section = _section_of(values, place)

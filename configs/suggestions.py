@@ -62,6 +62,7 @@ MOVED: dict[str, str] = {
     "weight_sync.bucket_mb": "weight_sync.bucket_bytes (bytes, not MiB)",
     "rollout.cpu_cache_gb": "rollout.cache_bytes (bytes, not GiB)",
     "rollout.cpu_cache_bytes": "rollout.cache_bytes",
+    "algorithm.shaping.max_refills": "algorithm.shaping.dynamic_sampling (a number instead of true)",
     "queue.limits.message_bytes": "queue.message_bytes",
     "queue.metrics_port": "tracking.prometheus (true; RUN/prometheus/ says on which port)",
 }
@@ -71,6 +72,8 @@ ABSENT: dict[str, str] = {  # key that was removed, or that other software has -
     "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
     "queue.slack": "with any queue.sampling but fifo a group may be passed over for one step",
     "queue.max_lease_s": "a lease lasts 4 hours at most, or 8 times agent.episode_timeout_s if that is longer",
+    "agent.check_rendering": "one episode in fifty is compared with the chat template of the whole conversation",
+    "queue.clients": "put the client's .pub file into clients/ of the folder queue.keys",
     "algorithm.guard.patience": "algorithm.guard acts after three steps in a row",
     "weight_sync.mismatch.tokens": "each engine samples 32 tokens for a comparison",
     "algorithm.shaping.resample_power": "algorithm.shaping.resample=pow squares rewards",
@@ -94,6 +97,9 @@ DROPPED: dict[str, object] = {
     "queue.metrics_port": 0,
     "algorithm.shaping.resample_power": 2.0,
     "algorithm.guard.patience": 3,
+    "agent.check_rendering": 0.02,
+    "queue.clients": [],
+    "algorithm.shaping.max_refills": 64,
     "weight_sync.mismatch.tokens": 32,
 }
 

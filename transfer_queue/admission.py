@@ -297,7 +297,7 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
             replicas=config.queue.replicas if config.queue.shards else 0,
-            max_refills=config.algorithm.shaping.max_refills if config.algorithm.shaping.dynamic_sampling else 0,
+            max_refills=config.algorithm.shaping.max_refills,
             sampling=config.queue.sampling,
             slack=slack(config.queue),
             window=config.queue.window,

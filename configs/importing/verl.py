@@ -182,7 +182,7 @@ _ENGINE = "an engine's own setting; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
     "trainer.experiment_name": "give it to `rl-async launch` as --name",
     "trainer": "not read",
-    "algorithm.filter_groups": "algorithm.shaping.max_refills bounds refills",
+    "algorithm.filter_groups": "a number as algorithm.shaping.dynamic_sampling bounds refills",
     f"{ACTOR}.policy_loss": "a number of a loss that is not used, or unknown here",
     f"{ACTOR}.loss_scale_factor": "seq-mean-token-sum-norm divides by rollout.max_model_len",
     f"{ACTOR}.ppo_micro_batch_size": "micro-batches are packed to trainer.max_tokens_per_microbatch",

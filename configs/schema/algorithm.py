@@ -296,19 +296,21 @@ class OverlongConfig(Config, frozen=True):
     factor: Annotated[float, Meta(gt=0, description="The whole penalty.")] = 1.0
 
 
+# Groups without signal that a batch gives up by default, on average, so that a task that nobody solves ends.
+MAX_REFILLS = 64
+
+
 class ShapingConfig(Config, frozen=True):
     """What happens to rewards and groups before advantages are computed."""
 
     dynamic_sampling: Annotated[
-        bool, doc("Groups whose scored rewards are all equal are given up, and other tasks take their places (DAPO).")
-    ] = False
-    max_refills: Annotated[
-        Positive,
+        bool | Positive,
         doc(
-            "dynamic_sampling: groups given up per batch, on average; after that, groups without signal are accepted. "
-            "Every batch adds this many to an allowance of at most max_staleness + 1 times as many."
+            "Groups whose scored rewards are all equal are given up, and other tasks take their places (DAPO). A "
+            "number bounds the groups given up per batch, on average; true: 64. After that, groups without signal are "
+            "accepted. Every batch adds that many to an allowance of at most max_staleness + 1 times as many."
         ),
-    ] = 64
+    ] = False
     overlong: Annotated[OverlongConfig | None, doc("The penalty for long answers; null: none.")] = None
     overlong_filter: Annotated[
         bool,
@@ -328,6 +330,11 @@ class ShapingConfig(Config, frozen=True):
             "the best and worst; max_random: the best four times as often as others."
         ),
     ] = "none"
+
+    @property
+    def max_refills(self) -> int:
+        """The groups that a batch may give up, on average; 0 without dynamic sampling."""
+        return MAX_REFILLS if self.dynamic_sampling is True else int(self.dynamic_sampling)
 
 
 class GuardConfig(Config, frozen=True):

@@ -104,10 +104,6 @@ class QueueConfig(Config, frozen=True):
         str,
         doc("Folder made by `rl-async queue keygen`. Empty: keys/ in the run folder, made when the run starts."),
     ] = ""
-    clients: Annotated[
-        tuple[str, ...],
-        doc("Public keys with their roles (lines of .pub files), allowed besides clients/ of the key folder."),
-    ] = ()
     shards: Annotated[
         Count,
         doc(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from rl_async.configs.base import Config, Count, Fraction, Positive, Seconds, doc
+from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
 
 # Those of the package renderers, in the order in which `auto` tries them: of formats that print the same, the first.
@@ -263,9 +263,6 @@ class AgentConfig(Config, frozen=True):
     ] = 4096
     workers: Annotated[Positive, doc("Agent worker processes.")] = 1
     concurrency: Annotated[Positive, doc("Concurrent conversations per worker.")] = 256
-    check_rendering: Annotated[
-        Fraction, doc("Share of episodes whose tokens are compared with the chat template of the whole conversation.")
-    ] = 0.02
     gateway: Annotated[
         GatewayConfig | None,
         doc("Agent programs play the episodes through an OpenAI-compatible gateway instead of agent workers."),

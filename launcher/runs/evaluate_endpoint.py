@@ -103,9 +103,7 @@ async def play(
         stack.enter_context(log_into(folder))
         config = msgspec.structs.replace(
             config,
-            agent=msgspec.structs.replace(
-                config.agent, max_tokens=UNBOUNDED, past_reasoning="keep", check_rendering=0.0
-            ),
+            agent=msgspec.structs.replace(config.agent, max_tokens=UNBOUNDED, past_reasoning="keep"),
             # The worker leases a group for each ``group_size`` free slots, and a retried group has only one sample.
             rollout=msgspec.structs.replace(config.rollout, max_model_len=UNBOUNDED, group_size=1),
         )

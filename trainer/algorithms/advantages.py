@@ -604,7 +604,7 @@ def resample_weights(values: np.ndarray, method: str, power: float = RESAMPLE_PO
 
 def shaping_metrics(headers: Sequence[TrajectoryHeader], options: ShapingConfig) -> dict[str, float]:
     """Summarize the effects of shaping on a batch; empty if no option changes rewards or rows."""
-    if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling, max_refills=options.max_refills):
+    if options == ShapingConfig(dynamic_sampling=options.dynamic_sampling):
         return {}
     scored = torch.tensor([h.scored and not h.baseline for h in headers])
     return {

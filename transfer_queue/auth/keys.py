@@ -118,7 +118,7 @@ def _read(path: Path) -> bytes:
 def server_keys(config: RunConfig, run: Path) -> ServerKeys:
     """The queue's keys. Raises UserError naming a missing or invalid file."""
     folder = key_folder(config, run)
-    return ServerKeys(_read(folder / f"{SERVER}.key"), AllowList(folder / "clients", config.queue.clients))
+    return ServerKeys(_read(folder / f"{SERVER}.key"), AllowList(folder / "clients"))
 
 
 def client_keys(config: RunConfig, run: Path, role: Role) -> ClientKeys:

@@ -27,7 +27,7 @@ class AllowList:
 
     def __init__(self, folder: Path, fixed: Iterable[str] = ()) -> None:
         self._folder = folder
-        self._fixed = dict(parse_client(line, "queue.clients") for line in fixed)
+        self._fixed = dict(parse_client(line, "a fixed key") for line in fixed)
         self._changed_ns = -1
         self._warned: set[str] = set()
         self.roles: Mapping[bytes, Role] = self._fixed

@@ -26,8 +26,8 @@ from tests.contracts.queue.peers import HELLO, ID, PATIENCE_MS, SETTINGS, Runnin
 OPEN = RunConfig(model=ModelConfig(path="m"), data=DataConfig(path="d"))
 
 
-def closed_queue(address: str, folder: Path, clients: tuple[str, ...] = ()) -> RunningQueue:
-    queue = QueueConfig(keys=str(folder), clients=clients)
+def closed_queue(address: str, folder: Path) -> RunningQueue:
+    queue = QueueConfig(keys=str(folder))
     return RunningQueue(address, SETTINGS, keys=server_keys(msgspec.structs.replace(OPEN, queue=queue), folder))
 
 
@@ -199,18 +199,6 @@ def of_nobody(folder: Path) -> ClientKeys:
     """A key that no list has."""
     public, secret = zmq.curve_keypair()
     return msgspec.structs.replace(read_client_keys(folder, "worker"), public=public, secret=secret)
-
-
-def test_a_client_may_be_allowed_by_the_config_alone(address, folder):
-    keys = of_nobody(folder)
-    queue = closed_queue(address, folder, clients=(f"{keys.public.decode()} reader",))
-    try:
-        with SyncQueueClient(address, role="agent", name="listed", timeout_s=10, keys=keys) as listed:
-            assert isinstance(listed.status(), StatusReport)
-            with pytest.raises(AccessDenied):
-                listed.lease(1, 0.0)
-    finally:
-        queue.stop()
 
 
 def test_a_client_with_a_key_does_not_talk_to_an_open_queue(queue, trainer, folder):

@@ -5,9 +5,15 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rl_async.agent_loop import runner
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import KINDS
+
+
+@pytest.fixture(autouse=True)
+def every_rendering_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CHECKED_SHARE", 1.0)
 
 
 def demos(name: str, count: int) -> list[list[dict[str, str]]]:

@@ -35,7 +35,7 @@ def run_config(rollout: dict[str, Any] | None = None, **agent: Any) -> RunConfig
     return RunConfig(
         model=ModelConfig(path="none"),
         data=DataConfig(path="none"),
-        agent=AgentConfig(**{"loop": "tool_agent", "check_rendering": 1.0, "unprinted_tools": "allow", **agent}),
+        agent=AgentConfig(**{"loop": "tool_agent", "unprinted_tools": "allow", **agent}),
         rollout=RolloutConfig(**(rollout or {})),
     )
 

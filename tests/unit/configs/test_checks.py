@@ -300,8 +300,6 @@ def test_users_own_functions_are_looked_for_only_where_torch_is() -> None:
     [
         (["queue.host=localhost"], "queue.host=localhost"),
         (["queue.port=5555"], "queue.port"),
-        (["queue.clients=[" + "x" * 40 + "]"], "queue.clients"),
-        (["queue.clients=[short reader]"], "queue.clients: 'short reader'"),
     ],
 )
 def test_access_that_cannot_be_restricted_as_configured_is_refused(overrides: list[str], named: str) -> None:

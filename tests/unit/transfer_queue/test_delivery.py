@@ -271,9 +271,9 @@ def test_a_batch_keeps_its_members_after_a_crash_even_if_they_come_back_without_
     assert isinstance(again, Reserved) and again.tasks == batch.tasks and dropped(rig) == []
 
 
-@pytest.mark.parametrize(("on", "expected"), [(True, 7), (False, 0)])
+@pytest.mark.parametrize(("on", "expected"), [(True, 64), (7, 7), (False, 0)])
 def test_settings_come_from_the_config(on, expected):
-    shaping = ShapingConfig(dynamic_sampling=on, max_refills=7)
+    shaping = ShapingConfig(dynamic_sampling=on)
     config = RunConfig(
         model=ModelConfig(path="m"), data=DataConfig(path="d"), algorithm=AlgorithmConfig(shaping=shaping)
     )

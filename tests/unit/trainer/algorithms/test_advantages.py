@@ -1029,7 +1029,7 @@ def test_metrics_are_those_of_the_rows_that_were_scored() -> None:
         "shaping/overlong_penalty_mean": pytest.approx(-1 / 3),
         "shaping/filtered_fraction": pytest.approx(1 / 3),
     }
-    assert advantages.shaping_metrics(made, ShapingConfig(dynamic_sampling=True, max_refills=3)) == {}
+    assert advantages.shaping_metrics(made, ShapingConfig(dynamic_sampling=3)) == {}
 
 
 def test_no_scored_row_is_no_error() -> None:
