@@ -21,7 +21,7 @@ from yaml.reader import ReaderError
 
 from rl_async.configs.checks import check, problems
 from rl_async.configs.explain import choices, field_at, field_names, struct_at
-from rl_async.configs.schema.algorithm import AlgorithmConfig, read_options
+from rl_async.configs.schema.algorithm import MAX_REFILLS, AlgorithmConfig, read_options
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.suggestions import DROPPED, GROUPED, key_hint, nearest, replacement
 from rl_async.configs.suggestions import hint as foreign_hint
@@ -190,7 +190,7 @@ def _forget_removed(values: dict[str, Any]) -> None:
         if any(old.get(name, value) != value for name, value in absent.items()):
             section[group] = {names[name]: value for name, value in old.items() if names[name]}
     shaping = _section_of(values, "algorithm.shaping")
-    if shaping.get("dynamic_sampling") is True and "max_refills" in shaping:
+    if shaping.get("dynamic_sampling") is True and shaping.get("max_refills", MAX_REFILLS) != MAX_REFILLS:
         shaping["dynamic_sampling"] = shaping.pop("max_refills")
     for key, now in DROPPED.items():
         place, _, leaf = key.rpartition(".")
