@@ -18,9 +18,9 @@ class Accelerator(NamedTuple):
 
     Below /dev, ``files`` is the pattern of the devices' files, and only this make's ``driver`` creates that file. The
     environment variable ``visible`` lists the devices that a process may use. ``collectives`` is torch.distributed's
-    backend. With ``handles``, torch shares its memory with other processes on the machine. From ``flash_capability``
-    on, torch's FlashAttention runs for rows of several sequences (never tried if it is None), and from
-    ``bfloat16_capability`` on, devices have units for bfloat16 (if it is None, torch is asked).
+    backend. With ``handles``, torch shares its memory with other processes on the machine. Devices of at least
+    ``flash_capability`` run torch's FlashAttention for rows of several sequences (None: it has not been tried), and
+    those of at least ``bfloat16_capability`` have units for bfloat16 (None: torch is asked).
     """
 
     make: str

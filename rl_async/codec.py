@@ -1,7 +1,7 @@
 """Structs with arrays to one frame and back.
 
-Inside the msgpack an array is an extension, whose type says which dtype and whose data are the bytes; one of another
-number of dimensions than 1 is ``[shape, extension]``. Decoded arrays are read-only views of the received frame.
+Inside the msgpack an array is an extension: its type stands for the dtype, its data are the bytes. An array that does
+not have one dimension is ``[shape, extension]``. Decoded arrays are read-only views of the received frame.
 """
 
 from collections.abc import Callable

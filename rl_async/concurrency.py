@@ -1,7 +1,7 @@
 """Concurrent coroutines that do not outlive the call, deadlines, and blocking work in threads.
 
-When one coroutine fails under ``asyncio.gather``, the others go on, beside what their caller closes. The timer of
-``asyncio.timeout`` fires after a pause of the machine before the answers are read that came meanwhile. A daemon
+When one coroutine fails under ``asyncio.gather``, the others go on while their caller closes resources. After a pause
+of the machine, the timer of ``asyncio.timeout`` fires before the answers are read that have come meanwhile. A daemon
 thread, unlike an executor's, never holds up the end of its process, however long it blocks.
 """
 

@@ -51,10 +51,10 @@ class CodeScorer:
         self._slots = asyncio.Semaphore(config.max_concurrent)
 
     async def score(self, conversation: Conversation) -> Score:
-        """Return the score, with the tests, those passed, their times, and which failed. Raises DataError, and
-        ScorerFailed.
+        """Return the score, with the numbers of tests and passed ones, their times, and the failed ones as the reason.
 
-        An answer without a program gets 0. Tests that the first failure or a lack of time left out count as failed.
+        An answer without a program gets 0. Tests that did not run, after a first failure or for lack of time, count as
+        failed. Raises DataError and ScorerFailed.
         """
         tests = await off_loop(len(conversation.ground_truth), parse_tests, conversation)
         count = sum(test.checks for test in tests)
@@ -152,7 +152,7 @@ class _Told(NamedTuple):
 
 
 def _told(test: Test) -> _Told:
-    """Return a test for the driver, with a new secret, so that no report can be made without having looked for it."""
+    """Return a test for the driver, with a new secret, which a program would have to find before it could forge one."""
     script = isinstance(test, Pair)
     code = test.after if isinstance(test, Pair) else test
     if isinstance(code, Call):
@@ -177,7 +177,10 @@ def _told(test: Test) -> _Told:
 
 
 def _passed_parts(reports: list[str], expected: dict[int, str]) -> set[int]:
-    """Return the statements, or the test function as 0, that ended, made at least one check, and failed none."""
+    """Return the numbers of the statements that ended, and passed at least one check and all they made.
+
+    A test function has the number 0.
+    """
     told: dict[str, set[int]] = {"ok": set(), "failed": set(), "done": set()}
     for report in reports:
         part, kind, *more = ast.literal_eval(report)

@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def load(given: dict[str, Any], space: dict[str, Any]) -> None:
-    """Run the program. What is imported for it is found after its own names, and is none of those."""
+    """Run the program. Modules imported for it become builtins, so its own names come first and stay apart."""
     prelude: dict[str, Any] = {}
     exec(PRELUDE, prelude)
     for line in given["imports"]:
@@ -297,7 +297,7 @@ class Judge:
         self._check(self.compare(("eq",), left, right))
 
     def truth(self, value: Any) -> None:
-        """Check that a value is true; that a coroutine or a generator is says nothing."""
+        """Check that a value is true. Coroutines and generators always are, so they count as no check."""
         if inspect.iscoroutine(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
             return
         self._check(value)
@@ -332,7 +332,7 @@ class Judge:
         return result
 
     def compare(self, operations: "tuple[str, ...]", *values: Any) -> Any:
-        """Return what a chain of comparisons is."""
+        """Return the result of a chain of comparisons."""
         result: Any = True
         for name, left, right in zip(operations, values, values[1:]):
             result = self._compared(name, left, right)
@@ -351,7 +351,7 @@ class Judge:
         return OPERATIONS[name](left, right)
 
     def arithmetic(self, name: str, left: Any, right: Any) -> Any:
-        """Return a difference, and the like, which an object of the program must not decide when it meets a value."""
+        """Return a difference or the like. If a value meets an object of the program, that must not decide it."""
         (left, ours), (right, theirs) = self.cleaned(left), self.cleaned(right)
         result = OPERATIONS[name](left, right)
         if (ours or theirs) and not self.cleaned(result)[1] and not self._trusted(ours, theirs):
@@ -359,7 +359,7 @@ class Judge:
         return result
 
     def _trusted(self, ours: "list[Any]", theirs: "list[Any]") -> bool:
-        """Whether objects of the program may decide a comparison: those of the same classes that do not equal all."""
+        """Whether the program's objects may decide a comparison: those of the same classes that do not equal all."""
         same = {type(value) for value in ours} == {type(value) for value in theirs}
         return same and all((value == _Stranger()) is not True for value in (*ours, *theirs))
 

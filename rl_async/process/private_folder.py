@@ -93,7 +93,7 @@ def require_private(folder: Path) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Make the folder and hold its lock, which the kernel releases when this process ends; children do not inherit it.
 
-    Another launcher that starts now may take a folder whose lock is not yet held for a dead run's: then again.
+    A launcher that starts at the same time may remove the folder before its lock is held; then this is repeated.
     """
     while True:
         make_private(folder)
