@@ -22,7 +22,8 @@ from rl_async.configs.suggestions import hint, nearest
 from rl_async.errors import ConfigError
 from rl_async.userload import is_user_reference
 
-Rule = Callable[[RunConfig], str | None]  # what is wrong, or None
+# Returns the problem of a config, or None.
+Rule = Callable[[RunConfig], str | None]
 
 
 def _names(c: RunConfig) -> str | None:
@@ -36,7 +37,8 @@ def _names(c: RunConfig) -> str | None:
 
 def _correction(c: RunConfig) -> str | None:
     if c.algorithm.correction not in PRESETS:
-        return None  # _names says so
+        # ``_names`` reports this.
+        return None
     try:
         correction = resolve(c.algorithm.correction, c.algorithm.correction_options)
     except ConfigError as error:

@@ -159,7 +159,8 @@ WORKERS_KEYS = (
     ),
     *("workers", "concurrency"),
 )
-PER_ROW_SHAPING = ("overlong_filter", "reward_scale", "resample")  # of algorithm.shaping
+# Keys of algorithm.shaping that treat an episode as one row.
+PER_ROW_SHAPING = ("overlong_filter", "reward_scale", "resample")
 
 
 def gateway_problem(c: RunConfig) -> str | None:
@@ -289,10 +290,10 @@ def _url_problem(server: McpServerConfig, key: str) -> str | None:
 
 
 def unrewarded(c: RunConfig) -> str | None:
-    """Say that nothing can teach a new run: no scorers, agent programs or record, nor what rewards single turns.
+    """Say that nothing can teach a new run: it has no scorers, no agent programs, no record and no rewards of turns.
 
-    Loops, tools and estimators that are the user's own, and environments, may do that, or need no reward; a reference
-    model and a penalty for length teach without one. An evaluation needs none either, so this is no rule.
+    The user's own loops, tools and estimators, and environments, may reward turns or need no reward; a reference model
+    and a penalty for length teach without one. An evaluation needs none either, so this is not among the rules.
     """
     elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
     shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong is not None
@@ -528,7 +529,8 @@ def publish_every(c: RunConfig) -> str | None:
 WEIGHT_SYNC_RULES = (transport, options, publish_every)
 
 
-MEGATRON_ONLY = (  # sizes in trainer
+# Sizes in section trainer that only this backend reads.
+MEGATRON_ONLY = (
     "tensor_parallel",
     "pipeline_parallel",
     "virtual_pipeline",
@@ -589,7 +591,8 @@ def megatron(c: RunConfig) -> str | None:
     return None
 
 
-FSDP2_ONLY = (  # keys of trainer
+# Keys of section trainer that only this backend reads.
+FSDP2_ONLY = (
     "activation_checkpointing",
     "cpu_offload",
     "replicas",
@@ -630,7 +633,8 @@ def kernels(c: RunConfig) -> str | None:
     return None
 
 
-INSTEAD = {  # key of trainer -> the key that fine-tuning reads
+# For keys of section trainer, the keys that fine-tuning reads in their place.
+INSTEAD = {
     "learning_rate": "finetune.learning_rate",
     "schedule": "finetune.schedule",
     "warmup_steps": "finetune.warmup",
@@ -639,7 +643,8 @@ INSTEAD = {  # key of trainer -> the key that fine-tuning reads
     "minibatches": "finetune.batch_size",
 }
 
-UNREAD = ("weight", "schedule", "ground_truth", "ground_truth_extract", "parameters")  # of a data set in a list
+# Keys of a data set that fine-tuning ignores.
+UNREAD = ("weight", "schedule", "ground_truth", "ground_truth_extract", "parameters")
 
 
 def finetune(c: RunConfig) -> str | None:

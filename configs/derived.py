@@ -24,7 +24,8 @@ from rl_async.messages import Task
 from rl_async.userload import is_user_reference
 
 GENERATED_PREFIX = "reasoning_gym:"
-Points = tuple[tuple[int, float], ...]  # (step, weight) by step
+# Pairs of a step and the weight at it, ordered by step.
+Points = tuple[tuple[int, float], ...]
 
 
 def parts(data: DataConfig) -> tuple[DataSource, ...]:
@@ -105,7 +106,7 @@ def compute_type(model: ModelConfig) -> ComputeType:
 
 
 def reference_is_base(config: RunConfig, *, experts: bool) -> bool:
-    """Whether the policy without its adapters is the reference, so that there is no second model.
+    """Whether the policy without its adapters is the reference, in place of a second model.
 
     Whole distributions of both are needed within one training pass, and with ``experts`` the policy may replay its
     routers, which a reference does not: then the reference is a model of its own.
@@ -153,7 +154,7 @@ def engine_traits(config: RunConfig) -> Mapping[str, EngineTraits]:
 
 
 def follows_json_schemas(config: RunConfig) -> bool:
-    """Whether every engine that the run starts can keep answers to a JSON schema, with what is installed here."""
+    """Whether every engine that the run starts can keep answers to a JSON schema, with the packages installed here."""
     packages = [(traits.json_schemas, traits.json_package) for traits in engine_traits(config).values()]
     return all(able and (not package or find_spec(package) is not None) for able, package in packages)
 
@@ -175,8 +176,9 @@ def resolve_transport(config: RunConfig) -> Transport:
 
 
 def sends_shards(config: RunConfig) -> bool:
-    """Whether every trainer rank sends its own shards to the engines; otherwise rank 0 gathers and sends whole tensors,
-    of which deltas and adapters are made.
+    """Whether every trainer rank sends its own shards to the engines.
+
+    Otherwise rank 0 gathers whole tensors, which deltas and adapters are made from, and sends them.
     """
     sync = config.weight_sync
     return not (sync.delta or sync.adapters) and all(traits.takes_slices for traits in engine_traits(config).values())
@@ -216,14 +218,14 @@ class ListedCode(msgspec.Struct, frozen=True):
 
 
 def listed_code(config: RunConfig) -> ListedCode | None:
-    """Return the user code that tasks may name; None: any (``data.trust_code``)."""
+    """Return the user code that tasks may name, or None if they may name any (``data.trust_code``)."""
     if config.data.trust_code:
         return None
     return ListedCode((config.agent.loop,), config.agent.tools)
 
 
 def code_problem(task: Task, listed: ListedCode | None) -> str | None:
-    """Name the task's first reference to code that the config does not list, with the fix; None if there is none.
+    """Name the task's first reference to code that the config does not list, with the fix, or return None.
 
     Names of built-in loops and tools load nothing, so they always pass.
     """
@@ -244,9 +246,11 @@ def _problem(column: str, name: str, key: str) -> str:
     )
 
 
-CODE_TOOLS = ("python", "bash")  # the built-in tools that run what a model writes
+# The built-in tools that run code of the model.
+CODE_TOOLS = ("python", "bash")
 CODE_SCORER = "code"
-HARBOR = "harbor:"  # begins the names of environments whose episodes are programs of the model
+# Environments whose names begin so run the model's programs.
+HARBOR = "harbor:"
 
 
 def uses_sandbox(config: RunConfig) -> bool:
@@ -260,7 +264,8 @@ def plays_harbor(config: RunConfig) -> bool:
     return config.agent.gateway is None and (config.agent.environment or "").startswith(HARBOR)
 
 
-PASSED = ("HOME", "LANG", "LOGNAME", "PATH", "TERM", "TMPDIR", "USER")  # from our environment to every command's
+# Every command gets these variables of our environment.
+PASSED = ("HOME", "LANG", "LOGNAME", "PATH", "TERM", "TMPDIR", "USER")
 
 
 def argv_of(config: McpServerConfig) -> list[str]:

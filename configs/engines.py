@@ -1,4 +1,4 @@
-"""What the rest of the system needs to know of each kind of rollout engine, declared once per kind.
+"""The traits of each kind of rollout engine that the rest of the system has to know, declared once per kind.
 
 The config checks, the launcher, the doctor and the command line go through ``ENGINES``; none of them compares the name
 of a kind. To add a kind: its EngineTraits here, its name in ``EngineKind`` and ``ENGINES``, and its code in
@@ -15,51 +15,81 @@ PARALLEL = ("rollout.tensor_parallel", "rollout.pipeline_parallel", "rollout.exp
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTraits:
-    """What distinguishes one kind of engine. The defaults are those of an engine that can do everything."""
+    """The traits of one kind of engine. The defaults are those of an engine that can do everything.
 
-    title: str  # in messages
-    module: str  # started as ``python -m rl_async.<module>``
+    The command line has ``--host`` and the flags that are named here. ``rollout.engine_args`` may add to them, but not
+    repeat or contradict them.
 
-    # The software, if it is not part of rl-async.
-    package: str = ""  # distribution, and module, that ``rollout.python`` must have beside rl-async
-    builds: tuple[str, ...] = ()  # other distributions of the same module
-    versions: str = ""  # of the package, as pyproject.toml has them
-    install: str = ""  # how to get a Python that has it
-    plugin: tuple[str, str] | None = None  # entry point of rl-async, (group, value), that the package loads
+    Attributes:
+        title: Its name in messages.
+        module: The module that starts it, as in ``python -m rl_async.<module>``.
+        package: Distribution, and module, that ``rollout.python`` must have beside rl-async; empty if it needs none.
+        builds: Other distributions of the same module.
+        versions: Versions of the package, as pyproject.toml has them.
+        install: How to get a Python that has the package.
+        plugin: Entry point of rl-async, (group, value), that the package loads.
+        flags: Flags, and the config keys that give their values.
+        fixed_flags: Flags that it cannot train without, and their values, perhaps empty.
+        refused_flags: Further flags that would break training.
+        sleep_flags: Flags on a GPU that the trainer uses too.
+        memory_flags: Flags, and the attributes of the plan's EngineMemory that give their values.
+        expert_flags: Flags if rollout.expert_parallel is more than 1.
+        variables: Variables of its environment.
+        cpu_variables: Further variables on a CPU.
+        quantization: Flags for each value of rollout.quantization that it knows, apart from none: weights in 8 bits.
+        quantized_dtypes: The types of ``model.dtype`` that go with quantization.
+        cpu_quantized_experts: Whether it quantises mixtures of experts on a CPU, too.
+        transports: The transports that its weights may come by.
+        meets_in_files: Whether it can join a group whose store is a file; otherwise the store has an address.
+        holds_weights: Whether it can keep a host copy of weights; weight_sync.delta, .staged and .adapters need one.
+        takes_slices: Whether it takes parts of tensors, from several trainer ranks; otherwise whole ones, from one.
+        reports_sleep: Whether it reports sleep, as --mode colocated needs to move the deadlines of requests meanwhile.
+        reports_pause: Whether it has the route ``GET /is_paused``.
+        json_schemas: Whether it can keep answers to a JSON schema, by masks of tokens.
+        json_package: The module that it needs for that, in the Python of rl-async.
+        cpu_sleeps: Whether sleep frees its memory on a CPU, too.
+        records_routes: Whether it can say which experts of a mixture each token went through.
+        route_flags: Flags for that; an engine with such flags needs a GPU, and no pipeline stages, to record routes.
+    """
+
+    title: str
+    module: str
+
+    package: str = ""
+    builds: tuple[str, ...] = ()
+    versions: str = ""
+    install: str = ""
+    plugin: tuple[str, str] | None = None
     needs_gpu: bool = False
 
-    # Its command line: ``--host`` and these. ``rollout.engine_args`` may add to them, but not repeat or refuse them.
-    flags: Mapping[str, str] = field(default_factory=dict)  # flag -> config key that it gets its value from
-    fixed_flags: Mapping[str, str] = field(default_factory=dict)  # flag -> value, or "", without which it cannot train
-    refused_flags: tuple[str, ...] = ()  # further ones that would break training
-    sleep_flags: tuple[str, ...] = ()  # added on a GPU that the trainer uses too
-    memory_flags: Mapping[str, str] = field(default_factory=dict)  # flag -> attribute of the plan's EngineMemory
-    expert_flags: tuple[str, ...] = ()  # added if rollout.expert_parallel is more than 1
-    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment
-    cpu_variables: Mapping[str, str] = field(default_factory=dict)  # on a CPU
+    flags: Mapping[str, str] = field(default_factory=dict)
+    fixed_flags: Mapping[str, str] = field(default_factory=dict)
+    refused_flags: tuple[str, ...] = ()
+    sleep_flags: tuple[str, ...] = ()
+    memory_flags: Mapping[str, str] = field(default_factory=dict)
+    expert_flags: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    cpu_variables: Mapping[str, str] = field(default_factory=dict)
 
-    # Weights in 8 bits: its flags for each value of rollout.quantization but none that it knows, and the types of
-    # ``model.dtype`` that go with them.
     quantization: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantized_dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    cpu_quantized_experts: bool = True  # also for mixtures of experts on a CPU
+    cpu_quantized_experts: bool = True
 
-    # What it can do.
-    transports: tuple[str, ...] = ("nearest", "gloo", "nccl", "ipc", "disk")  # of weights
-    meets_in_files: bool = True  # joins a group whose store is a file; else one at an address
-    holds_weights: bool = True  # can keep a host copy of weights: weight_sync.delta, .staged and .adapters need one
-    takes_slices: bool = True  # and those from several trainer ranks at once; else it takes whole tensors from one
-    reports_sleep: bool = True  # --mode colocated needs it: the deadlines of requests move on while an engine sleeps
-    reports_pause: bool = True  # has the route ``GET /is_paused``
-    json_schemas: bool = True  # can keep answers to a JSON schema, by masks of tokens
-    json_package: str = ""  # module that it needs for that, in the Python of rl-async
-    cpu_sleeps: bool = True  # on a CPU, too, sleep frees its memory
-    records_routes: bool = True  # can say which experts of a mixture each token went through
-    route_flags: tuple[str, ...] = ()  # added for that on a GPU without pipeline stages; then it needs both
+    transports: tuple[str, ...] = ("nearest", "gloo", "nccl", "ipc", "disk")
+    meets_in_files: bool = True
+    holds_weights: bool = True
+    takes_slices: bool = True
+    reports_sleep: bool = True
+    reports_pause: bool = True
+    json_schemas: bool = True
+    json_package: str = ""
+    cpu_sleeps: bool = True
+    records_routes: bool = True
+    route_flags: tuple[str, ...] = ()
 
     @property
     def divides(self) -> frozenset[str]:
-        """Those of ``PARALLEL`` by which it can divide a model among ranks."""
+        """The keys of ``PARALLEL`` that it can divide a model by."""
         by_expert_flag = {"rollout.expert_parallel"} if self.expert_flags else set()
         return frozenset(PARALLEL) & ({*self.flags.values()} | by_expert_flag)
 
@@ -89,8 +119,9 @@ EMBEDDED = EngineTraits(
 )
 
 
-WEIGHT_TRANSFER = "rl_async"  # the name of our transport in vLLM
-# vLLM 0.32 quantises only experts so; dense layers by rollout_server/vllm/int8.py
+# The name of our transport in vLLM.
+WEIGHT_TRANSFER = "rl_async"
+# vLLM 0.32 quantises only experts so; rollout_server/vllm/int8.py does it for dense layers.
 INT8 = '{"linear": "int8_per_channel_static", "moe": "int8_per_channel_static"}'
 
 VLLM = EngineTraits(
@@ -113,17 +144,23 @@ VLLM = EngineTraits(
         "--port": "rollout.port",
     },
     fixed_flags={
-        "--enable-scale-out": "",  # the route that works on token ids
-        "--logprobs-mode": "processed_logprobs",  # of the sampling distribution
+        # This opens the route that works on token ids.
+        "--enable-scale-out": "",
+        # Log-probabilities are then those of the sampling distribution.
+        "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": f'{{"backend": "{WEIGHT_TRANSFER}"}}',
-        "--worker-extension-cls": "rl_async.rollout_server.vllm.slices.WeightBoxes",  # what each worker needs
-        "--generation-config": "vllm",  # no sampling defaults from the model's folder
-        "--middleware": "rl_async.process.http_auth.RequireToken",  # --api-key leaves the control routes open
+        # It tells the trainer the boxes that each worker needs.
+        "--worker-extension-cls": "rl_async.rollout_server.vllm.slices.WeightBoxes",
+        # The model's folder may have defaults for sampling, which would apply otherwise.
+        "--generation-config": "vllm",
+        # vLLM's own --api-key leaves the control routes open.
+        "--middleware": "rl_async.process.http_auth.RequireToken",
     },
     refused_flags=(
         *("--api-key", "--quantization", "-q", "--enable-lora"),
         *("-tp", "-pp", "--data-parallel-size", "-dp", "--nnodes"),
-        "--disable-log-stats",  # without its metrics nobody knows an engine's load
+        # Without its metrics nobody knows an engine's load.
+        "--disable-log-stats",
     ),
     # A scale for each output channel, and activations in 8 bits, too, with a scale for each token.
     quantization={
@@ -138,7 +175,8 @@ VLLM = EngineTraits(
     route_flags=("--enable-return-routed-experts",),
     expert_flags=("--enable-expert-parallel",),
     cpu_variables={
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every vLLM takes the same cores and ignores launcher.threads
+        # Otherwise every vLLM takes the same cores and ignores launcher.threads.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     },
 )
 
@@ -161,8 +199,10 @@ SGLANG = EngineTraits(
         "--port": "rollout.port",
     },
     fixed_flags={
-        "--skip-tokenizer-init": "",  # requests are token ids; a tokenizer would add its own stop tokens
-        "--skip-server-warmup": "",  # its requests to itself would lack the token
+        # Requests are token ids, and a tokenizer would add its own stop tokens.
+        "--skip-tokenizer-init": "",
+        # The server's requests to itself would lack the token.
+        "--skip-server-warmup": "",
     },
     refused_flags=(
         *("--model", "--api-key", "--admin-api-key", "--config", "--grpc-mode", "--smg-grpc-mode", "--ssl-certfile"),
@@ -182,8 +222,10 @@ SGLANG = EngineTraits(
     takes_slices=False,
     reports_sleep=False,
     reports_pause=False,
-    records_routes=False,  # it has a flag for it, which we have not tried
-    json_schemas=False,  # it needs a tokenizer for them
+    # SGLang has a flag for it, which has not been tried here.
+    records_routes=False,
+    # SGLang needs a tokenizer for them.
+    json_schemas=False,
 )
 
 

@@ -110,7 +110,7 @@ def _root() -> inspect.StructType | None:
 
 
 def struct_at(key: str) -> inspect.StructType | None:
-    """Return the struct at a dotted key ('' is the whole config), or None if there is no such section."""
+    """Return the struct at a dotted key ('' is the whole config), or None for a section that does not exist."""
     current = _root()
     for part in key.split(".") if key else ():
         field = next((f for f in current.fields if f.name == part), None) if current else None
@@ -119,14 +119,14 @@ def struct_at(key: str) -> inspect.StructType | None:
 
 
 def field_at(key: str) -> inspect.Field | None:
-    """Return the field of a dotted key, or None if there is none."""
+    """Return the field of a dotted key, or None for a key that does not exist."""
     parent, _, leaf = key.rpartition(".")
     struct = struct_at(parent)
     return next((f for f in struct.fields if f.name == leaf), None) if struct else None
 
 
 def field_names(section: str) -> list[str]:
-    """List the keys of a section; empty if there is none of that name."""
+    """List the keys of a section; a section that does not exist has none."""
     struct = struct_at(section)
     return [field.name for field in struct.fields] if struct else []
 
@@ -158,7 +158,7 @@ def all_keys(prefix: str = "") -> list[str]:
 def explain(key: str) -> str:
     """Describe a key with its type, default and bounds, or a section with one line per key; without a key, name all.
 
-    Raises ConfigError, naming the nearest keys, if there is none.
+    Raises ConfigError for a key that does not exist, naming the nearest ones.
     """
     if not key:
         return "\n".join(field_names(""))

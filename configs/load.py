@@ -29,7 +29,8 @@ from rl_async.errors import ConfigError
 
 log = logging.getLogger("rl_async.configs")
 
-_REMEDIES = {  # by what PyYAML says; the first that it contains counts
+# By a part of PyYAML's message. The first part that the message contains counts.
+_REMEDIES = {
     r"character '\t'": "indent with spaces, not with tabs",
     "found character": "put text that begins with this character in quotes",
     "mapping values are not allowed": "put text with a colon in quotes; else fix this line's indentation, or the line "
@@ -70,12 +71,15 @@ def explain_mistake(error: yaml.MarkedYAMLError | ReaderError, text: str, origin
     return f"{origin}:{line + 1}:{column + 1}: not valid YAML: {what}{remedy}"
 
 
-MOST_BYTES = 1 << 20  # of a config
+# A config may have so many bytes, values and open brackets. PyYAML reaches Python's limit of recursion with fewer.
+MOST_BYTES = 1 << 20
 MOST_VALUES = 50_000
-MOST_DEPTH = 1000  # of brackets; Python's limit of recursion comes first
+MOST_DEPTH = 1000
 _BRACKETS = re.compile(r"[\[\]{}]")
-Given = str | Mapping[str, Any]  # a preset's name, a path, or what a file would hold
-Places = dict[str, str]  # dotted key -> where it was given: file:line, or the argument
+# A preset's name, a path, or the content of a config file.
+Given = str | Mapping[str, Any]
+# By dotted key, the file and line, or the argument, that gave it.
+Places = dict[str, str]
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,7 +97,8 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would read as a number."""
 
 
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")  # PyYAML matches at the start only
+# PyYAML matches it at the start only, so it has to name its end.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, [*"-+0123456789"])
 
@@ -128,7 +133,7 @@ def load_config(
 def load_with_refusals(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     """Read a preset or a file as ``load_config`` does, and list the rules that it breaks instead of raising for them.
 
-    Raises ConfigError for what is no config at all: unknown keys and values of a wrong type.
+    Raises ConfigError if it is not a config at all, as with unknown keys and values of a wrong type.
     """
     values, places = _start(name_or_path)
     config = _assembled(values, places, overrides)
@@ -230,7 +235,7 @@ def from_values(values: dict[str, Any]) -> RunConfig:
 
 
 def refusals(values: dict[str, Any]) -> list[str]:
-    """List everything for which what a config file would hold is refused. Paths that are missing are taken as given."""
+    """List all reasons to refuse the content of a config file. Paths that are missing are taken as given."""
     found: list[str] = []
     values = copy.deepcopy(_merge({"model": {"path": "-"}, "data": {"path": "-"}}, values))
     while True:
@@ -348,7 +353,8 @@ def _refuse_deep(text: str, origin: str) -> None:
 
 def _refuse_bomb(node: yaml.Node | None, origin: str) -> None:
     """Raise ConfigError if aliases make a value part of itself, or stand for more than MOST_VALUES in all."""
-    sizes: dict[int, int] = {}  # by id of a node; 0 while it is being counted
+    # By the id of a node; 0 while its values are being counted.
+    sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if not isinstance(node, yaml.CollectionNode):
@@ -366,9 +372,9 @@ def _refuse_bomb(node: yaml.Node | None, origin: str) -> None:
 
 
 def _refuse_repetition(node: yaml.Node | None, origin: str, seen: set[int]) -> None:
-    """Raise ConfigError if a key stands twice in a mapping, of which YAML's reader would take the last.
+    """Raise ConfigError if a key stands twice in a mapping, since YAML's reader would take the last.
 
-    ``seen`` has the ids of the nodes above and before: an alias may be inside of what it stands for.
+    ``seen`` has the ids of the nodes above and before: an alias may stand inside its own value.
     """
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
@@ -438,7 +444,7 @@ def _apply(values: dict[str, Any], override: str, places: Places) -> None:
 
 
 def _refuse_unknown(key: str, place: str) -> None:
-    """Raise ConfigError if there is no such key, naming what replaced it or the nearest key that exists."""
+    """Raise ConfigError for a key that does not exist, naming its replacement or the nearest key that does."""
     if moved := replacement(key):
         raise ConfigError(f"{place}: unknown key {key!r}{moved}")
     parent, _, leaf = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""What to suggest for a name that does not exist: the nearest one, what replaced it, or what it is called here.
+"""Suggestions for a name that does not exist: the nearest one, its replacement, or its name here.
 
 Users misspell keys, keep those of earlier versions, and type those of verl, TRL, slime and prime-rl. To rename a key,
 change its struct and add a line to ``MOVED``.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """Return the end of an error message about an unknown name: the closest of ``names`` or, failing that, all.
 
-    Up to three are all named: the closest by its letters may be the opposite of what was meant (cuda, cpu).
+    Up to three are all named: the closest by its letters may mean the opposite (cuda, cpu).
     """
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(known) > 3 else []
@@ -19,7 +19,7 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 # Keys that became a section: the section around, the new one, and its keys by their old names. A complete config of an
-# earlier version in which the values of the last dict hold has no such section.
+# earlier version with the values of the last dict means that the section is left out.
 GROUPED: tuple[tuple[str, str, dict[str, str], dict[str, object]], ...] = (
     (
         "algorithm.shaping",
@@ -50,11 +50,12 @@ GROUPED: tuple[tuple[str, str, dict[str, str], dict[str, object]], ...] = (
         {"redis_url": "redis://127.0.0.1:6379/0", "redis_replicas": 0},
     ),
 )
+# The new names of old keys and sections, with differences of the value in brackets.
 MOVED: dict[str, str] = {
     f"{section}.{old}": f"{section}.{group}.{new}".removesuffix(".")
     for section, group, names, _ in GROUPED
     for old, new in names.items()
-} | {  # old key or section -> its new name; in brackets, how the value differs
+} | {
     "sft": "warm_start",
     "trainer.context_parallel": "trainer.sequence_parallel",
     "trainer.min_train_s": "debug.min_train_s",
@@ -66,7 +67,8 @@ MOVED: dict[str, str] = {
     "queue.limits.message_bytes": "queue.message_bytes",
     "queue.metrics_port": "tracking.prometheus (true; RUN/prometheus/ says on which port)",
 }
-ABSENT: dict[str, str] = {  # key that was removed, or that other software has -> what to do instead
+# Advice for keys that were removed, or that only other software has.
+ABSENT: dict[str, str] = {
     "trainer.attention": "PyTorch's FlashAttention is used where it can be; leave the key out",
     "rollout.data_parallel": "every copy of the model is an engine of its own; use rollout.engines",
     "queue.limits": "queue.message_bytes is the largest message; half of it is the largest frame",
@@ -117,9 +119,10 @@ def replacement(key: str) -> str | None:
     return None
 
 
-LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}  # of verl's policy_loss.loss_mode; its other names are ours
-ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}  # of verl's adv_estimator
-ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}  # of verl's KL types
+# Values of verl's policy_loss.loss_mode, its adv_estimator and its types of KL that have other names here.
+LOSSES = {"vanilla": "ppo", "geo_mean": "gmpo"}
+ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "low_var_kl+": "k3+"}
 
 _A_BYPASS = "a correction, such as algorithm.correction=bypass_ppo_clip or bypass_pg_is"
 _VALUES: dict[str, dict[str, str]] = {
@@ -139,7 +142,8 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 
 _STEPS = "trainer.steps, as a number of steps"
-KEYS = {  # by the whole name, or its last part
+# Other projects' keys, by the whole name or its last part.
+KEYS = {
     "eval.n": "eval.samples",
     "lr": "trainer.learning_rate",
     "n": "rollout.group_size",
@@ -157,14 +161,15 @@ KEYS = {  # by the whole name, or its last part
     "total_training_steps": "trainer.steps",
     "max_steps": "trainer.steps",
 } | dict.fromkeys(("total_epochs", "num_train_epochs"), _STEPS)
-_IN_SECTIONS = ("trainer.learning_rate", "rollout.tensor_parallel")  # others have keys of the same name and meaning
+# Other sections have keys with the names and meanings of these.
+_IN_SECTIONS = ("trainer.learning_rate", "rollout.tensor_parallel")
 _VERL_SECTIONS = ("actor_rollout_ref", "custom_reward_function")
 
 
 def key_hint(key: str, exists: Callable[[str], object]) -> str | None:
     """Return the end of an error message that says what another project's dotted ``key`` is called here.
 
-    Of what several sections have, it is that of the section that was named: ``critic.lr`` is ``critic.learning_rate``.
+    If several sections have such a key, the section that was named counts: ``critic.lr`` is ``critic.learning_rate``.
     ``exists`` says whether a key is one of ours.
     """
     if key.partition(".")[0] in _VERL_SECTIONS:

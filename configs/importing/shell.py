@@ -14,13 +14,13 @@ from typing import Any
 
 from rl_async.errors import ConfigError
 
-# Characters of a word and of all words, with what variables stand for, and rounds of a loop.
+# A word, and all words together, may have so many characters with the values of variables, and a loop so many rounds.
 MOST_WORD = 1 << 16
 MOST_CHARACTERS = 1 << 22
 MOST_ROUNDS = 64
 
 Command = list[str]
-# Of a condition or a command: None if only a running machine could tell.
+# Whether a condition holds, or a command succeeds; None if only a running machine could tell.
 Status = bool | None
 
 
@@ -166,7 +166,7 @@ class _Simple:
 
 @dataclass
 class _Sequence:
-    """Commands with what joins each to the one before: ``;``, ``&&`` or ``||``."""
+    """Commands, each with the operator that joins it to the one before: ``;``, ``&&`` or ``||``."""
 
     items: list[tuple[str, Any]]
 
@@ -568,7 +568,7 @@ class _Evaluation:
                 at = end + 1
             elif char == "$":
                 value, at = self._dollar(word, at, unset)
-                # An array of no values in quotes is no word.
+                # An empty array in quotes makes no word.
                 if value == [] and quoted and not current and word[at:] == '"':
                     begun = False
                     at += 1
@@ -651,7 +651,7 @@ class _Evaluation:
         return " ".join(self.expand(text, splits=False, unset=unset))
 
     def _arithmetic(self, text: str) -> int:
-        """Compute an integer. Raises ValueError, SyntaxError or ArithmeticError for what it cannot."""
+        """Compute an integer. Raises ValueError, SyntaxError or ArithmeticError for text that it cannot compute."""
         text = self._text(text, None)
         tree = ast.parse(text.strip().replace("&&", " and ").replace("||", " or "), mode="eval")
         return self._number(tree.body)

@@ -25,7 +25,8 @@ KEYS = (
     Key("rollout-max-response-len", "rollout.max_tokens"),
     Key("rollout-temperature", "rollout.temperature", 1.0),
     Key("rollout-top-p", "rollout.top_p", 1.0),
-    Key("rollout-top-k", "rollout.top_k", -1, lambda k: max(k, 0)),  # -1 is off there, 0 here
+    # There -1 turns it off, and here 0.
+    Key("rollout-top-k", "rollout.top_k", -1, lambda k: max(k, 0)),
     Key("num-rollout", "trainer.steps"),
     Key("lr", "trainer.learning_rate", 1e-6),
     Key("lr-decay-style", "trainer.schedule", "linear"),
@@ -239,7 +240,8 @@ def _reference(path: str) -> str:
 def _batch(t: Translation) -> None:
     tasks, rows = t.number("rollout-batch-size", 0), t.number("global-batch-size", 0)
     group = t.number("n-samples-per-prompt", 1)
-    if per_gpu := t.number("max-tokens-per-gpu", 0):  # ranks that share a row count their parts there, it whole here
+    # Ranks that share a row count their parts there, and the whole row here.
+    if per_gpu := t.number("max-tokens-per-gpu", 0):
         tokens = per_gpu * t.number("context-parallel-size", 1)
         t.put("trainer.max_tokens_per_microbatch", tokens, "max-tokens-per-gpu")
     if tasks and rows:

@@ -1,4 +1,4 @@
-"""Reads other projects' settings, and translates them: what became which of our values, and what is left to say.
+"""Reads other projects' settings, and translates them into our values, with notes on the rest.
 
 Users keep settings in YAML, TOML, JSON, shell scripts and Python programs.
 """
@@ -21,7 +21,8 @@ from rl_async.configs.load import MOST_BYTES, dump_values, parse, refusals
 from rl_async.configs.schema.algorithm import read_options
 from rl_async.errors import ConfigError
 
-Values = dict[str, Any]  # dotted key -> value
+# Values by their dotted keys.
+Values = dict[str, Any]
 # Stands for a file of the user's own in a value that the other project's file does not say.
 FILL_IN = "FILL_IN"
 # Held-out tasks of a project that evaluates on all of them: more than any file has.
@@ -30,25 +31,33 @@ EVERY_TASK = 1_000_000
 
 @dataclass(frozen=True)
 class Key:
-    """A key of another project that is one key here."""
+    """A key of another project that is one key here.
+
+    ``default`` is the other project's; without one, a config that lacks the key says nothing about it. A value in
+    ``skip`` means that the key is not set.
+    """
 
     theirs: str
     ours: str
-    default: Any = None  # the other project's; None: its absence says nothing
+    default: Any = None
     convert: Callable[[Any], Any] = lambda value: value
-    skip: tuple[Any, ...] = (None,)  # values that mean "not set"
+    skip: tuple[Any, ...] = (None,)
 
 
 @dataclass
 class Translation:
-    """Values of another project's config on their way into ours."""
+    """Values of another project's config on their way into ours.
+
+    ``written`` names the values that are written out because the other project has another default, ``unknown`` those
+    that its file does not say. ``missing`` names abilities that are not here, and whose lack makes another run of it.
+    """
 
     given: Values
     ours: Values = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)  # because the other project's default is another one
+    written: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # values that the file does not say
-    missing: list[str] = field(default_factory=list)  # abilities without which the run would be another one
+    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -216,7 +225,7 @@ def read_text(path: Path) -> str:
 
 
 def read_settings(path: Path) -> tuple[Values, list[str]]:
-    """Dotted keys of a YAML, JSON or TOML file, or the ``a.b=c`` arguments in a shell script, and what was assumed."""
+    """Dotted keys of a YAML, JSON or TOML file, or a shell script's ``a.b=c`` arguments, and the assumptions made."""
     if path.suffix in STRUCTURED:
         return read_structured(path), []
     command, assumed = read_command(path, lambda command: sum(map(bool, map(_SETTING.match, command))))
@@ -260,7 +269,7 @@ def overridden(values: Values, words: list[str], origin: str, *, others: bool = 
             try:
                 value = parse(match[2], f"{origin}: {match[1]}")
             except ConfigError:
-                # Hydra's own grammar has values that are no YAML, such as patterns of module names.
+                # Hydra's own grammar allows values that YAML does not, such as patterns of module names.
                 if not others:
                     raise
                 value = match[2]
@@ -336,12 +345,15 @@ def script_flags(path: Path, program: re.Pattern[str], text: str | None = None) 
 
 @dataclass
 class Program:
-    """A Python program that is read and not run: its calls, and its names to which one expression is assigned."""
+    """A Python program that is read and not run.
+
+    ``assigned`` has the expressions that it assigns to its names, ``flags`` the defaults of its own command line.
+    """
 
     path: Path
     tree: ast.Module
     assigned: dict[str, list[ast.expr]]
-    flags: Values  # defaults of its own command line
+    flags: Values
     calls: list[ast.Call]
 
     def named(self, names: Collection[str]) -> list[ast.Call]:
@@ -381,7 +393,7 @@ class Program:
 
 
 def read_program(path: Path) -> Program:
-    """Parse a Python program. Raises ConfigError for what is not Python."""
+    """Parse a Python program. Raises ConfigError for text that is not Python."""
     try:
         tree = ast.parse(read_text(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -24,7 +24,8 @@ from rl_async.configs.importing.translation import (
 from rl_async.errors import ConfigError
 
 KEYS = (
-    Key("model_name_or_path", "model.path"),  # of ModelConfig, which TRL's scripts read from the same file
+    # This one is of ModelConfig, which TRL's scripts read from the same file.
+    Key("model_name_or_path", "model.path"),
     Key("num_generations", "rollout.group_size", 8),
     Key("temperature", "rollout.temperature", 1.0),
     Key("top_p", "rollout.top_p", 1.0),
@@ -53,7 +54,8 @@ KEYS = (
     Key("mask_truncated_completions", "algorithm.shaping.overlong_filter", False),
     Key("max_tool_calling_iterations", "agent.max_turns", convert=lambda turns: turns + 1),
 )
-OTHER_KEYS = (Key("max_prompt_length", "data.max_prompt_tokens"),)  # of earlier versions
+# Keys of earlier versions.
+OTHER_KEYS = (Key("max_prompt_length", "data.max_prompt_tokens"),)
 AGGREGATION = {
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
     **dict.fromkeys(("bnpo", "dapo", "cispo"), "token-mean"),
@@ -73,7 +75,7 @@ LORA_KEYS = (
     Key("lora_target_modules", "trainer.lora.targets", convert=_words),
 )
 CLASSES = ("GRPOConfig", "ModelConfig", "ScriptArguments")
-# The word of a command behind which the flags are those of GRPO.
+# The word of a command that GRPO's flags follow.
 _PROGRAM = re.compile(r"grpo|(.*/)?\w+\.py")
 # A command among the prose of a program's text, with the lines that backslashes join to it.
 _COMMAND = re.compile(
@@ -138,7 +140,7 @@ def write(file: Path, more: list[str]) -> str:
 
 
 def _read(file: Path) -> tuple[Values, list[str], Program | None]:
-    """The fields in a config file, a Python program or a script with flags, and what of them cannot be known."""
+    """The fields in a config file, a Python program or a script with flags, and those whose values cannot be known."""
     if file.suffix in STRUCTURED:
         return read_structured(file), [], None
     if file.suffix != ".py":
@@ -236,7 +238,7 @@ def _own(program: Program, expression: ast.expr) -> str:
 
 
 def _dataset(program: Program, expression: ast.expr) -> str | None:
-    """The data set that an expression begins with: `load_dataset(NAME, split=...)`, whatever becomes of it."""
+    """The data set that an expression begins with, as in `load_dataset(NAME, split=...).map(...)`."""
     for _ in range(20):
         if isinstance(expression, ast.Name):
             # A name that is assigned anew each time a column changes: the first assignment loads.
@@ -346,7 +348,7 @@ def _reward(name: str) -> str:
 
 
 def _length(t: Translation) -> None:
-    """`num_train_epochs`, after which TRL ends if there is no ``max_steps``."""
+    """Note `num_train_epochs`, which ends TRL's training unless ``max_steps`` is set."""
     if t.take("max_steps") in (None, -1):
         epochs, key = t.take("num_train_epochs", 3.0), "trainer.steps"
         t.unknown.append(
@@ -360,7 +362,8 @@ def _loss(t: Translation) -> None:
     high = t.take("epsilon_high") or t.take("epsilon", 0.2)
     if kind == "cispo":
         t.put("algorithm.clip_low", 1.0, "loss_type")
-        high -= 1.0  # there the bound of r itself
+        # There the bound is on r itself, and here on r - 1.
+        high -= 1.0
     t.put("algorithm.clip_high", high, "epsilon_high", "epsilon")
     if kind not in AGGREGATION:
         t.notes.append(f"loss_type={kind} has no counterpart; choose algorithm.loss")

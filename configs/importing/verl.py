@@ -1,4 +1,4 @@
-"""verl's PPO trainer (`verl/trainer/config/ppo_trainer.yaml` and what it includes), as of version 0.9.1.
+"""verl's PPO trainer (`verl/trainer/config/ppo_trainer.yaml` and the files in it), as of version 0.9.1.
 
 Its `algorithm.rollout_correction` becomes one of our presets, or a preset and its changes.
 """
@@ -28,7 +28,8 @@ from rl_async.errors import ConfigError
 
 SECTION = "algorithm.rollout_correction"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-SAME = 1e-5  # of a k1 band and its inverse, below which the two are taken for equal
+# A k1 band equals its inverse if their lower ends differ by less.
+SAME = 1e-5
 
 
 def put(t: Translation) -> None:
@@ -99,7 +100,8 @@ BACKENDS = {
 
 
 def _or_off(value: int) -> int:
-    return max(value, 0)  # -1 is off there, 0 here
+    # There -1 turns it off, and here 0.
+    return max(value, 0)
 
 
 KEYS = (
@@ -147,7 +149,7 @@ KEYS = (
     Key(f"{ROLLOUT}.multi_turn.max_tool_response_length", "agent.tool_response_tokens"),
     Key(f"{ROLLOUT}.multi_turn.max_parallel_calls", "agent.max_parallel_calls"),
 )
-# Of an engine that is named; a default there is no wish, but suits the machines that verl is made for.
+# These are read if the config names an engine. Otherwise verl's defaults hold, and those only suit its usual machines.
 ENGINE_KEYS = (
     Key(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
     Key(f"{ROLLOUT}.pipeline_model_parallel_size", "rollout.pipeline_parallel"),
@@ -365,7 +367,7 @@ def _data(t: Translation) -> None:
 
 
 def _sizes(t: Translation) -> None:
-    """Lengths and mini-batches, of which verl gives parts and ours wholes, or the reverse."""
+    """Translate lengths and mini-batches: verl gives parts where our keys give wholes, or the reverse."""
     mini = t.number(f"{ACTOR}.ppo_mini_batch_size", 256)
     tasks = t.number("data.train_batch_size", 1024)
     # The fully asynchronous trainer has 0 there, and trains as soon as these mini-batches have been sampled.
@@ -410,7 +412,7 @@ def _sizes(t: Translation) -> None:
 
 
 def _steps(t: Translation) -> None:
-    """Count the steps of ``total_epochs``, by which verl ends unless it has their number."""
+    """Count the steps of ``total_epochs``, which end verl's training unless the config has a number of steps."""
     epochs = t.number("trainer.total_epochs", 30)
     if "trainer.steps" in t.ours:
         return

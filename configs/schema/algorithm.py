@@ -17,16 +17,17 @@ from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Advantage, Loss
 from rl_async.errors import ConfigError
 
 Weight = Literal["none", "token", "sequence"]
-Limit = str | float  # "0.6_1.4" or a number
+# A number, or a band such as "0.6_1.4".
+Limit = str | float
 Factors = tuple[Annotated[float, Meta(ge=0)], ...]
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 MEASURES = ("k1", "k2", "k3")
 REJECTIONS = tuple(f"{level}_{measure}" for level in LEVELS for measure in MEASURES)
 
-# What can mask a token, or, with band, set its weight to 0; "" is nothing. The last four are no rules of a preset:
-# queue.on_straggler=mask and algorithm.shaping.overlong_filter, which act before any correction sees the token, the
-# greedy episodes of algorithm.advantage=remax, and a correction of the user's that names no rule.
+# The reasons that mask a token, or, with band, set its weight to 0; "" stands for none. The last four do not come from
+# a preset: queue.on_straggler=mask and algorithm.shaping.overlong_filter, which act before any correction sees the
+# token, the greedy episodes of algorithm.advantage=remax, and a correction of the user's that names no rule.
 RULES = ("", "band", "max_age", "veto", *REJECTIONS, "max_staleness", "overlong_filter", "greedy", "correction")
 
 
@@ -142,7 +143,8 @@ def resolve(preset: str, options: CorrectionOptions) -> Correction:
     if preset not in PRESETS:
         raise ConfigError(f"algorithm.correction: no preset {preset!r}; known: {', '.join(PRESETS)}")
     given = {name: value for name in options.__struct_fields__ if (value := getattr(options, name)) is not None}
-    if given.get("weight") == "none":  # what a preset did with its weights goes with them
+    # Without weights, the preset's settings for them do not apply.
+    if given.get("weight") == "none":
         given = {"cap": None, "band": None, "normalise": False} | given
     if "band" in given:
         given.setdefault("cap", None)
@@ -205,7 +207,7 @@ def limits(rule: str, limit: Limit) -> tuple[float, float]:
 
 
 def rules(correction: Correction) -> tuple[str, ...]:
-    """The rules that this correction may apply to a token, in the order in which they are tried."""
+    """The rules that this correction may apply to a token; they are tried in this order."""
     return (
         *(("max_age",) if correction.max_age is not None else ()),
         *(("veto",) if correction.veto is not None else ()),
@@ -214,7 +216,8 @@ def rules(correction: Correction) -> tuple[str, ...]:
     )
 
 
-ADAPTIVE_LIMIT = 0.2  # of the adaptive KL coefficient: largest relative error that counts
+# A larger relative error changes the adaptive KL coefficient no more than this one.
+ADAPTIVE_LIMIT = 0.2
 
 AboveZero = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]

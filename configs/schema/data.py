@@ -1,4 +1,4 @@
-"""Sections `model`, `data`, `finetune` and `warm_start`: the model that a run starts from, and what it learns from.
+"""Sections `model`, `data`, `finetune` and `warm_start`: the model and the data that a run starts from.
 
 ``rl-async sft`` fine-tunes on conversations (`finetune`); `warm_start` makes the model of a preset.
 """

@@ -1,4 +1,4 @@
-"""Every policy loss and advantage estimator by name, and what the rest of the system has to know about each.
+"""Every policy loss and advantage estimator by name, with the traits that the rest of the system has to know.
 
 The formulas themselves are in ``trainer/algorithms/losses.py`` and ``advantages.py``, in tables with the same names;
 they need torch, and config checks must not. Checks, derived settings and the trainer read the traits declared here and
@@ -16,27 +16,39 @@ Need = Literal["values", "sum_squares", "greedy", "parts"]
 
 @dataclass(frozen=True)
 class Loss:
-    """Traits of a policy loss."""
+    """Traits of a policy loss.
 
-    uses_ratio: bool = True  # of pi_theta to pi_old, which is mu when old log-probabilities are bypassed
-    behaviour: Literal["unused", "weighs", "limits"] = "unused"  # multiplies by pi_old/mu, or bounds pi_old against mu
-    selects: bool = False  # picks tokens from the whole mini-batch before its forward passes
-    options: tuple[str, ...] = ()  # fields of LossOptions that it reads
-    ascending: tuple[tuple[str, str], ...] = ()  # pairs of options of which the first must be below the second
+    Attributes:
+        uses_ratio: Whether it uses pi_theta / pi_old; pi_old is mu when old log-probabilities are bypassed.
+        behaviour: "weighs" if it multiplies by pi_old/mu, "limits" if it bounds pi_old against mu.
+        selects: Whether it picks tokens from the whole mini-batch before its forward passes.
+        options: Fields of LossOptions that it reads.
+        ascending: Pairs of options; the first must be below the second.
+    """
+
+    uses_ratio: bool = True
+    behaviour: Literal["unused", "weighs", "limits"] = "unused"
+    selects: bool = False
+    options: tuple[str, ...] = ()
+    ascending: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Advantage:
     """Traits of an advantage estimator.
 
-    ``needs`` names what it reads beside rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the
-    vocabulary, one more ``greedy`` episode per group, or the ``parts`` of the reward in place of the whole.
+    Attributes:
+        compares_group: Whether it compares the members of a group, so that a group must have at least two.
+        needs: Its inputs besides rewards: a critic's ``values``, the ``sum_squares`` of pi_old over the vocabulary, one
+            more ``greedy`` episode per group, or the ``parts`` of the reward in place of the whole.
+        row_is_episode: Whether it compares rows one by one, so that an episode must not become several.
+        options: Fields of AdvantageOptions that it reads.
     """
 
-    compares_group: bool = True  # with the other members of the group, of which there must be at least one
+    compares_group: bool = True
     needs: frozenset[Need] = frozenset()
-    row_is_episode: bool = False  # compares rows one by one, so an episode must not become several
-    options: tuple[str, ...] = ()  # fields of AdvantageOptions that it reads
+    row_is_episode: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def needs_contrast(self) -> bool:
@@ -87,7 +99,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def advantage_needs(name: str) -> frozenset[Need]:
-    """What the estimator reads beside rewards; nothing is known, and nothing provided, of a user's own."""
+    """The estimator's inputs besides rewards. A user's own gets none, since its needs are unknown."""
     return ADVANTAGES.get(name, Advantage()).needs
 
 

@@ -1,4 +1,4 @@
-"""Sections `agent`, `rollout` and `eval.endpoint`: how episodes are played, by which engines, and with whom.
+"""Sections `agent`, `rollout` and `eval.endpoint`: how episodes are played, and the engines that play them.
 
 Also the names of the chat formats, which the registry in ``agent_loop/chat_formats`` makes, the MCP servers whose tools
 the model may call (`agent.mcp`), and the language models that other servers have: users, opponents, endpoints.
@@ -12,7 +12,7 @@ from msgspec import Meta
 from rl_async.configs.base import Config, Count, Positive, Seconds, doc
 from rl_async.configs.engines import EngineKind
 
-# Those of the package renderers, in the order in which `auto` tries them: of formats that print the same, the first.
+# The formats of the package renderers. `auto` tries them in this order, and takes the first of those that print alike.
 LibraryName = Literal[
     "qwen3",
     "qwen3.5",
