@@ -108,8 +108,6 @@ async def test_files_and_a_memory_per_episode(tmp_path: Path) -> None:
                 assert json.loads(await call(tools, "read_graph"))["entities"][0]["name"] == "rl"
 
 
-pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
-
 BARE = (sys.executable, str(Path(__file__).parent / "bare_server.py"))
 
 
@@ -139,8 +137,6 @@ def test_what_a_run_could_not_use_is_named_with_its_key(server: McpServerConfig)
     with pytest.raises(ConfigError, match=r"^agent\.mcp\[0\]"):
         try_mcp_servers(agent(server))
 
-
-pytest.importorskip("mcp", reason="python -m pip install 'rl-async[mcp]' installs the SDK for MCP servers")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "mcp_calculator.py"
 

@@ -261,13 +261,13 @@ def test_every_loss_of_either_side_is_compared(verl: Oracle) -> None:
     assert theirs - {pair.theirs for pair in PAIRS.values()} == {"bypass_mode"}  # the presets' test
 
 
-VERL_ADVANTAGES_WIDTH = 12
+ADVANTAGE_WIDTH = 12
 GROUP_ARGUMENTS = ["index", "epsilon"]
 GAMMAS = (1.0, 0.99, 0.5)
 
 
 @dataclass(frozen=True)
-class VerlAdvantagesPair:
+class AdvantagePair:
     """An estimator of verl's, what of a case it is given, and the factor that makes of its answer ours."""
 
     ours: str
@@ -287,26 +287,26 @@ def _alpha(x: AdvantageInputs) -> float:
 _NORM = [*GROUP_ARGUMENTS, "norm_adv_by_std_in_grpo"]
 _BASELINE = [*GROUP_ARGUMENTS, "old_log_probs", "sum_pi_squared", "rollout_is_weights"]
 _PARTS = ["index", "epsilon", "config", "non_tensor_batch", "batch"]
-VERL_ADVANTAGES_PAIRS = {
-    "grpo": VerlAdvantagesPair("grpo", _NORM, {"norm": True}),
-    "grpo without deviation": VerlAdvantagesPair("dr_grpo", _NORM, {"norm": False}),
-    "grpo_vectorized": VerlAdvantagesPair("grpo", _NORM, {"norm": True}),
-    "grpo_passk": VerlAdvantagesPair("grpo_passk", [*GROUP_ARGUMENTS, "config"]),
-    "gdpo": VerlAdvantagesPair("gdpo", _PARTS, {"algorithm": {"gdpo_reward_keys": ["a", "b"]}}, in_float32=True),
-    "rloo": VerlAdvantagesPair("rloo", ["index"]),
-    "rloo_vectorized": VerlAdvantagesPair("rloo", ["index"]),
-    "opo": VerlAdvantagesPair("opo", ["index"]),
-    "gpg": VerlAdvantagesPair("gpg", ["index"], factor=_alpha),
-    "remax": VerlAdvantagesPair("remax", ["reward_baselines"], turn_rewards=False),
-    "reinforce_plus_plus": VerlAdvantagesPair("reinforce_plus_plus", ["config"]),
-    "reinforce_plus_plus_baseline": VerlAdvantagesPair("reinforce_plus_plus_baseline", ["index"]),
-    "gae": VerlAdvantagesPair("gae", ["values", "gamma", "lam"]),
-    "optimal_token_baseline": VerlAdvantagesPair("optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}, holes=False),
-    "tir_optimal_token_baseline": VerlAdvantagesPair("tir_optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}),
+ADVANTAGE_PAIRS = {
+    "grpo": AdvantagePair("grpo", _NORM, {"norm": True}),
+    "grpo without deviation": AdvantagePair("dr_grpo", _NORM, {"norm": False}),
+    "grpo_vectorized": AdvantagePair("grpo", _NORM, {"norm": True}),
+    "grpo_passk": AdvantagePair("grpo_passk", [*GROUP_ARGUMENTS, "config"]),
+    "gdpo": AdvantagePair("gdpo", _PARTS, {"algorithm": {"gdpo_reward_keys": ["a", "b"]}}, in_float32=True),
+    "rloo": AdvantagePair("rloo", ["index"]),
+    "rloo_vectorized": AdvantagePair("rloo", ["index"]),
+    "opo": AdvantagePair("opo", ["index"]),
+    "gpg": AdvantagePair("gpg", ["index"], factor=_alpha),
+    "remax": AdvantagePair("remax", ["reward_baselines"], turn_rewards=False),
+    "reinforce_plus_plus": AdvantagePair("reinforce_plus_plus", ["config"]),
+    "reinforce_plus_plus_baseline": AdvantagePair("reinforce_plus_plus_baseline", ["index"]),
+    "gae": AdvantagePair("gae", ["values", "gamma", "lam"]),
+    "optimal_token_baseline": AdvantagePair("optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}, holes=False),
+    "tir_optimal_token_baseline": AdvantagePair("tir_optimal_token_baseline", _BASELINE, {"epsilon": 1e-30}),
 }
 
 
-def verl_advantages_draw_batch(generator: torch.Generator, number: int) -> Tensors:
+def draw_advantage_batch(generator: torch.Generator, number: int) -> Tensors:
     """Groups of two to four rows of unequal length, rewards of which many are equal, and rewards of turns."""
     sizes = (torch.randint(2, 5, (3,), generator=generator)).tolist()
     groups = torch.tensor([group for group, size in enumerate(sizes) for _ in range(size)])
@@ -315,32 +315,32 @@ def verl_advantages_draw_batch(generator: torch.Generator, number: int) -> Tenso
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    lengths = torch.randint(1, VERL_ADVANTAGES_WIDTH + 1, (rows, 1), generator=generator)
-    within = torch.arange(VERL_ADVANTAGES_WIDTH) < lengths
-    holes = within & (uniform(rows, VERL_ADVANTAGES_WIDTH) < 0.7)
+    lengths = torch.randint(1, ADVANTAGE_WIDTH + 1, (rows, 1), generator=generator)
+    within = torch.arange(ADVANTAGE_WIDTH) < lengths
+    holes = within & (uniform(rows, ADVANTAGE_WIDTH) < 0.7)
     holes[:, 0] = True
-    distributions = uniform(rows, VERL_ADVANTAGES_WIDTH, 5).pow(3)
+    distributions = uniform(rows, ADVANTAGE_WIDTH, 5).pow(3)
     distributions /= distributions.sum(2, keepdim=True)
     choices = (0.0, 1.0) if number % 2 else (-1.0, 0.0, 0.5, 2.0)
     return {
         "outcomes": torch.tensor(choices).double()[torch.randint(len(choices), (rows,), generator=generator)],
-        "turn_rewards": (0.25 * (uniform(rows, VERL_ADVANTAGES_WIDTH) < 0.2).double()),
+        "turn_rewards": (0.25 * (uniform(rows, ADVANTAGE_WIDTH) < 0.2).double()),
         "within": within,
         "mask": holes,
         "groups": groups,
-        "values": torch.randn(rows, VERL_ADVANTAGES_WIDTH, generator=generator, dtype=torch.float64),
+        "values": torch.randn(rows, ADVANTAGE_WIDTH, generator=generator, dtype=torch.float64),
         "baselines": uniform(3)[groups],
         "logprobs": distributions[:, :, 0].log(),
         "sum_squares": (distributions**2).sum(2),
-        "importance": 2 * uniform(rows, VERL_ADVANTAGES_WIDTH),
+        "importance": 2 * uniform(rows, ADVANTAGE_WIDTH),
         "part.a": torch.randint(2, (rows,), generator=generator).double(),
         "part.b": torch.randint(9, (rows,), generator=generator).double() / 8,  # equal in either type, or far apart
     }
 
 
-def verl_advantages_make_cases(name: str) -> list[Case]:
+def make_advantage_cases(name: str) -> list[Case]:
     """The cases as verl's estimator ``name`` takes them."""
-    pair, cases = VERL_ADVANTAGES_PAIRS[name], both_types(verl_advantages_draw_batch)
+    pair, cases = ADVANTAGE_PAIRS[name], both_types(draw_advantage_batch)
     for number, case in enumerate(cases):
         if not pair.holes:
             case.tensors["mask"] = case["within"]
@@ -383,9 +383,9 @@ def our_inputs(case: Case) -> AdvantageInputs:
     )
 
 
-@pytest.mark.parametrize("name", VERL_ADVANTAGES_PAIRS)
+@pytest.mark.parametrize("name", ADVANTAGE_PAIRS)
 def test_an_advantage_is_verls(verl: Oracle, name: str) -> None:
-    pair, cases = VERL_ADVANTAGES_PAIRS[name], verl_advantages_make_cases(name)
+    pair, cases = ADVANTAGE_PAIRS[name], make_advantage_cases(name)
     for case, theirs in zip(cases, verl.ask("advantage", cases), strict=True):
         x = our_inputs(case)
         case.dtype = torch.float32 if pair.in_float32 else case.dtype
@@ -394,7 +394,7 @@ def test_an_advantage_is_verls(verl: Oracle, name: str) -> None:
 
 
 def test_the_critics_targets_are_verls(verl: Oracle) -> None:
-    cases = verl_advantages_make_cases("gae")
+    cases = make_advantage_cases("gae")
     for case, theirs in zip(cases, verl.ask("advantage", cases), strict=True):
         x = our_inputs(case)
         assert x.values is not None
@@ -403,17 +403,17 @@ def test_the_critics_targets_are_verls(verl: Oracle) -> None:
 
 
 def test_every_estimator_of_either_side_is_compared(verl: Oracle) -> None:
-    assert ADVANTAGES.keys() == {pair.ours for pair in VERL_ADVANTAGES_PAIRS.values()}
+    assert ADVANTAGES.keys() == {pair.ours for pair in ADVANTAGE_PAIRS.values()}
     [answer] = verl.ask("names", [Case({"any": torch.zeros(1)}, torch.float64, {"registry": "advantages"})])
     assert set(bytes(answer["names"].tolist()).decode().split("\n")) == {
-        name.partition(" ")[0] for name in VERL_ADVANTAGES_PAIRS
+        name.partition(" ")[0] for name in ADVANTAGE_PAIRS
     }
 
 
-VERL_CORRECTION_ROWS, VERL_CORRECTION_WIDTH = 8, 40
+CORRECTION_ROWS, CORRECTION_WIDTH = 8, 40
 OTHERS = {"areal", "prime_rl", "skyrl", "slime_tis"}  # presets that are not verl's
-VERL_CORRECTION_OURS_ALONE = {"seq_max_k1"}
-VERL_CORRECTION_SCALES = (0.0, 1e-8, 1e-7, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.5, 2.0)  # of log r
+CORRECTIONS_OF_OURS_ALONE = {"seq_max_k1"}
+CORRECTION_SCALES = (0.0, 1e-8, 1e-7, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.5, 2.0)  # of log r
 
 
 def draw_ratios(generator: torch.Generator, number: int) -> Tensors:
@@ -425,18 +425,18 @@ def draw_ratios(generator: torch.Generator, number: int) -> Tensors:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    behaviour = -0.05 - normal(VERL_CORRECTION_ROWS, VERL_CORRECTION_WIDTH).abs()
-    scale = VERL_CORRECTION_SCALES[number % len(VERL_CORRECTION_SCALES)]
-    mask = torch.rand(VERL_CORRECTION_ROWS, VERL_CORRECTION_WIDTH, generator=generator) < 0.7
+    behaviour = -0.05 - normal(CORRECTION_ROWS, CORRECTION_WIDTH).abs()
+    scale = CORRECTION_SCALES[number % len(CORRECTION_SCALES)]
+    mask = torch.rand(CORRECTION_ROWS, CORRECTION_WIDTH, generator=generator) < 0.7
     mask[:, 0] = True
-    distance = scale * (normal(VERL_CORRECTION_ROWS, VERL_CORRECTION_WIDTH) + normal(VERL_CORRECTION_ROWS, 1))
+    distance = scale * (normal(CORRECTION_ROWS, CORRECTION_WIDTH) + normal(CORRECTION_ROWS, 1))
     distance[0] = 0.0
     return {"behaviour": behaviour, "target": torch.minimum(behaviour + distance, torch.tensor(-1e-4)), "mask": mask}
 
 
 def our_correction(case: Case, correction: Correction) -> Corrected:
     """What ours makes of the case."""
-    age = torch.zeros(VERL_CORRECTION_ROWS, VERL_CORRECTION_WIDTH, dtype=torch.int64)
+    age = torch.zeros(CORRECTION_ROWS, CORRECTION_WIDTH, dtype=torch.int64)
     return correct(case["target"], case["behaviour"], case["mask"], age, correction)
 
 
@@ -464,21 +464,21 @@ def rule_limits(rule: str, scale: float, draw: random.Random) -> tuple[Any, Any]
     """A limit that rejects some of the rows or tokens of a case of that scale: ours, verl's."""
     scale = max(scale, 1e-6)
     if rule.endswith("k1"):
-        reach = scale * draw.uniform(0.3, 3.0) * (VERL_CORRECTION_WIDTH if "sum" in rule else 1)
+        reach = scale * draw.uniform(0.3, 3.0) * (CORRECTION_WIDTH if "sum" in rule else 1)
         low, high = 2.718281828 ** -min(reach, 5.0), 2.718281828 ** min(1.7 * reach, 5.0)
         return f"{low!r}_{high!r}", f"{1 / high!r}_{1 / low!r}"
     limit = max(
-        scale**2 * draw.uniform(0.1, 3.0) * (VERL_CORRECTION_WIDTH if "sum" in rule else 1), 1e-5
+        scale**2 * draw.uniform(0.1, 3.0) * (CORRECTION_WIDTH if "sum" in rule else 1), 1e-5
     )  # above what rounding adds up to
     return limit, limit
 
 
-@pytest.mark.parametrize("rule", sorted(set(REJECTIONS) - VERL_CORRECTION_OURS_ALONE))
+@pytest.mark.parametrize("rule", sorted(set(REJECTIONS) - CORRECTIONS_OF_OURS_ALONE))
 def test_a_rejection_rule_is_verls(verl: Oracle, rule: str) -> None:
     cases, ours = both_types(draw_ratios), []
     for number, case in enumerate(cases):
         draw = random.Random(number)
-        ours_limit, theirs_limit = rule_limits(rule, VERL_CORRECTION_SCALES[number % len(VERL_CORRECTION_SCALES)], draw)
+        ours_limit, theirs_limit = rule_limits(rule, CORRECTION_SCALES[number % len(CORRECTION_SCALES)], draw)
         ours.append(Correction(reject={rule: ours_limit}))
         case.options = {"rollout_rs": rule, "rollout_rs_threshold": str(theirs_limit)}
     answers = verl.ask("correction", cases)
@@ -491,8 +491,8 @@ def test_a_rejection_rule_is_verls(verl: Oracle, rule: str) -> None:
 def test_several_rules_and_a_weight_are_verls(verl: Oracle) -> None:
     cases, ours = both_types(draw_ratios), []
     for number, case in enumerate(cases):
-        draw, scale = random.Random(number), VERL_CORRECTION_SCALES[number % len(VERL_CORRECTION_SCALES)]
-        rules = draw.sample(sorted(set(REJECTIONS) - VERL_CORRECTION_OURS_ALONE), 3)
+        draw, scale = random.Random(number), CORRECTION_SCALES[number % len(CORRECTION_SCALES)]
+        rules = draw.sample(sorted(set(REJECTIONS) - CORRECTIONS_OF_OURS_ALONE), 3)
         limits = [rule_limits(rule, 3 * scale, draw) for rule in rules]
         level, cap, normalises = draw.choice(["token", "sequence"]), draw.uniform(0.8, 3.0), number % 3 == 0
         reject = dict(zip(rules, (mine for mine, _ in limits), strict=True))

@@ -47,7 +47,7 @@ def test_a_trainer_loses_nothing_that_it_acknowledged(recorder: Path, tmp_path: 
     assert count > POINTS and not problems, problems
 
 
-RECORDER_POINTS = 40
+RECORDED_POINTS = 40
 
 
 def check_lines(folder: Path, marks: list[str]) -> None:
@@ -99,7 +99,7 @@ def test_a_power_cut_takes_what_was_not_synced_and_nothing_else(
 ) -> None:
     root = tmp_path / "root"
     changes = record(recorder, "tests.contracts.power.writers", [writer], root, tmp_path / "log")
-    found = states(changes, root, random.Random(0), points=RECORDER_POINTS)
+    found = states(changes, root, random.Random(0), points=RECORDED_POINTS)
     count, problems = broken(found, CHECKS[writer.split("_")[0]], tmp_path / "state", most=10_000)
     kinds = {"lost" if ": lost" in problem else "torn" for problem in problems}
     # Which kinds are found depends on which changes the points fall on, and those on SQLite's version.

@@ -23,7 +23,6 @@ from rl_async.configs.schema.run import EvalConfig, RunConfig
 from rl_async.errors import QueueLost, UserError
 from rl_async.messages import NotReady, Version
 from rl_async.process.http_auth import bearer, make_tokens, run_token
-from rl_async.transfer_queue import SyncQueueClient as MetricsSyncQueueClient
 from rl_async.transfer_queue import serve
 from rl_async.transfer_queue.auth.roles import ROLES
 from rl_async.transfer_queue.client import SyncQueueClient
@@ -222,7 +221,7 @@ def test_a_scrape_shows_the_queue_as_it_is(metrics_port):
     with (
         serve(tasks, batch_groups=2) as address,
         serve_metrics(metrics_port, address, TOKEN),
-        MetricsSyncQueueClient(address, role="agent", name="w", timeout_s=10) as queue,
+        SyncQueueClient(address, role="agent", name="w", timeout_s=10) as queue,
     ):
         first, second = queue.lease(2, 5.0).groups
         queue.put(trajectory(first, 0))

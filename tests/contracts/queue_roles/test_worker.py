@@ -28,7 +28,6 @@ from rl_async.process.http_auth import make_tokens
 from rl_async.reward_loop.service import RewardService
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.transfer_queue import QueueClient, serve
-from rl_async.transfer_queue import SyncQueueClient as SplitRowsSyncQueueClient
 from rl_async.transfer_queue.auth.keys import provide_keys
 from rl_async.transfer_queue.client import SyncQueueClient
 from tests.support.queue import sync_client
@@ -145,7 +144,7 @@ async def play(address: str, folder: Path, past: PastReasoning, engine: Engine, 
 
 def take(address: str) -> list[Trajectory]:
     """Reserve the batch of step 0, fetch its rows, and end the run."""
-    with SplitRowsSyncQueueClient(address, role="trainer", name="t", timeout_s=60) as queue:
+    with SyncQueueClient(address, role="trainer", name="t", timeout_s=60) as queue:
         batch = queue.reserve(0, 50.0)
         assert isinstance(batch, Reserved)
         rows = queue.fetch([header.key for header in batch.headers])

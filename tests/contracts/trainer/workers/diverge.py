@@ -1,4 +1,4 @@
-"""One rank that trains a batch with an infinite reward; started by test_diverged.py."""
+"""One rank that trains a batch with an infinite reward; started by test_training.py."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""One rank that trains in bfloat16 and checks the precision of what is held and summed; started by test_precision.py.
+"""One rank that trains in bfloat16 and checks the precision of what is held and summed; started by test_training.py.
 
 ``python -m tests.contracts.trainer.workers.precision MODEL``.
 """

@@ -1,4 +1,4 @@
-"""One of two FSDP2 ranks that compute rows with and without shared prefixes; started by test_prefixes.py.
+"""One of two FSDP2 ranks that compute rows with and without shared prefixes; started by test_sharding.py.
 
 ``python -m tests.contracts.trainer.workers.prefixes MODEL OUT OPTIONS``: OPTIONS are the trainer's, by name, as JSON.
 Rank 0 writes how far the gradients are from float64, as multiples of what rounding explains, and how large they are.

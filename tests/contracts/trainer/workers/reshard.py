@@ -1,4 +1,4 @@
-"""One rank that makes a checkpoint out of trained weights, or goes on from one; started by test_resharding.py."""
+"""One rank that makes a checkpoint out of trained weights, or goes on from one; started by test_saver.py."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""One rank that trains recorded rows for some steps and writes the weights; started by test_fsdp2.py."""
+"""One rank that trains recorded rows for some steps and writes the weights; started by test_training.py."""
 
 import json
 import os
