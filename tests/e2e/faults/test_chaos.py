@@ -1,5 +1,6 @@
-"""Faults in whole runs and in trainers; the programs in ``tests/chaos`` do more of it by hand."""
+"""Faults in whole runs, in trainers and at the queue; the programs in ``tests/chaos`` do more of it by hand."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 
 from tests.chaos.host.isolation import NEEDED, install
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[3]
 MISSING = install(NEEDED)
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_runs_survive_five_faults() -> None:
     command = [sys.executable, "-m", "tests.chaos", "--rounds", "5", "--steps", "15"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
@@ -20,6 +23,9 @@ def test_runs_survive_five_faults() -> None:
     assert "5 faults in" in done.stdout
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_one() -> None:
     command = [sys.executable, "-m", "tests.chaos.trainer", "--rounds", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
@@ -27,6 +33,9 @@ def test_a_trainer_killed_three_times_ends_with_the_weights_of_an_undisturbed_on
     assert "3 kills in" in done.stdout
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_whole_runs_survive_ten_faults() -> None:
@@ -35,3 +44,30 @@ def test_whole_runs_survive_ten_faults() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 faults in" in done.stdout
+
+
+def run(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_rule_holds_in_a_thousand_schedules() -> None:
+    """Other ones in every session, which follow from its seed."""
+    first = random.randrange(1 << 30)
+    assert "1000 schedules" in run("tests.simulation", "--schedules", "1000", "--first", str(first), "--processes", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mutated_messages_harm_nobody() -> None:
+    assert "the healthy client was served" in run("tests.fuzz.queue", "--minutes", "0.3")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_lost_in_10_kills() -> None:
+    assert "10 rounds" in run("tests.chaos.queue", "--rounds", "10")
