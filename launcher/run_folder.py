@@ -272,7 +272,7 @@ def _may_have_journal(folder: Path) -> bool:
 def is_prepared(folder: Path) -> bool:
     """Whether a folder holds only what ``handle.launch`` writes before the run itself writes anything."""
     logs = {path.name for path in (folder / "logs").glob("*")}
-    return {path.name for path in folder.iterdir()} <= {FUNCTIONS, GIVEN, "logs"} and logs <= {OUTPUT.name}
+    return logs == {OUTPUT.name} and {path.name for path in folder.iterdir()} <= {FUNCTIONS, GIVEN, "logs"}
 
 
 def config_name(given: Given) -> str:
