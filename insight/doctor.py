@@ -22,6 +22,7 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
+from rl_async.files import UNDECODABLE
 from rl_async.insight.diagnosis import (
     Deadlines,
     Diagnosis,
@@ -217,10 +218,10 @@ def _py_spy(pid: int, state: str) -> tuple[Frame, ...]:
     command = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=True)
-    except (subprocess.SubprocessError, OSError):
+        threads = msgspec.json.decode(done.stdout, type=list[_SpyThread])
+    except (subprocess.SubprocessError, OSError, *UNDECODABLE):
         # The report shows such a process without a stack.
         return ()
-    threads = msgspec.json.decode(done.stdout, type=list[_SpyThread])
     main = next((thread for thread in threads if thread.os_thread_id == pid), None)
     return () if main is None else tuple(Frame(f.filename, str(f.line), f.name) for f in main.frames)
 

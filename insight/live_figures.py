@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.files import UNDECODABLE
-from rl_async.insight.tail import MetricsTail, Record
+from rl_async.files import UNDECODABLE, undamaged
+from rl_async.insight.tail import MetricsTail, Record, record_of
 from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport, Turn
 from rl_async.recording import trained_file
@@ -118,7 +118,7 @@ class History:
 
     def add(self, line: bytes) -> None:
         """Add a line of ``metrics.jsonl``."""
-        kept, self._last = msgspec.json.decode(line, type=Kept), line
+        kept, self._last = msgspec.convert(record_of(line), Kept, strict=False), line
         if self._steps and kept.step <= self._steps[-1]:
             place = bisect_left(self._steps, kept.step)
             del self._steps[place:]
@@ -135,7 +135,7 @@ class History:
     @property
     def last(self) -> Record | None:
         """The record of the newest step, or None before the first."""
-        return msgspec.json.decode(self._last, type=Record) if self._last else None
+        return record_of(self._last) if self._last else None
 
     def values(self, name: Literal["reward", "staleness", "held_out", "unscored"]) -> list[float]:
         """Return the values of the steps that have this number, oldest first."""
@@ -288,11 +288,12 @@ def conversation_of(folder: Path, record: Record, ranks: int) -> RecordedConvers
     """Return a step's first recorded trajectory, from the lowest of ``ranks`` ranks that recorded any.
 
     Returns None until a file is written, which is after the step's record. File names are computed, since listing the
-    folder takes longer with every step.
+    folder takes longer with every step. Raises UserError, naming the file, if it is damaged.
     """
     step, lineage = int(record["step"]), int(record["lineage"])
     for rank in range(ranks):
-        with suppress(FileNotFoundError), gzip.open(trained_file(folder, step, lineage, rank), "rb") as file:
+        path = trained_file(folder, step, lineage, rank)
+        with undamaged(path), suppress(FileNotFoundError), gzip.open(path, "rb") as file:
             if line := file.readline():
                 return msgspec.json.decode(line, type=RecordedConversation)
     return None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import QueueLost
+from rl_async.errors import QueueLost, UserError
 from rl_async.files import undamaged
 from rl_async.insight.live_figures import (
     UNSCORED,
@@ -39,7 +38,7 @@ from rl_async.insight.live_figures import (
     unscored_text,
 )
 from rl_async.insight.roster import ProcessState
-from rl_async.insight.tail import LineTail, Record
+from rl_async.insight.tail import LineTail, Record, record_of
 from rl_async.insight.terminal import printable
 from rl_async.messages import StatusReport
 
@@ -105,10 +104,16 @@ class View:
         return "\n".join([*lines, *unplayed_lines(self._config, self._history, self._folder)])
 
     def _read(self) -> list[Record]:
-        lines = self._tail.read()
-        for line in lines:
-            self._history.add(line)
-        return [msgspec.json.decode(line, type=Record) for line in lines]
+        found = []
+        for line in self._tail.read():
+            # One damaged line must not end a run that goes on.
+            try:
+                with undamaged(self._folder / "metrics.jsonl"):
+                    self._history.add(line)
+                    found.append(record_of(line))
+            except UserError as error:
+                self._remind("damaged", str(error))
+        return found
 
     async def _run_lines(self) -> None:
         known: dict[str, ProcessState] = {}
@@ -182,7 +187,11 @@ class View:
         record = self._history.last
         if record is None or (shown is not None and shown[0] == record["step"]):
             return shown
-        found = conversation_of(self._folder, record, self._config.trainer.ranks)
+        try:
+            found = conversation_of(self._folder, record, self._config.trainer.ranks)
+        except UserError as error:
+            self._remind("damaged", str(error))
+            return shown
         return shown if found is None else (int(record["step"]), found)
 
     async def _queue_report(self) -> StatusReport | None:

@@ -35,7 +35,7 @@ from rl_async.evaluation import (
     paired_p,
     summarize_with_total,
 )
-from rl_async.files import DAMAGE, written_whole
+from rl_async.files import DAMAGE, undamaged, written_whole
 from rl_async.insight.terminal import printable
 from rl_async.messages import Trajectory, Turn, role_rewards
 from rl_async.recording import evaluations, read_trajectories
@@ -438,7 +438,7 @@ def side_by_side(first: Path, last: Path, *names: str) -> Table:
 
 
 def _read(file: Path) -> dict[tuple[str, int, str], HeldOut]:
-    with gzip.open(file, "rb") as lines:
+    with undamaged(file), gzip.open(file, "rb") as lines:
         rows = [msgspec.json.decode(line, type=HeldOut) for line in lines]
     rows.sort(key=lambda row: row.segment)
     # The last segment of each episode and role counts.

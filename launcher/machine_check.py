@@ -24,6 +24,7 @@ from rl_async.configs.load import load_config
 from rl_async.configs.schema.queue import RedisConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
+from rl_async.files import UNDECODABLE
 from rl_async.launcher.plan.machine import (
     CGROUP,
     USUAL,
@@ -224,7 +225,11 @@ def probe(python: str) -> Probe:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe({"error": f"{python} cannot be run: {error}"})
-    return msgspec.json.decode(done.stdout.rpartition("PROBE")[2], type=Probe)
+    answer = done.stdout.rpartition("PROBE")[2]
+    try:
+        return msgspec.json.decode(answer, type=Probe)
+    except UNDECODABLE as error:
+        return Probe({"error": f"{python} answered {answer[:80]!r}: {error}"})
 
 
 def package_lines(found: Probe, names: tuple[str, ...], where: str) -> list[Finding]:

@@ -1,6 +1,5 @@
 """``rl-async model info``: describes a model folder, the trainers and engines that can use it, and their memory."""
 
-import json
 import math
 import sys
 from collections import Counter
@@ -14,7 +13,7 @@ from rl_async.errors import ConfigError, UserError
 from rl_async.launcher.plan.machine import check_engine_python, has_megatron
 from rl_async.launcher.plan.memory import engine_bytes, model_size, trainer_bytes
 from rl_async.launcher.sources import SOURCE_FILE
-from rl_async.model_files import read_header
+from rl_async.model_files import read_header, read_object
 
 Facts = Iterator[tuple[str, str]]
 
@@ -45,7 +44,7 @@ def _weights(folder: Path, hf: Any) -> Facts:
     yield "parameters", f"{dtypes.total():,} ({kinds})" if dtypes else "unknown: there are no safetensors files"
     yield "positions", f"{getattr(hf, 'max_position_embeddings', None) or 'unknown'}"
     if (folder / SOURCE_FILE).is_file():
-        facts = json.loads((folder / SOURCE_FILE).read_text())
+        facts = read_object(folder / SOURCE_FILE)
         yield (
             "imported from",
             ", ".join(f"{value}" if key == "source" else f"{key} {value}" for key, value in facts.items()),

@@ -24,6 +24,7 @@ from rl_async.concurrency import gather_or_cancel, to_the_end
 from rl_async.configs.derived import CODE_SCORER, unbounded
 from rl_async.configs.schema.reward import CodeConfig, RewardConfig, RewardTerm, SandboxConfig
 from rl_async.extraction import behind_reasoning, extract
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Activity, Task, Trajectory
 from rl_async.process.http_auth import run_token
 from rl_async.process.role import own_module
@@ -131,6 +132,10 @@ class _Channel:
                 raise asyncio.IncompleteReadError(b"", None)
             return reading.result()
         except ConnectionError:
+            raise asyncio.IncompleteReadError(b"", None) from None
+        # A function has written into the socket: no later reply can be trusted either.
+        except UNDECODABLE:
+            await self.kill()
             raise asyncio.IncompleteReadError(b"", None) from None
         finally:
             reading.cancel()

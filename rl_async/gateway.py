@@ -224,8 +224,10 @@ class Gateway:
             else:
                 try:
                     answer = json.loads(text)
+                    if not isinstance(answer, dict):
+                        raise ValueError(f"it is no JSON object: {text[:80]!r}")
                 # A proxy's page, or a server that is stopping.
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                except (ValueError, RecursionError) as error:
                     if time.monotonic() > deadline:
                         raise GatewayError(f"{status}: {text[:200].decode(errors='replace')}") from error
                 else:

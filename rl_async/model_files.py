@@ -4,11 +4,13 @@ A header is 8 bytes with its length, then JSON with the type, shape and place of
 that names such files are checked, since they may come from strangers.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rl_async.errors import UserError
 from rl_async.files import UNDECODABLE
 
 INDEX = "model.safetensors.index.json"
@@ -26,6 +28,22 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
+
+
+def read_object(file: Path, key: str = "") -> dict[str, Any]:
+    """Return the JSON object that a file such as ``config.json`` holds.
+
+    Raises UserError, naming the config's ``key`` and the file, for a file that holds anything else.
+    """
+    place = f"{key}: {file}" if key else f"{file}"
+    try:
+        # Models publish limits as Infinity, which msgspec does not read.
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{place} must hold a JSON object")
+    return found
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

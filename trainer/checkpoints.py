@@ -180,7 +180,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def _age(folder: Path) -> tuple[float, int]:
     try:
         lineage: float = read_state(folder).lineage
-    except UNDECODABLE:
+    except CheckpointDamaged:
         # The caller looks at it first, and finds it damaged.
         lineage = math.inf
     return lineage, _step_of(folder)
@@ -222,8 +222,8 @@ def damage_of(folder: Path) -> str | None:
     """Describe the damage of a checkpoint, naming the file, or return None. Format 1 has no checksums to verify."""
     try:
         state = read_state(folder)
-    except UNDECODABLE as error:
-        return f"{folder / 'state.json'}: {error}"
+    except CheckpointDamaged as error:
+        return str(error)
     if state.format > FORMAT:
         raise CheckpointDamaged(
             f"{folder} has format {state.format}, and this version of rl-async reads up to {FORMAT}; use a newer one"
@@ -232,8 +232,12 @@ def damage_of(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read ``state.json`` of a checkpoint."""
-    return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
+    """Read ``state.json`` of a checkpoint. Raises CheckpointDamaged, naming the file, if it is malformed."""
+    file = folder / "state.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=CheckpointState)
+    except UNDECODABLE as error:
+        raise CheckpointDamaged(f"{file}: {error}") from error
 
 
 def load_checkpoint(folder: Path, backends: Mapping[str, Backend]) -> tuple[CheckpointState, bytes]:
@@ -350,7 +354,10 @@ class Saver:
             return
         digests: dict[str, FileDigest] = {}
         for part in folder.glob(f"{DIGESTS}*"):
-            digests |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileDigest])
+            try:
+                digests |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileDigest])
+            except UNDECODABLE as error:
+                raise CheckpointFailed(f"{part} is not what a rank wrote there: {error}") from error
             part.unlink()
         write_manifest(folder, digests)
         publish(folder, self._root, step, self._check_lineage)

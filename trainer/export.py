@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from rl_async.configs.schema.trainer import LoraConfig
 from rl_async.errors import CheckpointDamaged, UserError
 from rl_async.files import GENERATION_CONFIG, UNDECODABLE, written_whole
+from rl_async.model_files import read_object
 from rl_async.trainer.checkpoints import (
     MOMENT,
     FileDigest,
@@ -81,12 +82,15 @@ def write_model(folder: Path, target: Path | None = None) -> None:
     if (folder / ADAPTER_FOLDER).is_dir():
         write_merged(folder / ADAPTER_FOLDER, target)
     else:
-        config = json.loads((folder / MODEL_FOLDER / "config.json").read_text())
+        file = folder / MODEL_FOLDER / "config.json"
+        kind = read_object(file).get("model_type")
+        if not isinstance(kind, str):
+            raise UserError(f"{file}: model_type must be a text, not {kind!r:.80}")
 
         def hugging_face_name(name: str) -> str | None:
             return name.removeprefix(WEIGHTS) if name.startswith(WEIGHTS) and MOMENT not in name else None
 
-        write_whole(folder / SHARDS, target, hugging_face_name, config["model_type"])
+        write_whole(folder / SHARDS, target, hugging_face_name, kind)
 
 
 def export(run: Path, out: Path, step: int | None = None, part: str = ".") -> int:
@@ -176,8 +180,8 @@ def require_adapters(folder: Path, base: Base, config: LoraConfig, targets: list
             f"{folder}: its adapters were trained on {read_base(file).path}, but {base.path} has other weights; set "
             "model.path as in that run"
         )
-    described = json.loads((folder / ADAPTER_FOLDER / CONFIG).read_text())
-    changed = [key for key, value in _kind(config, targets).items() if described[key] != value]
+    described = read_object(folder / ADAPTER_FOLDER / CONFIG)
+    changed = [key for key, value in _kind(config, targets).items() if described.get(key) != value]
     if changed:
         raise UserError(f"{folder}: its adapters differ in {', '.join(changed)}; set trainer.lora as in that run")
 
@@ -198,8 +202,12 @@ def write_merged(adapter: Path, target: Path) -> None:
     base = read_base(adapter / BASE)
     if base_of(base.path).files != base.files:
         raise UserError(f"{base.path} no longer has the weights on which the adapters in {adapter} were trained")
-    described = json.loads((adapter / CONFIG).read_text())
-    scale = LoraConfig(rank=described["r"], alpha=described["lora_alpha"]).scale
+    described = read_object(adapter / CONFIG)
+    try:
+        shape = {"rank": described.get("r"), "alpha": described.get("lora_alpha")}
+        scale = msgspec.convert(shape, LoraConfig).scale
+    except msgspec.ValidationError as error:
+        raise CheckpointDamaged(f"{adapter / CONFIG}: r or lora_alpha: {error}") from error
     parts = load_file(adapter / TENSORS)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(Path(base.path) / name, framework="pt")) for name in base.files]

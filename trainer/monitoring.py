@@ -27,14 +27,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from rl_async.concurrency import gather_or_cancel, in_daemon_thread
-from rl_async.errors import EngineError, OutOfMemory
+from rl_async.errors import EngineError, OutOfMemory, UserError
 from rl_async.messages import FAILED, EngineList, EngineRecord
 from rl_async.process.http_server import by_label, gauge
 from rl_async.process.run_files import PHASES, DeviceBudget, Holder, Phase, Stage, read_beats
 from rl_async.rollout_server.api import EngineLoad, EngineTokens
 from rl_async.rollout_server.pool import EngineClient
 from rl_async.torch_shared import is_out_of_memory
-from rl_async.trainer.profile_request import read_request, trace_file
+from rl_async.trainer.profile_request import ProfileRequest, read_request, trace_file
 from rl_async.transfer_queue.client import SyncQueueClient
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -207,7 +207,9 @@ class StepProfiler:
         self._run, self._rank, self._steps = run, rank, frozenset(steps)
         self._device: Any = None if device == "cpu" else torch.get_device_module(device)
         self._nvtx = getattr(self._device, "nvtx", None)
-        request = read_request(run)
+        # What could not be read has been reported once.
+        self._reported = False
+        request = self._request()
         self._answered = request.id if request else ""
         self._steps_left = 0
         self._step = -1
@@ -231,13 +233,25 @@ class StepProfiler:
         self._finish()
 
     def _wanted(self) -> bool:
-        request = read_request(self._run)
+        request = self._request()
         if request is not None and request.id != self._answered:
             self._answered, self._steps_left = request.id, request.steps
         if self._steps_left:
             self._steps_left -= 1
             return True
         return self._step in self._steps
+
+    def _request(self) -> ProfileRequest | None:
+        """Return the newest request. A file that is damaged asks for nothing, and must not end a run of days."""
+        try:
+            request = read_request(self._run)
+        except UserError as error:
+            if not self._reported:
+                log.warning("%s; ask again with rl-async profile", error)
+            self._reported = True
+            return None
+        self._reported = False
+        return request
 
     def _begin(self) -> None:
         trace_file(self._run, self._step, self._rank).parent.mkdir(exist_ok=True)

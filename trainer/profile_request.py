@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_async.files import replace_file
+from rl_async.files import replace_file, undamaged
 
 FOLDER = "profiles"
 
@@ -25,9 +25,11 @@ def write_request(run: Path, steps: int) -> None:
 
 
 def read_request(run: Path) -> ProfileRequest | None:
-    """Read the newest request; None if there was none."""
+    """Read the newest request; None if there was none. Raises UserError, naming the file, if it is damaged."""
+    file = _request_file(run)
     try:
-        return msgspec.json.decode(_request_file(run).read_bytes(), type=ProfileRequest)
+        with undamaged(file):
+            return msgspec.json.decode(file.read_bytes(), type=ProfileRequest)
     except FileNotFoundError:
         return None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_async import tracing
 from rl_async.configs.schema.algorithm import RULES
 from rl_async.errors import TrainerReplaced, UserError
-from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file
+from rl_async.files import UNDECODABLE, append_durably, append_lines, last_line, replace_file, undamaged
 from rl_async.messages import Explanation, RowKey, RuleRun, Trajectory
 from rl_async.recording import TrainedRow, evaluation_file, forget_trained, trained_file, write_trajectories
 from rl_async.tracing import EPISODE
@@ -80,7 +80,8 @@ def is_evaluated(run: Path, step: int) -> bool:
     path = run / "evaluations.jsonl"
     # A line without an end was torn.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return any(msgspec.json.decode(line, type=_Evaluated).step == step for line in lines)
+    with undamaged(path):
+        return any(msgspec.json.decode(line, type=_Evaluated).step == step for line in lines)
 
 
 def next_lineage(run: Path, resuming: bool) -> int:
@@ -115,7 +116,8 @@ def _written_lineage(run: Path) -> int | None:
         text = (run / LINEAGE).read_bytes().strip()
     except FileNotFoundError:
         return -1
-    return int(text) if text.isdigit() else None
+    # Python refuses to read numbers of thousands of digits.
+    return int(text) if text.isdigit() and len(text) <= 18 else None
 
 
 class _LineageOfLine(msgspec.Struct):

@@ -20,7 +20,7 @@ import msgspec
 
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.files import UNDECODABLE
+from rl_async.files import UNDECODABLE, undamaged
 from rl_async.messages import Task
 
 # Levels of lists and mappings in a row.
@@ -237,9 +237,15 @@ _NOTHING: Message = {"role": "user", "content": "x"}
 
 
 def read_schemas(run: Path) -> Schemas:
-    """Read the schemas that the launcher wrote; none if it did not start this process."""
+    """Read the schemas that the launcher wrote; none if it did not start this process.
+
+    Raises UserError, naming the file, if it is damaged.
+    """
     file = run / TOOLS_FILE
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, dict[str, Any]]) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    with undamaged(file):
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, dict[str, Any]])
 
 
 def prompt_length(config: RunConfig, schemas: Schemas) -> PromptLength:

@@ -37,6 +37,7 @@ from torch import Tensor
 from rl_async.concurrency import in_daemon_thread, run_in_threads
 from rl_async.configs.schema.trainer import WeightSyncConfig
 from rl_async.errors import RanksLost, WeightSyncError
+from rl_async.files import UNDECODABLE
 from rl_async.messages import Version
 from rl_async.torch_shared import give_back, to_host
 from rl_async.weight_sync.buckets import (
@@ -531,7 +532,11 @@ class OutletServer:
                 return
             peer.settimeout(None)
             while True:
-                command = msgspec.json.decode(_read(peer), type=Command)
+                try:
+                    command = msgspec.json.decode(_read(peer), type=Command)
+                except UNDECODABLE as error:
+                    log.warning("a command to %s cannot be read, and its connection ends: %s", self.address, error)
+                    return
                 _write(peer, msgspec.json.encode(self._carry_out(command)))
 
     def _carry_out(self, command: Command) -> Answer:
@@ -635,10 +640,10 @@ class RemoteOutlet:
             try:
                 _write(peer, msgspec.json.encode(command))
                 answer = msgspec.json.decode(_read(peer), type=Answer)
-            except OSError:
+            except (OSError, *UNDECODABLE):
                 peer.close()
                 raise
-        except OSError as error:
+        except (OSError, *UNDECODABLE) as error:
             hint = f"{type(error).__name__}: {error}; deadline {deadline_s:g} s"
             raise RanksLost(f"rank 0 lost rank {self._rank} in {command.method} of a publication: {hint}") from error
         with self._lock:

@@ -167,6 +167,9 @@ class HostLink:
                 first = msgspec.msgpack.decode(await host_wire.read_frame(reader), type=host_wire.Reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EnvironmentFailed(await self._ended()) from None
+        except UNDECODABLE as error:
+            self.kill(f"was killed: it sent what cannot be read: {error}")
+            raise EnvironmentFailed(await self._ended()) from None
         except TimeoutError:
             self.kill(f"did not start within {START_S:g} s")
             raise EnvironmentFailed(await self._ended()) from None
@@ -192,6 +195,9 @@ class HostLink:
                 return msgspec.msgpack.decode(await future, type=answer)
         except TimeoutError:
             self.kill(f"was killed: it had not answered {request.__name__} within {within_s:g} s")
+            raise EnvironmentFailed(f"environment host {self._number} {self._why}") from None
+        except UNDECODABLE as error:
+            self.kill(f"was killed: its answer to {request.__name__} cannot be read: {error}")
             raise EnvironmentFailed(f"environment host {self._number} {self._why}") from None
         except asyncio.CancelledError:
             self._send(host_wire.Cancel(number))

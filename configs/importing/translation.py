@@ -252,6 +252,9 @@ def read_sections(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
         except RecursionError as error:
             raise ConfigError(f"{path}: nested too deeply") from error
+        # Python refuses to read numbers of thousands of digits.
+        except ValueError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
     values = parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")

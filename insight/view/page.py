@@ -193,7 +193,10 @@ class ViewServer:
 
         def on_thread(request: Request) -> Response:
             run = self._runs.named(request.path_params["run"])
-            return _json(answer(run, request))
+            try:
+                return _json(answer(run, request))
+            except UserError as error:
+                raise RequestRefused(str(error), code="damaged", status=409) from error
 
         return handle
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl_async.files import undamaged
 from rl_async.insight.recorded_evaluations import number_of, prompt_of
 from rl_async.messages import Activity, Explanation, Sampling, Turn, VersionRun
 from rl_async.recording import PARTIAL
@@ -179,8 +180,11 @@ def row_at(file: Path, place: int) -> RecordedRow:
 
 
 def rows_at(file: Path, places: Iterable[int]) -> list[RecordedRow]:
-    """Read several rows of a file in one pass, in the order of their offsets, with lines bounded as in ``lines``."""
-    with gzip.open(file, "rb") as opened:
+    """Read several rows of a file in one pass, in the order of their offsets, with lines bounded as in ``lines``.
+
+    Raises UserError, naming the file, if it is damaged.
+    """
+    with undamaged(file), gzip.open(file, "rb") as opened:
         rows = []
         for place in sorted(places):
             opened.seek(place)

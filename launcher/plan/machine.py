@@ -4,7 +4,6 @@ The number of threads and the type of the weights (``model.dtype: auto``) depend
 at the start of a run and recorded in its folder. Imports nothing heavy.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.schema.data import ComputeType
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, UserError
-from rl_async.files import DAMAGE, replace_file
+from rl_async.files import DAMAGE, UNDECODABLE, replace_file
 from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
 from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
@@ -239,7 +238,10 @@ def ask_torch(device: str, shape: tuple[int, int], threads: int) -> Measured:
         raise UserError(f"model.dtype=auto: torch could not be asked ({last}); set float32 or bfloat16") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"model.dtype=auto: torch could not be asked ({error}); set float32 or bfloat16") from error
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Measured)
+    try:
+        return msgspec.json.decode(done.stdout.rstrip().rpartition("\n")[2], type=Measured)
+    except UNDECODABLE as error:
+        raise UserError(f"model.dtype=auto: torch answered {done.stdout[-80:]!r}; set float32 or bfloat16") from error
 
 
 def processor_name(cpuinfo: Path = CPUINFO) -> str:
@@ -273,6 +275,15 @@ beside = plugin[2] in {p.value for p in m.entry_points(group=plugin[0])} if plug
 found = [name for name in names if u.find_spec(name)]
 print(json.dumps({"modules": found, "beside": beside, "version": version, "code": ours and ours.origin}))
 """
+
+
+class Probed(msgspec.Struct, frozen=True):
+    """The answer of PROBE: installed modules, whether rl-async's plug-in is there, and rl-async's version and file."""
+
+    modules: list[str]
+    beside: bool
+    version: str
+    code: str | None
 
 
 class EngineMissing(UserError):
@@ -348,7 +359,10 @@ def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) ->
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU here, in bytes, as torch finds it; None if torch finds none."""
     devices = "(torch.accelerator.get_memory_info(i)[1] for i in range(torch.accelerator.device_count()))"
-    return int(_ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")) or None
+    said = _ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")
+    if not said.isdigit():
+        raise UserError(f"{sys.executable} was asked for the memory of its GPUs, and printed {said[-80:]!r}")
+    return int(said) or None
 
 
 def check_api_keys(config: RunConfig) -> None:
@@ -398,10 +412,9 @@ def check_engine_ranks(config: RunConfig, gpus: int) -> None:
 
 def policy_shape(config: RunConfig) -> dict[str, Any]:
     """Return ``config.json`` of the policy, or the sizes that its warm start will give it; empty if unknown."""
-    file, makes = Path(config.model.path) / "config.json", warm_start_of(config)
-    if file.is_file():
-        shape: dict[str, Any] = json.loads(file.read_text())
-        return shape
+    folder, makes = Path(config.model.path), warm_start_of(config)
+    if (folder / "config.json").is_file():
+        return read_shape("model.path", folder) or {}
     return tiny_shape(makes) | {"model_type": "qwen3"} if makes and makes.pretrained is None else {}
 
 
@@ -528,17 +541,21 @@ def check_engine_python(kind: str, python: str) -> None:
     if not traits.package:
         return
     modules = ",".join((traits.package, *BESIDE_ENGINES))
-    found = json.loads(_ask(python, PROBE, modules, "=".join(traits.plugin or ())))
-    if traits.package not in found["modules"]:
+    said = _ask(python, PROBE, modules, "=".join(traits.plugin or ()))
+    try:
+        found = msgspec.json.decode(said, type=Probed)
+    except UNDECODABLE as error:
+        raise UserError(f"rollout.python: {python} answered {said[-80:]!r}: {error}") from error
+    if traits.package not in found.modules:
         raise EngineMissing(f"rollout.engine={kind}: {python} has no {traits.title}; {traits.install}")
     problem = ""
-    if not found["beside"]:
+    if not found.beside:
         problem = "not rl-async"
-    elif missing := [name for name in BESIDE_ENGINES if name not in found["modules"]]:
+    elif missing := [name for name in BESIDE_ENGINES if name not in found.modules]:
         problem = f"not {', '.join(missing)}"
-    elif found["code"] != rl_async.__file__ and found["version"] and found["version"] != version():
+    elif found.code != rl_async.__file__ and found.version and found.version != version():
         # Trainer and engine exchange weights in formats that change between versions.
-        problem = f"rl-async {found['version']} instead of {version() or 'the one that runs here'}"
+        problem = f"rl-async {found.version} instead of {version() or 'the one that runs here'}"
     if problem:
         raise UserError(
             f"rollout.python: {python} has {traits.title} but {problem} beside it; run "
@@ -554,4 +571,4 @@ def _ask(python: str, code: str, *arguments: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
-    return done.stdout.splitlines()[-1]
+    return done.stdout.rstrip().rpartition("\n")[2]

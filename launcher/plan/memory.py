@@ -14,7 +14,6 @@ trainer on a GPU keeps the memory of a step from the first step on, since torch 
 holds it while it trains.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +30,32 @@ from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.configs.schema.reward import RewardModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
-from rl_async.model_files import experts_of
+from rl_async.model_files import experts_of, read_object
 from rl_async.process.run_files import DeviceBudget, Holder, MemoryBudget, Part, Stage
 
 # vLLM's attention on the CPU refuses heads of 16.
 HEAD_DIM = 32
 # An agent worker or the queue: interpreter, tokenizer, numpy.
 PYTHON_BYTES = 120 << 20
+# Keys of ``config.json`` that estimates count with.
+SIZES = frozenset(
+    (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "max_position_embeddings",
+        "num_experts",
+        "n_routed_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+    )
+)
+MOST_SIZE = 1 << 40
 # A process that has imported torch and transformers.
 TORCH_BYTES = 450 << 20
 # Logits in memory at once on a CPU. A GPU holds 8 times as many, which is little beside its other contents.
@@ -96,18 +114,20 @@ def model_size(config: RunConfig) -> ModelSize | None:
 def read_shape(key: str, folder: Path) -> dict[str, Any] | None:
     """Return the ``config.json`` of the model, or saved critic, in ``folder``; None if it has none.
 
-    Raises UserError, naming the key, unless the file holds a JSON object.
+    Raises UserError, naming the key, unless the file holds a JSON object whose sizes are whole numbers.
     """
     saved = folder / "model" / "config.json"
     file = saved if saved.is_file() else folder / "config.json"
     if not file.is_file():
         return None
-    try:
-        shape = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{key}: {file} is not valid JSON: {error}") from error
-    if not isinstance(shape, dict):
-        raise UserError(f"{key}: {file} must hold a JSON object")
+    shape = read_object(file, key)
+    inner = shape.get("text_config", {})
+    if not isinstance(inner, dict):
+        raise UserError(f"{key}: {file}: text_config must be an object, not {inner!r:.80}")
+    for name, value in (*shape.items(), *inner.items()):
+        # Hugging Face writes null for a size that follows from others.
+        if name in SIZES and value is not None and (type(value) is not int or not 0 <= value <= MOST_SIZE):
+            raise UserError(f"{key}: {file}: {name} must be a whole number from 0 to {MOST_SIZE}, not {value!r:.80}")
     return shape
 
 

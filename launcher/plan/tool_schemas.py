@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import ConfigError
+from rl_async.files import UNDECODABLE
 from rl_async.launcher.plan.user_code import LOAD_S, run_apart
 from rl_async.transfer_queue.chat_messages import TOOLS_FILE
 from rl_async.userload import is_user_reference
@@ -29,7 +33,10 @@ def write_tool_schemas(config: RunConfig, folder: Path) -> None:
             "launcher.plan.tool_schemas", json.dumps(names), what="agent.tools: loading them", limit_s=LOAD_S
         )
         # The user's code may have printed something before.
-        schemas = json.loads(printed.splitlines()[-1])
+        try:
+            schemas = msgspec.json.decode(printed.rstrip().rpartition("\n")[2], type=dict[str, dict[str, Any]])
+        except UNDECODABLE as error:
+            raise ConfigError(f"agent.tools: their code prints something as it ends: {printed[-80:]!r}") from error
     else:
         schemas = _schemas(names)
     (folder / TOOLS_FILE).write_text(json.dumps(schemas))

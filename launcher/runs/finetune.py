@@ -27,12 +27,12 @@ from rl_async.configs.schema.data import DataConfig, DataSource, FinetuneConfig,
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
 from rl_async.errors import EXIT_SIGNAL, DataError, UserError
-from rl_async.files import replace_file
+from rl_async.files import replace_file, undamaged
 from rl_async.insight.tail import MetricsTail, Record
 from rl_async.launcher.child_process import RoleFailed, ThisMachine
 from rl_async.launcher.plan.artifacts import SFT_FILE, check_model_folder, checkpoints, origin_of
 from rl_async.launcher.plan.machine import check_trainer, cores, read_machine, settle_here, with_threads
-from rl_async.launcher.plan.memory import model_size
+from rl_async.launcher.plan.memory import model_size, read_shape
 from rl_async.launcher.plan.planning import RENDEZVOUS, PortWish, assign_ports, finetune_ranks
 from rl_async.launcher.run_folder import create, hold, saved
 from rl_async.launcher.runs.launch import log_into, note_machine, shown, stop_text
@@ -272,7 +272,8 @@ def _encode_once(config: RunConfig, folder: Path) -> DataRecord:
     checksums |= tokenizer
     done = folder / DATA_FILE
     if done.is_file():
-        record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
+        with undamaged(done):
+            record = msgspec.json.decode(done.read_bytes(), type=DataRecord)
         before = record.checksums
         # Earlier versions did not record the tokenizer's files.
         if not before.keys() & tokenizer.keys():
@@ -365,10 +366,9 @@ def longest(config: RunConfig) -> int:
     assert config.finetune is not None
     wanted = config.finetune.max_tokens
     file = Path(config.model.path) / "config.json"
-    try:
-        shape = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"model.path: {file} is not JSON: {error}") from error
+    shape = read_shape("model.path", Path(config.model.path))
+    if shape is None:
+        raise UserError(f"model.path: there is no {file}")
     positions = shape.get("text_config", shape).get("max_position_embeddings")
     if positions is not None and wanted > positions:
         raise UserError(f"finetune.max_tokens={wanted}: {config.model.path} has {positions} positions; set fewer")

@@ -1,6 +1,5 @@
 """A sequence classifier with one label: token ids in, one number for each conversation out."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rl_async.errors import UserError
+from rl_async.model_files import read_object
 from rl_async.torch_shared import pick_device
 
 SUFFIX = "ForSequenceClassification"
@@ -45,8 +45,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise UserError(f"reward model: there is no folder {path}")
     try:
-        return dict(json.loads((path / "config.json").read_text()))
-    except (OSError, ValueError) as error:
+        return read_object(path / "config.json", "reward model")
+    except OSError as error:
         raise UserError(f"reward model: {path}/config.json cannot be read: {error}") from error
 
 

@@ -194,9 +194,15 @@ def write_budget(run: Path, budget: MemoryBudget) -> None:
 
 
 def read_budget(run: Path) -> MemoryBudget:
-    """Read the budget of the last start; one without devices if the run was started by hand."""
+    """Read the budget of the last start; one without devices if the run was started by hand.
+
+    Raises UserError, naming the file, if it is damaged.
+    """
     file = run / BUDGET_FILE
-    return msgspec.json.decode(file.read_bytes(), type=MemoryBudget) if file.is_file() else MemoryBudget()
+    if not file.is_file():
+        return MemoryBudget()
+    with undamaged(file):
+        return msgspec.json.decode(file.read_bytes(), type=MemoryBudget)
 
 
 MOST_BYTES = 1 << 20

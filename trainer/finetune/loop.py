@@ -25,8 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.data import FinetuneConfig
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import ConfigError, TrainingDiverged
-from rl_async.files import append_lines, replace_file
+from rl_async.errors import ConfigError, TrainingDiverged, UserError
+from rl_async.files import append_lines, replace_file, undamaged
 from rl_async.process.run_files import Phase, beat
 from rl_async.trainer.actor_critic import build_models
 from rl_async.trainer.backend import Backend, Outputs, learning_rate_factor
@@ -324,4 +324,9 @@ def keep_lines(path: Path, key: str, highest: int) -> None:
         return
     append_lines(path).close()
     lines = path.read_bytes().splitlines(keepends=True)
-    replace_file(path, b"".join(line for line in lines if msgspec.json.decode(line)[key] <= highest), durable=True)
+    with undamaged(path):
+        numbers = [msgspec.json.decode(line, type=dict[str, float | None]).get(key) for line in lines]
+    if None in numbers:
+        raise UserError(f"{path} is damaged: line {numbers.index(None) + 1} has no {key}")
+    kept = [line for line, number in zip(lines, numbers, strict=True) if number is not None and number <= highest]
+    replace_file(path, b"".join(kept), durable=True)

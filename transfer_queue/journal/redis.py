@@ -79,6 +79,8 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 _transition: msgspec.msgpack.Decoder[Transition] = msgspec.msgpack.Decoder(TransitionType)
+_place = msgspec.msgpack.Decoder(_PayloadPlace)
+_dump = msgspec.msgpack.Decoder(_Dump)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -212,6 +214,13 @@ class RedisJournal:
             raise self._damaged(name)
         return body
 
+    def _decoded(self, name: str, value: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """Decode the body of a sealed value. Raises JournalError naming it, also if another version wrote it."""
+        try:
+            return decoder.decode(self._opened(name, value))
+        except UNDECODABLE as error:
+            raise self._damaged(name) from error
+
     def _damaged(self, name: str) -> JournalError:
         return JournalError(
             f"the queue's journal on {self._url} is damaged: {self._prefix}:{name} is not what was written there; "
@@ -244,7 +253,7 @@ class RedisJournal:
         places: dict[bytes, bytes] = self._ask(self._redis.hgetall, self._key("places"))
         for key, value in places.items():
             field = key.decode(errors="replace")
-            place = msgspec.msgpack.decode(self._opened(f"places {field}", value), type=_PayloadPlace)
+            place = self._decoded(f"places {field}", value, _place)
             group, _, sample = field.partition(":")
             self._places.setdefault(int(group), {})[int(sample)] = place
         named = {kept.key.encode() for samples in self._places.values() for kept in samples.values()}
@@ -253,7 +262,7 @@ class RedisJournal:
         for key in unnamed:
             self._checked(self._try(self._script, UNLINK, [], key))
         body: Any = self._try(self._redis.get, self._key("dump"))
-        dump = _Dump(0, b"") if body is None else msgspec.msgpack.decode(self._opened("dump", body), type=_Dump)
+        dump = _Dump(0, b"") if body is None else self._decoded("dump", body, _dump)
         self._seq, self._dump_bytes = dump.count, len(dump.state)
         return Recovered(dump.state, dump.count, self._transitions())
 

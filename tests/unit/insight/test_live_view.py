@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import io
 import json
+import math
 import os
 import tracemalloc
 from pathlib import Path
@@ -156,6 +157,13 @@ def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> No
         history.add(line(step, reward))
     assert history.values("reward") == [0.1, 0.3]
     assert history.last is not None and history.last["step"] == 1
+
+
+def test_a_metric_that_is_not_a_number_is_remembered_as_such() -> None:
+    history = History()
+    history.add(msgspec.json.encode(record(0, math.nan)))
+
+    assert history.last is not None and math.isnan(history.last["reward/mean"])
 
 
 def test_sparklines_show_the_shape_in_any_width() -> None:
