@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rl_async.reward_loop.api import finite_number
+
 # A user's message as text, or chat messages; None says nothing.
 Observation = str | Sequence[dict[str, Any]] | None
 
@@ -20,3 +22,18 @@ class Step(NamedTuple):
     done: bool = False
     reason: str = ""
     to: str = ""
+
+
+def checked(step: Step) -> Step:
+    """Return the step of a user's environment or tool with Python's own numbers.
+
+    Raises ValueError, which names the value, for a reward that is no finite number and a ``done`` that is no bool.
+    """
+    reward = None if step.reward is None else finite_number(step.reward)
+    if step.reward is not None and reward is None:
+        raise ValueError(f"returned {step.reward!r:.80}, not a reward that is a finite number")
+    # NumPy's truth values are none of Python's.
+    done = step.done.item() if getattr(step.done, "size", None) == 1 else step.done
+    if not isinstance(done, bool):
+        raise ValueError(f"returned done={step.done!r:.80}, not a bool")
+    return step._replace(reward=reward, done=done, reason=str(step.reason))

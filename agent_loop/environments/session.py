@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rl_async.agent_loop.chat_formats.format import Message
-from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.step import Step, checked
 from rl_async.agent_loop.tools.tool import CallableTool
 from rl_async.concurrency import DaemonCalls
 from rl_async.errors import ConfigError, EnvironmentFailed, RlAsyncError
 from rl_async.messages import Task
-from rl_async.reward_loop.api import Score, ScorerFailed, finite_number, to_score
+from rl_async.reward_loop.api import Score, ScorerFailed, to_score
 from rl_async.transfer_queue.chat_messages import ROLES
 from rl_async.userload import raised_at
 
@@ -167,10 +167,10 @@ class UserSession:
         """Check the environment's answer; return it, and its observation as messages."""
         if not isinstance(step, Step):
             raise self._unusable(method, step, "a Step")
-        reward = None if step.reward is None else finite_number(step.reward)
-        if step.reward is not None and reward is None:
-            raise self._unusable(method, step.reward, "a reward that is a finite number")
-        step = step._replace(reward=reward, done=bool(step.done), reason=str(step.reason))
+        try:
+            step = checked(step)
+        except ValueError as error:
+            raise EnvironmentFailed(f"environment {self._name}: {method}() {error}") from None
         messages = self._messages(method, step.observation)
         if any(message["role"] == "assistant" for message in messages):
             raise self._unusable(method, messages, "without messages of the assistant, which the model alone writes")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, Self, get_type_hints
 
 import msgspec
 
-from rl_async.agent_loop.step import Step
+from rl_async.agent_loop.step import Step, checked
 from rl_async.concurrency import DaemonCalls
-from rl_async.errors import ConfigError
+from rl_async.errors import ConfigError, EnvironmentFailed
 from rl_async.userload import raised_at
 
 log = logging.getLogger("rl_async.agent_loop")
@@ -62,7 +62,10 @@ class Tool:
         self.schema = _schema(self.name, function, self.arguments)
 
     async def call(self, arguments: dict[str, Any], *, timeout_s: float) -> ToolResult:
-        """Call the function. Any failure becomes a result with an error, as a message to the model."""
+        """Call the function. Any failure becomes a result with an error, as a message to the model.
+
+        Raises EnvironmentFailed for a Step that cannot be recorded: its reward is not the model's to mend.
+        """
         try:
             accepted = msgspec.convert(arguments, self.arguments)
         except msgspec.ValidationError:
@@ -70,16 +73,21 @@ class Tool:
         named = {field: getattr(accepted, field) for field in self.arguments.__struct_fields__}
         try:
             value = await self._run(named, timeout_s)
-            if not isinstance(value, Step):
-                return ToolResult(_text(value))
-            text = "" if value.observation is None else _text(value.observation)
-            return ToolResult(text, reward=value.reward, reason=value.reason, done=value.done)
+            said = value.observation if isinstance(value, Step) else value
+            text = "" if isinstance(value, Step) and said is None else _text(said)
         except TimeoutError:
             return failed("timeout")
         # A tool is the user's code and may raise anything; its errors go to the model and do not end the run.
         except Exception as error:
             self._log_once(error)
             return failed(str(error) or type(error).__name__)
+        if not isinstance(value, Step):
+            return ToolResult(text)
+        try:
+            step = checked(value)
+        except ValueError as error:
+            raise EnvironmentFailed(f"tool {self.name} {error}") from None
+        return ToolResult(text, reward=step.reward, reason=step.reason, done=step.done)
 
     def _log_once(self, error: Exception) -> None:
         """Log an error once per place that raised it, since a model may call a tool wrongly thousands of times."""

@@ -1,11 +1,13 @@
 """Tools: schemas from types, and every failure as a result."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 
 from rl_async import concurrency
@@ -13,7 +15,7 @@ from rl_async.agent_loop.chat_formats.format import HERMES
 from rl_async.agent_loop.step import Step
 from rl_async.agent_loop.tools.tool import Tool, ToolResult
 from rl_async.agent_loop.tools.tool_registry import get_tool
-from rl_async.errors import ConfigError
+from rl_async.errors import ConfigError, EnvironmentFailed
 
 
 def add(a: int, b: int = 1) -> int:
@@ -49,6 +51,34 @@ async def test_a_step_is_a_result_with_a_reward() -> None:
         return Step(f"got {a}", reward=0.5, done=True, reason="close")
 
     assert await call(submit, a=1) == ToolResult("got 1", reward=0.5, reason="close", done=True)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", b"1", [0.5], {"a": 1.0}, np.array([1.0, 2.0]), 10**400])
+async def test_a_reward_that_is_no_finite_number_fails_the_episode(reward: Any) -> None:
+    def submit(a: int) -> Step:
+        return Step("got it", reward=reward)
+
+    with pytest.raises(EnvironmentFailed, match="submit"):
+        await call(submit, a=1)
+
+
+@pytest.mark.parametrize("done", ["no", None, 1, [], np.array([True, False])])
+async def test_an_end_that_is_no_truth_value_fails_the_episode(done: Any) -> None:
+    def submit(a: int) -> Step:
+        return Step("got it", done=done)
+
+    with pytest.raises(EnvironmentFailed, match="submit"):
+        await call(submit, a=1)
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(1.0), np.array([1.0]), np.int64(1), 1])
+async def test_numbers_of_other_types_are_rewards(reward: Any) -> None:
+    def submit(a: int) -> Step:
+        return Step(None, reward=reward, done=cast(bool, np.bool_(True)))
+
+    found = await call(submit, a=1)
+
+    assert found == ToolResult("", reward=1.0, done=True) and type(found.reward) is float and found.done is True
 
 
 async def test_failures_are_results() -> None:
