@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from rl_async.configs.importing.translation import Key, Translation, flatten, our_default, overridden, read_sections
+from rl_async.configs.importing.translation import (
+    FILL_IN,
+    Key,
+    Translation,
+    flatten,
+    our_default,
+    overridden,
+    read_sections,
+)
 from rl_async.errors import ConfigError
 
 OPTIMIZER, LOSS, SAMPLING = "trainer.optim", "trainer.loss", "orchestrator.train.sampling"
@@ -194,7 +202,8 @@ def _environment(t: Translation) -> None:
     if any(key.startswith("model.vlm.") for key in t.given):
         t.missing.append("prompts with images (model.vlm); models read text alone")
     if not sources:
-        t.unknown.append("data.path and agent.environment: no environment is named")
+        t.put("reward.functions", [{"name": f"{FILL_IN}.py:reward"}], "orchestrator.train.source")
+        t.unknown.append("data.path, agent.environment and reward.functions: no environment is named")
     elif len(sources) > 1:
         names = ", ".join(_name_of(source) for source in sources)
         t.missing.append(f"several environments in one run ({names}): keep one of orchestrator.train.source")

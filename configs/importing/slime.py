@@ -41,7 +41,7 @@ KEYS = (
     Key("pipeline-model-parallel-size", "trainer.pipeline_parallel"),
     Key("context-parallel-size", "trainer.sequence_parallel"),
     Key("expert-model-parallel-size", "trainer.expert_parallel"),
-    Key("save-interval", "trainer.checkpoint_every"),
+    Key("save-interval", "trainer.checkpoint_every", 0),
     Key("eval-interval", "eval.every"),
     Key("n-samples-per-eval-prompt", "eval.samples", 1),
     Key("wandb-project", "tracking.project"),
@@ -150,7 +150,8 @@ def _data(t: Translation) -> None:
     """The data set and its columns, which are verl's here unless templates name others."""
     path, prompt, label = t.take("prompt-data"), t.take("input-key", "input"), t.take("label-key")
     templates = {"prompt": f"{{{prompt}}}"} if prompt != "prompt" else {}
-    templates |= {"ground_truth": f"{{{label}}}"} if label else {}
+    # Rows in verl's columns have it inside of this one, which is where it is looked for.
+    templates |= {"ground_truth": f"{{{label}}}"} if label not in (None, "reward_model") else {}
     if path is not None:
         t.put("data.path", [{"path": str(path)} | templates] if templates else path, "prompt-data")
 
@@ -193,6 +194,9 @@ def _evaluation(t: Translation) -> None:
     greedy = t.given.get("eval-top-k") == 1
     t.put("eval.temperature", 0 if greedy else heat, "eval-temperature", "eval-top-k")
     if not held_out:
+        return
+    if not t.given.get("eval-interval"):
+        t.notes.append(f"eval-prompt-data={held_out}: without eval-interval slime does not evaluate")
         return
     # NAME FILE NAME FILE ...; a single word is a file.
     files = held_out[1::2] if isinstance(held_out, list) else [held_out]

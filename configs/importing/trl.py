@@ -295,6 +295,9 @@ def _limits(t: Translation) -> None:
         t.notes.append(f"data.max_prompt_tokens: without a limit there; a longer prompt than {prompt} is an error here")
     t.put("agent.max_tokens", total, *theirs)
     t.put("rollout.max_model_len", total, *theirs)
+    # Turns end with the tokens there, unless their number is given.
+    if "agent.loop" in t.ours and "agent.max_turns" not in t.ours:
+        t.put("agent.max_turns", answer, "max_tool_calling_iterations")
 
 
 def _devices(t: Translation) -> None:
@@ -322,6 +325,9 @@ def _adapters(t: Translation) -> None:
         if t.take(key):
             t.missing.append(f"{key}: adapters are plain LoRA on weights in model.dtype")
     t.translate(LORA_KEYS)
+    if "trainer.lora.targets" not in t.ours:
+        t.put("trainer.lora.targets", ["q_proj", "v_proj"], "use_peft")
+        t.notes.append("trainer.lora.targets: PEFT's choice for most architectures where none are given")
     t.ours.setdefault("trainer.lora.rank", t.number("lora_r", 16))
 
 

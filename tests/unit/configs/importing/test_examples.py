@@ -184,6 +184,7 @@ def test_a_script_of_slimes(tmp_path: Path) -> None:
     assert (found["agent.max_tokens"], found["rollout.max_model_len"]) == (9216, 9216)
     assert (found["trainer.minibatches"], found["queue.max_staleness"], found["model.path"]) == (2, 0, "$BASE/model")
     assert found["reward.functions"][0]["name"] == "math"
+    assert "data.eval_path" not in ours(tmp_path, "slime", "run.sh", SLIME.replace("--eval-interval 20", ""))
     late = ours(tmp_path, "slime", "run.sh", SLIME.replace("train.py", "train_async.py"))
     assert "queue.max_staleness" not in late, "1 is the default"
 
@@ -345,6 +346,7 @@ def test_a_program_of_trls_that_takes_flags_is_read_by_the_command_in_its_text(t
     )
     assert (found["trainer.lora.rank"], found["trainer.lora.targets"]) == (16, ["q_proj", "v_proj"])
     assert [term["name"] for term in found["reward.functions"]] == ["math", f"{tmp_path}/grpo.py:brevity"]
+    assert found["agent.max_turns"] == 1024, "only tokens end an episode there"
     assert (found["agent.tools"], found["agent.loop"]) == ([f"{tmp_path}/grpo.py:search"], "tool_agent")
 
 
