@@ -32,8 +32,10 @@ def checked(step: Step) -> Step:
     reward = None if step.reward is None else finite_number(step.reward)
     if step.reward is not None and reward is None:
         raise ValueError(f"returned {step.reward!r:.80}, not a reward that is a finite number")
-    # NumPy's truth values are none of Python's.
-    done = step.done.item() if getattr(step.done, "size", None) == 1 else step.done
+    # NumPy's truth values are of another type.
+    done: Any = step.done
+    if getattr(done, "size", None) == 1:
+        done = done.item()
     if not isinstance(done, bool):
         raise ValueError(f"returned done={step.done!r:.80}, not a bool")
     return step._replace(reward=reward, done=done, reason=str(step.reason))
