@@ -49,6 +49,8 @@ HERE = Path(__file__).parent
 HELD = "2048"  # groups, for the memory
 BROKER, MEMORY, SQLITE = "raw ZMQ, one broker", "this queue, memory", "this queue, sqlite"
 REDIS, PEER = "Redis streams", "TransferQueue"
+# The queue's consumer starts the clock after its first batch.
+FEWEST = 2 * BATCH
 LONG_SHARE = 20  # of the groups of ordinary rows, so many fewer of long ones
 Way = Literal["tcp", "ipc", "curve"]  # TCP without keys; a socket file with keys; TCP with keys, encrypted
 
@@ -248,12 +250,17 @@ def paths(transferqueue_python: str) -> dict[str, Arm]:
     return arms
 
 
+def long_groups(groups: int) -> int:
+    """Return how many groups of long rows are as much work as these of ordinary rows, but enough to be measured."""
+    return max(FEWEST, groups // LONG_SHARE)
+
+
 def speeds(arguments: argparse.Namespace) -> tuple[float, dict[str, Any]]:
     """Rows per second of this queue in memory, and the figures of throughput."""
     arms, groups = paths(arguments.transferqueue), arguments.throughput_groups
     found = throughput(groups, TOKENS, arguments.repeats, arms)
     compared = {name: arm for name, arm in arms.items() if name in (BROKER, MEMORY, REDIS)}
-    long = throughput(groups // LONG_SHARE, LONG_TOKENS, arguments.repeats, compared)
+    long = throughput(long_groups(groups), LONG_TOKENS, arguments.repeats, compared)
 
     def ratio(rows: dict[str, Speed], ours: str, other: str) -> float | None:
         return rows[ours].rows_per_s / rows[other].rows_per_s if other in rows else None
@@ -292,6 +299,10 @@ def main() -> None:
     parser.add_argument("--throughput", action="store_true", help="measure only the paths, and end")
     parser.add_argument("--credentials", action="store_true", help="measure only what keys cost, and end")
     arguments = parser.parse_args()
+    if arguments.throughput_groups < FEWEST:
+        parser.error(f"--throughput-groups: give {FEWEST} or more: the first {BATCH} only start the clock")
+    if arguments.repeats < 1 or arguments.groups < 1:
+        parser.error("--repeats and --groups: give 1 or more")
     if arguments.credentials:
         credentials(arguments.repeats, arguments.throughput_groups)
         return

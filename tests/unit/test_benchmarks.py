@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks import __main__ as every
-from benchmarks import whole_steps
+from benchmarks import transfer_queue, whole_steps
 from benchmarks.algorithms import batch, loss_work
 from benchmarks.planned.published import (
     HALVINGS,
@@ -305,3 +305,21 @@ def test_phases_of_other_steps_are_taken_to_have_the_same_shares() -> None:
 
 def test_a_length_is_found_with_which_the_generation_takes_as_long() -> None:
     assert bisect(lambda x: x * x, 0.0, 16.0, 25.0) == pytest.approx(5.0, abs=16 / 2**HALVINGS)
+
+
+@pytest.mark.parametrize("groups", [transfer_queue.FEWEST, 800, 1279, 4800])
+def test_few_groups_of_the_queue_are_enough_for_a_rate(groups: int) -> None:
+    for measured in (groups, transfer_queue.long_groups(groups)):
+        assert measured // transfer_queue.BATCH > 1
+
+
+@pytest.mark.parametrize("flags", [("--throughput-groups", "63"), ("--repeats", "0"), ("--groups", "0")])
+def test_arguments_too_small_to_measure_are_refused(
+    flags: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["transfer_queue", *flags])
+
+    with pytest.raises(SystemExit) as ended:
+        transfer_queue.main()
+
+    assert ended.value.code == 2 and flags[0] in capsys.readouterr().err
