@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
@@ -236,9 +237,14 @@ _UNREADABLE = (
 
 
 def folder_of(file: Path) -> Path:
-    """Return the folder for the converted GGUF file; its name contains the checksum of the file's content."""
+    """Return the folder for the converted GGUF file.
+
+    Its name contains a checksum of the file's content and of the versions of the packages that convert it.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "rl-async" / "models" / f"{file.stem}-{_checksum(file)[:12]}"
+    found = {one: [d.version for d in metadata.distributions(name=one)] for one in ("transformers", "gguf")}
+    made = hashlib.sha256(f"{_checksum(file)} {found}".encode()).hexdigest()
+    return cache / "rl-async" / "models" / f"{file.stem}-{made[:12]}"
 
 
 def converted(file: Path, key: str) -> Path:

@@ -1,6 +1,7 @@
 """Models and data sets from the Hub, ModelScope, packages and GGUF files."""
 
 import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import torch
 from rl_async.configs.load import load_config
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError, UserError
+from rl_async.launcher import sources
 from rl_async.launcher.run_folder import SOURCES, create, note_sources, resumed_run
 from rl_async.launcher.sources import (
     SOURCE_FILE,
@@ -233,6 +235,24 @@ def test_shards_of_two_versions_are_not_one_data_set(tmp_path: Path) -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("package", ["transformers", "gguf"])
+def test_a_gguf_file_is_converted_again_by_another_version(tmp_path: Path, cache: Path, package: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    here = sources.folder_of(file)
+    metadata = tmp_path / "other" / f"{package}-0.0.1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.0.1\n")
+
+    sys.path.insert(0, str(tmp_path / "other"))
+    try:
+        other = sources.folder_of(file)
+    finally:
+        sys.path.remove(str(tmp_path / "other"))
+
+    assert sources.folder_of(file) == here != other
 
 
 def test_a_gguf_file_is_converted_once_and_exactly(tmp_path: Path, cache: Path) -> None:

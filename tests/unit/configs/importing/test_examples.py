@@ -110,7 +110,7 @@ def test_engines_that_cannot_share_devices_do_not(tmp_path: Path) -> None:
 def test_verls_overlong_penalty_is_found_wherever_it_was(tmp_path: Path, section: str) -> None:
     buffer = f"{section}.overlong_buffer_cfg" if "kwargs" in section else f"{section}.overlong_buffer"
     found = ours(tmp_path, "verl", "run.sh", VERL, f"{buffer}.enable=true", f"{buffer}.len=512")
-    assert found["algorithm.shaping.overlong_cache_tokens"] == 512
+    assert found["algorithm.shaping.overlong.cache_tokens"] == 512
 
 
 @pytest.mark.parametrize(
