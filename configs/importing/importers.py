@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rl_async.configs.importing import prime_rl, slime, trl, verl
+from rl_async.configs.importing.translation import NotThisKind
 from rl_async.errors import ConfigError
 
 Write = Callable[[Path, list[str]], str]
@@ -15,6 +16,9 @@ def _checked(write: Write) -> Write:
     def checked(file: Path, more: list[str]) -> str:
         try:
             return write(file, more)
+        except NotThisKind as error:
+            kinds = ", ".join(f"from-{kind}" for kind in SOURCES)
+            raise ConfigError(f"{error}; configs that can be read: {kinds}") from error
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
             raise ConfigError(f"{file}: a value there is not of the kind that its key has: {error}") from error
 

@@ -44,6 +44,10 @@ class Key:
     skip: tuple[Any, ...] = (None,)
 
 
+class NotThisKind(ConfigError):
+    """A file is not a config of the project that it was read as."""
+
+
 @dataclass
 class Translation:
     """Values of another project's config on their way into ours.
@@ -95,13 +99,15 @@ class Translation:
     def text(self, head: str, no_counterpart: Mapping[str, str]) -> str:
         """Our YAML, below comments about everything that needs a look.
 
-        Raises ConfigError if nothing that is given is known: then it is not such a config. Raises it, too, if the run
-        would need an ability that is missing.
+        Raises NotThisKind if nothing that is given is known, or almost nothing of many keys: projects share a few
+        common names. Raises ConfigError if the run would need an ability that is missing.
         """
         named, unknown = self._left(no_counterpart)
-        if len(unknown) == len(self.given):
+        many = len(self.given) >= MANY and len(unknown) > UNKNOWN_SHARE * len(self.given)
+        if many or not any(key in self._used for key in self.given):
             first = f": {', '.join(line.partition(' = ')[0] for line in unknown[:5])}" if unknown else ""
-            raise ConfigError(f"{head.rstrip('.')}: it holds none of the settings that this command knows{first}")
+            least = "almost none" if many else "none"
+            raise NotThisKind(f"{head.rstrip('.')}: it holds {least} of the settings that this command knows{first}")
         self._leave_out_unread_options()
         if self.missing:
             raise ConfigError(f"{head.rstrip('.')}: this run cannot be had here: {'; '.join(self.missing)}")
@@ -212,6 +218,8 @@ _NEGATIVE = re.compile(r"-[\d.]")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)\s*(?:,(.*))?\}")
 # Computed by the shell, or nothing but a variable: no part of it is a value.
 _NO_VALUE = re.compile(r".*\$\(.*|`.*|\$\{[^}]*\}|\$\w+", re.DOTALL)
+# A file of so many keys of which a greater share is unknown was written for another program.
+MANY, UNKNOWN_SHARE = 8, 0.7
 
 
 def read_text(path: Path) -> str:
