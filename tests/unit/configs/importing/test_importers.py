@@ -182,7 +182,7 @@ def test_the_command_line_offers_every_source() -> None:
 
 @pytest.mark.parametrize("module", [verl, trl, prime_rl, slime])
 def test_the_tables_name_keys_that_exist(module: object) -> None:
-    for table in ("KEYS", "ENGINE_KEYS", "CRITIC_KEYS"):
+    for table in ("KEYS", "OTHER_KEYS", "ENGINE_KEYS", "CRITIC_KEYS", "MEGATRON_KEYS", "ADAM_KEYS", "LORA_KEYS"):
         for key in getattr(module, table, ()):
             assert field_at(key.ours) is not None, key
 
