@@ -265,7 +265,7 @@ def read_sections(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
     values = parse(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections and keys, found {type(values).__name__}")
+        raise NotThisKind(f"{path}: expected sections and keys, found {type(values).__name__}")
     return values
 
 
