@@ -104,7 +104,8 @@ class Translation:
         """
         named, unknown = self._left(no_counterpart)
         many = len(self.given) >= MANY and len(unknown) > UNKNOWN_SHARE * len(self.given)
-        if many or not any(key in self._used for key in self.given):
+        used = any(key in self._used for key in self.given)
+        if many or not (used or (named and not unknown)):
             first = f": {', '.join(line.partition(' = ')[0] for line in unknown[:5])}" if unknown else ""
             least = "almost none" if many else "none"
             raise NotThisKind(f"{head.rstrip('.')}: it holds {least} of the settings that this command knows{first}")
