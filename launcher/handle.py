@@ -24,7 +24,7 @@ import msgspec
 from rl_async.configs.load import Given, dump_values, load_config, load_resolved
 from rl_async.configs.suggestions import nearest
 from rl_async.errors import EXIT_STOPPED, EXIT_USER, ConfigError, RlAsyncError, RunFailed, UserError
-from rl_async.files import make_durable_folder
+from rl_async.files import make_durable_folder, undamaged
 from rl_async.insight.doctor import evaluates_only, is_recorded, launcher_of
 from rl_async.insight.roster import ProcessRecord, read_roster, said_last
 from rl_async.insight.tail import LineTail, MetricsTail, Record
@@ -214,8 +214,10 @@ class Run:
             raise UserError(tokenizer.problem)
         own = re.compile(rf".*{FUNCTIONS}/\w+\.py:")
         for file in files:
-            for _, line in lines(self.folder / "trajectories" / file.name):
-                row = msgspec.json.decode(line, type=RecordedRow)
+            path = self.folder / "trajectories" / file.name
+            for _, line in lines(path):
+                with undamaged(path):
+                    row = msgspec.json.decode(line, type=RecordedRow)
                 base = row.staleness_base
                 yield Sample(
                     step=file.step,

@@ -18,6 +18,7 @@ from rl_async.trainer.backend import Backend, Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.packing import Tensors
 from rl_async.trainer.publishing import Canaries, WatchedPublisher
+from rl_async.trainer.rank import CANARY_TOKENS
 from rl_async.weight_sync.protocol import InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
 from tests.conftest import VOCAB
@@ -94,7 +95,7 @@ def watched(peer: Peer, scales: list[float], config: MismatchConfig) -> tuple[Wa
     def connect(record: EngineRecord) -> VllmEngine:
         return VllmEngine(record.url, token=peer.token)
 
-    canaries = Canaries(directory, connect, vocabulary=VOCAB, tokens=config.tokens, temperature=0.7, timeout_s=10.0)
+    canaries = Canaries(directory, connect, vocabulary=VOCAB, tokens=CANARY_TOKENS, temperature=0.7, timeout_s=10.0)
     return WatchedPublisher(publisher, canaries, config, 0.7), publisher
 
 

@@ -289,10 +289,8 @@ def prefixes_peer(model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
         yield started
 
 
-async def test_a_second_turn_reuses_the_first_until_an_update(
-    prefixes_peer: Peer, connect: Connect, model_folder: Path
-) -> None:
-    client = connect()
+async def test_a_second_turn_reuses_the_first_until_an_update(prefixes_peer: Peer, model_folder: Path) -> None:
+    client = prefixes_peer.client()
     turns: list[tuple[GenerateRequest, GenerateResult, float]] = []
     tokens, hits = [(7 * i + 3) % 60 for i in range(60)], 0.0
     for number, scale in enumerate((1.0, 1.0, 1.5, 1.5)):
@@ -309,6 +307,7 @@ async def test_a_second_turn_reuses_the_first_until_an_update(
         assert got.versions[0].version == version
         assert errors(scaled(model_folder, scale), request, got).max() <= 1
         tokens = [*tokens, *got.token_ids, 5, 6, 7]
+    await client.close()
     assert [reused for _, _, reused in turns] == [0, 64, 0, 112]
     async with aiohttp.ClientSession(headers=bearer(prefixes_peer.token)) as session:
         body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2}}
