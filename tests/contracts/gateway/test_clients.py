@@ -13,19 +13,12 @@ import msgspec
 import pytest
 
 from rl_async.agent_loop.chat_formats.render import ChatRenderer
-from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.configs.derived import follows_json_schemas
 from rl_async.gateway import Gateway
 from tests.contracts.gateway.peers import RunningGateway
-from tests.unit.agent_loop.conftest import demos
 from tests.unit.agent_loop.fakes import leased, run_config
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_clients.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
-    return ChatRenderer(train_tokenizer(demos("calculator", 300), 200))
 
 
 def post(url: str, body: dict[str, Any], agent: str) -> str:
