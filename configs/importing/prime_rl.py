@@ -49,7 +49,7 @@ _ENGINE = "an engine's own settings; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
     "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
     "orchestrator.renderer": "chats are rendered by the model's own template",
-    "orchestrator.algo.length_penalty": "rewards have no penalty for length but algorithm.shaping.overlong_max_tokens",
+    "orchestrator.algo.length_penalty": "rewards have no penalty for length but algorithm.shaping.overlong",
     "orchestrator.model": "engines start from model.path",
     "trainer.loss": "a number of another loss",
     "trainer.optim": "a number of another optimizer",

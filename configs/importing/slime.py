@@ -66,7 +66,7 @@ NO_COUNTERPART = {
     **dict.fromkeys(("attention-dropout", "hidden-dropout", "attention-backend", "sequence-parallel"), _MEGATRON),
     **dict.fromkeys(("accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32"), _MEGATRON),
     **dict.fromkeys(("expert-tensor-parallel-size", "optimizer"), _MEGATRON),
-    "over-sampling-batch-size": "groups that are given up are replaced one by one (algorithm.shaping.max_refills)",
+    "over-sampling-batch-size": "groups that are given up are replaced one by one (algorithm.shaping.dynamic_sampling)",
     "custom-tis-function-path": "corrections are algorithm.correction, here slime's own --use-tis",
     "rollout-function-path": "a run here is asynchronous by queue.max_staleness",
     **dict.fromkeys(
