@@ -108,12 +108,14 @@ def test_a_curve_moves_while_the_run_trains(tab: Tab, live: Live) -> None:
     page = tab.open("/run/live")
     reward = page.locator("figure", has_text="reward").first
     reward.locator("canvas").wait_for()
-    first, pixels = newest_step(page, reward), reward.locator("canvas").screenshot()
+    # A screenshot waits for the element to stand still, but the page replaces it with each step.
+    drawn = "canvas => canvas.toDataURL()"
+    first, pixels = newest_step(page, reward), reward.locator("canvas").evaluate(drawn)
     deadline = time.monotonic() + 240
     while (last := newest_step(page, reward)) < first + 2:
         assert time.monotonic() < deadline
         page.wait_for_timeout(500)
-    assert reward.locator("canvas").screenshot() != pixels
+    assert reward.locator("canvas").evaluate(drawn) != pixels
     recorded = [json.loads(line)["step"] for line in (live.folder / "metrics.jsonl").read_text().splitlines()]
     assert last in recorded, "the trainer recorded what is drawn"
     steps = page.locator(".state .figure", has_text=" / 100,000")
