@@ -24,6 +24,7 @@ from rl_async.configs.derived import (
     parts,
     plays_harbor,
     points_of,
+    redis_of,
     slack,
     weight_at,
 )
@@ -31,7 +32,6 @@ from rl_async.configs.engines import ENGINES, PARALLEL
 from rl_async.configs.schema.algorithm import ShapingConfig
 from rl_async.configs.schema.data import DataConfig, DataSource, WarmStartConfig
 from rl_async.configs.schema.formulas import ADVANTAGES, Advantage
-from rl_async.configs.schema.queue import RedisConfig
 from rl_async.configs.schema.rollout import AgentConfig, McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.configs.schema.trainer import TrainerConfig
@@ -436,7 +436,7 @@ DATA_RULES = (curriculum, make, templates)
 
 
 def journal(c: RunConfig) -> str | None:
-    if not re.fullmatch(r"rediss?://[^\s@?#]+", (c.queue.redis or RedisConfig()).url):
+    if not re.fullmatch(r"rediss?://[^\s@?#]+", redis_of(c).url):
         return (
             "queue.redis.url must be redis://HOST:PORT/NUMBER or rediss://..., without a password, which belongs in "
             "the environment variable RL_ASYNC_REDIS_PASSWORD"

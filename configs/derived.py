@@ -16,7 +16,7 @@ import msgspec
 from rl_async.configs.engines import ENGINES, EngineKind, EngineTraits
 from rl_async.configs.schema.data import ComputeType, DataConfig, DataSource, ModelConfig, WarmStartConfig
 from rl_async.configs.schema.formulas import advantage_needs
-from rl_async.configs.schema.queue import QueueConfig
+from rl_async.configs.schema.queue import QueueConfig, RedisConfig
 from rl_async.configs.schema.rollout import McpServerConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError
@@ -277,3 +277,8 @@ def secret_variables(configs: Sequence[McpServerConfig]) -> list[str]:
     """Return the variables of our environment that are meant for servers alone."""
     named = [name for config in configs for name in (*config.env_from, *config.headers_from.values())]
     return [name for name in named if name not in PASSED]
+
+
+def redis_of(config: RunConfig) -> RedisConfig:
+    """Return the settings of the Redis journal, which are the defaults if the section is absent."""
+    return config.queue.redis or RedisConfig()

@@ -18,10 +18,9 @@ from typing import Literal
 import msgspec
 
 from rl_async.accelerators import accelerator_here, count_gpus
-from rl_async.configs.derived import engine_traits
+from rl_async.configs.derived import engine_traits, redis_of
 from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_config
-from rl_async.configs.schema.queue import RedisConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import UNDECODABLE
@@ -421,7 +420,7 @@ def redis_lines(config: RunConfig | None, server: str | None) -> list[Finding]:
     """Check that the Redis server of a queue's journal accepts connections."""
     if config is None or config.queue.journal != "redis":
         return []
-    url = (config.queue.redis or RedisConfig()).url
+    url = redis_of(config).url
     host, _, port = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")
     try:
         with socket.create_connection((host, int(port or 6379)), timeout=5.0):

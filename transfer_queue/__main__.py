@@ -15,8 +15,9 @@ from pathlib import Path
 import zmq
 
 from rl_async import tracing
+from rl_async.configs.derived import redis_of
 from rl_async.configs.load import load_resolved
-from rl_async.configs.schema.queue import RedisConfig, SqliteConfig
+from rl_async.configs.schema.queue import SqliteConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, JournalError
 from rl_async.files import make_durable_folder
@@ -80,7 +81,7 @@ def run_queue(run: Path, address: str, *, relaunched: bool, stopped: threading.E
 
 
 def _metrics(config: RunConfig, run: Path, address: str) -> AbstractContextManager[None]:
-    """Answer Prometheus with ``tracking.prometheus``."""
+    """Answer Prometheus while the block runs, if ``tracking.prometheus`` is set."""
     if not config.tracking.prometheus:
         return contextlib.nullcontext()
     return exposed(True, run, "queue", "queue", QueueCollector(address, client_keys(config, run, "reader")))
@@ -138,7 +139,7 @@ def open_journal(config: RunConfig, run: Path) -> Journal:
                 if error.name != "redis":
                     raise
                 raise ConfigError("queue.journal=redis needs a package: pip install 'rl-async[redis]'") from error
-            redis = config.queue.redis or RedisConfig()
+            redis = redis_of(config)
             return RedisJournal(redis.url, config.name, replicas=redis.replicas)
     return MemoryJournal(config.name)
 

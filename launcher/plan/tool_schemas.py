@@ -38,11 +38,12 @@ def write_tool_schemas(config: RunConfig, folder: Path) -> None:
         except UNDECODABLE as error:
             raise ConfigError(f"agent.tools: their code prints something as it ends: {printed[-80:]!r}") from error
     else:
-        schemas = _schemas(names)
+        schemas = schemas_of(names)
     (folder / TOOLS_FILE).write_text(json.dumps(schemas))
 
 
-def _schemas(names: Sequence[str]) -> dict[str, Any]:
+def schemas_of(names: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON schemas of tools by name. Imports their code; raises ConfigError if it cannot be loaded."""
     from rl_async.agent_loop.tools.tool_registry import get_tool
 
     return {name: get_tool(name).schema for name in names}
@@ -50,7 +51,7 @@ def _schemas(names: Sequence[str]) -> dict[str, Any]:
 
 def main() -> int:
     """Print the schemas of the tools that the argument lists, as the last line of standard output."""
-    print(json.dumps(_schemas(json.loads(sys.argv[1]))))
+    print(json.dumps(schemas_of(json.loads(sys.argv[1]))))
     return 0
 
 

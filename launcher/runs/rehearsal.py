@@ -15,6 +15,7 @@ from rl_async.configs.derived import parts
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.launcher.plan.tool_schemas import schemas_of
 from rl_async.launcher.plan.user_code import run_apart
 from rl_async.messages import Task
 from rl_async.userload import is_user_reference
@@ -82,7 +83,7 @@ def _rehearse(config: RunConfig, whole: bool) -> Findings:
     sources = parts(config.data)
     made = config.data.make is not None and not Path(sources[0].path).is_file()
     if whole and not made:
-        make_sources(config, _schemas(config))
+        make_sources(config, schemas_of(_tools(config)))
         rows = sum(len(open_rows(part.path, seed=config.seed, parameters=part.parameters)) for part in sources)
         limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
         findings.lines.append(("data", f"{rows:,} rows, all readable, no prompt longer than {limit}"))
@@ -112,10 +113,9 @@ def _made_task(config: RunConfig) -> Task:
     return to_task(templated(sample_row(config.data.make), part, place), place, "first")
 
 
-def _schemas(config: RunConfig) -> dict[str, dict[str, object]]:
-    from rl_async.agent_loop.tools.tool_registry import get_tool
-
-    return {} if config.agent.gateway is not None else {name: get_tool(name).schema for name in config.agent.tools}
+def _tools(config: RunConfig) -> tuple[str, ...]:
+    """Return the tools whose schemas are in prompts; with a gateway, programs offer their own."""
+    return () if config.agent.gateway is not None else config.agent.tools
 
 
 def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
@@ -128,7 +128,7 @@ def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
     from rl_async.agent_loop.chat_formats.format_registry import load_format
 
     chat = load_format(config.model.path, config.agent)
-    token_ids = chat.prompt(task.prompt, list(_schemas(config).values()))
+    token_ids = chat.prompt(task.prompt, list(schemas_of(_tools(config)).values()))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
     text = tokenizer.decode(token_ids)
     cut = f"\n... {len(text) - SHOWN} more characters" if len(text) > SHOWN else ""

@@ -70,20 +70,15 @@ def watch_lifeline() -> None:
 
     The supervisor passes the read end of a pipe and keeps the write end, which the kernel closes however it dies.
     """
-    fd = os.environ.pop(LIFELINE_FD, None)
-    if fd is None:
-        return
 
-    def watch(read_end: int) -> None:
-        # Blocks until the write end closes.
-        os.read(read_end, 1)
+    def leave() -> None:
         print("the supervisor is gone; exiting", file=sys.stderr, flush=True)
         # The supervisor gives each of its children a group of its own.
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, args=(int(fd),), name="lifeline", daemon=True).start()
+    _when_closed(LIFELINE_FD, leave)
 
 
 STARTER_FD = "RL_ASYNC_STARTER_FD"
@@ -92,19 +87,28 @@ STARTER_FD = "RL_ASYNC_STARTER_FD"
 def stop_with_starter() -> None:
     """Ask this process to end, as SIGTERM does, once the program that started it has ended; nothing without one.
 
-    The program keeps the write end of a pipe, which the kernel closes however it ends.
+    The program passes the read end of a pipe and keeps the write end, as the supervisor does.
     """
-    fd = os.environ.pop(STARTER_FD, None)
+
+    def stop() -> None:
+        print("the program that started the run has ended; stopping", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _when_closed(STARTER_FD, stop)
+
+
+def _when_closed(variable: str, act: Callable[[], None]) -> None:
+    """Call ``act`` in a thread once the pipe closes whose read end ``variable`` names; never without the variable."""
+    fd = os.environ.pop(variable, None)
     if fd is None:
         return
 
     def watch(read_end: int) -> None:
         # Blocks until the write end closes.
         os.read(read_end, 1)
-        print("the program that started the run has ended; stopping", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        act()
 
-    threading.Thread(target=watch, args=(int(fd),), name="starter", daemon=True).start()
+    threading.Thread(target=watch, args=(int(fd),), name=variable, daemon=True).start()
 
 
 def setup_logging(role: str, level: int = logging.INFO) -> logging.Logger:

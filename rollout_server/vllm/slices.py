@@ -32,7 +32,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class WeightBoxes:
-    """Additional methods of vLLM's workers."""
+    """Gives vLLM's workers a method that tells the slices of weights that they need."""
 
     # An attribute of the worker.
     model_runner: Any

@@ -37,7 +37,7 @@ def serving(run: Path) -> m.Version:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
+    """Replace a file by one with all of ``data``, so that a kill leaves the old one or the new one."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(data)
     temporary.rename(path)

@@ -325,7 +325,7 @@ def _framed(rng: random.Random, content: bytes) -> tuple[list[bytes], list[bytes
 
 
 def _headers(rng: random.Random) -> list[bytes]:
-    """Further header lines."""
+    """Draw header lines beyond those that a request needs."""
     types = (b"application/json", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data", *JUNK)
     lines = [b"Content-Type: " + rng.choice(types)]
     if rng.random() < 0.1:
@@ -519,7 +519,7 @@ def judge(attack: Attack, answer: bytes, secrets: Sequence[str]) -> int:
 
 
 def shown(attack: Attack) -> str:
-    """An attack for a person."""
+    """Print an attack for a person, cut if it is long."""
     sent = b"".join(attack.parts)
     return f"{sent[:1500]!r}{'...' if len(sent) > 1500 else ''}"
 

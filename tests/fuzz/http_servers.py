@@ -281,7 +281,7 @@ class GatewayTarget:
         self.port, self.crashed = self._served.port, self._served.crashed
 
     def prepare(self, rng: random.Random) -> str:
-        """Begin an episode."""
+        """Begin an episode, and return its id for the attacks."""
         self._current = self._begin()
         return self._current
 
@@ -309,7 +309,7 @@ class GatewayTarget:
         return newest and newest._requests, self._queue.put_rows
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server, and wait for its thread."""
         self._served.stop()
 
 
@@ -517,7 +517,7 @@ class RewardTarget:
         """It keeps none."""
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server, and wait for its thread."""
         self._served.stop()
 
 

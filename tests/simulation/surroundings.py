@@ -270,7 +270,7 @@ class Disk:
         return [_decode(transition) for transition in self._history]
 
     def commit(self, transitions: list[bytes], rows: Rows | None) -> None:
-        """A transaction."""
+        """Append the transitions and store the rows, as one transaction does."""
         self.log += transitions
         self._history += transitions
         if rows is not None:
@@ -319,7 +319,7 @@ class SimJournal:
         return rows[segment] if 0 <= segment < len(rows) else None
 
     def flush(self) -> None:
-        """All of it or nothing."""
+        """Make all pending transitions durable, or none."""
         if not self._pending and not self._dirty:
             return
         self._fuse.point("before the flush")

@@ -1,6 +1,6 @@
 """Make whole batches, and rows that begin alike, for tests of the results computed from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -57,15 +57,20 @@ def shared_rows(vocab: int, device: str = "cpu") -> Tensors:
 
 
 def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
-    """A mean over sequences, each with a weight of its own, of bent means over their tokens, of everything there is."""
+    """Return the mean over sequences, each with a weight of its own, of the bent means of all outputs."""
+    total = torch.zeros(())
+    for bent in bent_means(outputs, lengths):
+        weights = torch.linspace(-1.0, 2.0, len(bent), device=bent.device)
+        total = total.to(bent.device) + (weights * bent).mean()
+    return total
+
+
+def bent_means(outputs: Outputs, lengths: Tensor) -> Iterator[Tensor]:
+    """Yield the tanh of each sequence's mean over its tokens, [B], of every output that there is."""
     parts = [outputs.logprobs, outputs.entropy, outputs.sum_squares, outputs.values]
     if outputs.distribution is not None:
         parts.append(outputs.distribution.square().mean(-1))
-    total = torch.zeros(())
     for part in parts:
         if part is not None:
             real = (torch.arange(part.shape[1]) + 1 < lengths[:, None]).to(part.device)
-            mean = torch.where(real, part, 0.0).sum(1) / lengths.to(part.device)
-            weights = torch.linspace(-1.0, 2.0, len(mean), device=part.device)
-            total = total.to(part.device) + (weights * mean.tanh()).mean()
-    return total
+            yield (torch.where(real, part, 0.0).sum(1) / lengths.to(part.device)).tanh()

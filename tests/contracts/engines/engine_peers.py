@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +19,11 @@ from rl_async.configs.load import dump
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.rollout import Quantization, RolloutConfig
 from rl_async.configs.schema.run import RunConfig
+from rl_async.launcher.child_process import Lifeline
 from rl_async.launcher.plan.memory import model_size
 from rl_async.launcher.plan.planning import HOST, PortWish, hold_ports, plan
 from rl_async.process.http_auth import bearer, make_tokens, run_token
+from rl_async.process.role import LIFELINE_FD
 from rl_async.rollout_server.api import EMPTY, GenerateRequest, GenerateResult, join
 from rl_async.rollout_server.vllm.client import VllmEngine
 from tests.conftest import vllm_python
@@ -89,15 +91,19 @@ def running(
     ports = {spec.name: held.getsockname()[1]}
     log = folder / f"{kind}.log"
     process: subprocess.Popen[bytes] | Forked
+    closing = ExitStack()
     if kind == "embedded" and forked:
         command = spec.command(ports)
         module, *arguments = command[command.index("-m") + 1 :]
         process = Forked(module, *arguments, environment=spec.environment(ports), log=log, session=True)
     else:
+        # As under a launcher, the engine ends however this process does.
+        lifeline = closing.enter_context(Lifeline())
         with log.open("wb") as output:
             process = subprocess.Popen(
                 spec.command(ports),
-                env=os.environ | spec.environment(ports),
+                env=os.environ | spec.environment(ports) | {LIFELINE_FD: str(lifeline.read_end)},
+                pass_fds=(lifeline.read_end,),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -115,6 +121,7 @@ def running(
         with suppress(ProcessLookupError):  # what the engine started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
+        closing.close()
         held.close()
 
 

@@ -284,7 +284,7 @@ HITS = "vllm:prefix_cache_hits_total"
 
 @pytest.fixture
 def prefixes_peer(model_folder: Path, tmp_path: Path) -> Iterator[Peer]:
-    """A running embedded engine."""
+    """An embedded engine that has served nothing, so that its cache of prefixes is empty."""
     with running("embedded", model_folder, tmp_path, model_length=256) as started:
         yield started
 

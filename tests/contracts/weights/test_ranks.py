@@ -118,7 +118,7 @@ def ranks(mode: str) -> Iterator[list[Forked]]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict[str, int]]]:
-    """By scenario, of each rank."""
+    """The counts that each rank printed, by scenario."""
     with ranks("all") as processes:
         outputs = [process.communicate(timeout=180) for process in processes]
         for process, (_, errors) in zip(processes, outputs, strict=True):

@@ -83,7 +83,7 @@ def read_log(log: Path) -> list[Change]:
 
 
 def marks_of(changes: Sequence[Change]) -> list[str]:
-    """Everything that was acknowledged."""
+    """Return the marks that a program wrote when something was acknowledged to it, in order."""
     return [change.path for change in changes if change.kind == "m"]
 
 
@@ -146,7 +146,7 @@ class Naming(NamedTuple):
 
 
 class Disk:
-    """A disk, change by change."""
+    """Replays recorded changes of files, and makes the states in which a loss of power may leave them."""
 
     def __init__(self, root: Path) -> None:
         self._root = Folder()

@@ -20,6 +20,7 @@ from rl_async.trainer.backend import OutputName, Outputs
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.model import Head
 from rl_async.trainer.packing import Tensors, empty_tensors
+from tests.support.batches import bent_means
 from tests.support.rounding import excess, in_float64, pass_rounding, to_float64
 from tests.unit.trainer.test_families import COMMON
 
@@ -50,16 +51,8 @@ def experts_for(config: Any, batch: Tensors) -> Tensor:
 
 
 def loss_of(outputs: Outputs, lengths: Tensor) -> Tensor:
-    """A sum of bent means over whole sequences, of everything that there is."""
-    parts = [outputs.logprobs, outputs.entropy, outputs.sum_squares, outputs.values]
-    if outputs.distribution is not None:
-        parts.append(outputs.distribution.square().mean(-1))
-    total = torch.zeros(())
-    for part in parts:
-        if part is not None:
-            real = (torch.arange(part.shape[1]) + 1 < lengths[:, None]).to(part.device)
-            total = total.to(part.device) + (torch.where(real, part, 0.0).sum(1) / lengths.to(part.device)).tanh().sum()
-    return total
+    """Return the sum of the bent means of all outputs, which parts of a batch add up to."""
+    return torch.stack([bent.sum() for bent in bent_means(outputs, lengths)]).sum()
 
 
 def computed(folder: Path, ranks_per_row: int, device: str, exactly: bool = False) -> dict[str, Tensor]:
