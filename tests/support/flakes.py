@@ -4,8 +4,9 @@
     python -m tests.support.flakes repeat N -- COMMAND ...           run a pytest command N times beside a busy machine
 
 ``again`` reads the file of ``pytest --failures``. A test that passes alone is flaky; the report gets its name and the
-text of its first failure. The exit code is 1 if a test failed again, if the report names more than ``MOST_FLAKES``
-tests, or if the session did not end regularly.
+text of its first failure. Tests of a file that failed in their set-up share a fixture; they are tried together and
+count as one. The exit code is 1 if a test failed again, if the report names more than ``MOST_FLAKES`` tests, or if the
+session did not end regularly.
 """
 
 import argparse
@@ -26,22 +27,32 @@ from pathlib import Path
 import pytest
 
 MOST_FLAKES = 3
-# More failures than this have one cause that no second try removes, and trying them all would take very long.
+# More failures than this have a cause that no second try removes, and trying them all would take very long.
 MOST_TRIES = 12
 FLAKY = "FLAKY: "
 
 
 @dataclass
 class Session:
-    """A pytest session: the text of each failed test's first failure, and the exit status, if it came to its end."""
+    """A pytest session: the text of each failed test's first failure, the exit status if it came to its end, and the
+    tests that failed in their set-up."""
 
     failures: dict[str, str] = field(default_factory=dict)
     status: int | None = None
+    in_setup: set[str] = field(default_factory=set)
+
+    def tries(self) -> list[list[str]]:
+        """Return the failed tests, those together that are tried together."""
+        tries: dict[str, list[str]] = {}
+        for test in self.failures:
+            tries.setdefault(test.split("::")[0] if test in self.in_setup else test, []).append(test)
+        return list(tries.values())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tests that passed alone, those that failed again, and why the stage counts as failed (empty if it passed)."""
+    """The tests that passed alone, those that failed again, and why the stage counts as failed (empty if it passed). Of
+    tests that were tried together the first one stands for all."""
 
     flaky: Sequence[str] = ()
     broken: Sequence[str] = ()
@@ -57,18 +68,21 @@ def read_session(file: Path) -> Session:
             session.status = record["status"]
         else:
             session.failures.setdefault(record["test"], record["text"])
+            if record["phase"] == "setup":
+                session.in_setup.add(record["test"])
     return session
 
 
-def judge(session: Session, known: int, passes_alone: Callable[[str], bool]) -> Verdict:
-    """Try each failed test once more. ``known`` is the number of flaky tests of earlier stages."""
+def judge(session: Session, known: int, pass_alone: Callable[[Sequence[str]], bool]) -> Verdict:
+    """Try the failed tests once more. ``known`` is the number of flaky tests of earlier stages."""
     if session.status is None:
         return Verdict(why="pytest did not come to its end")
     if session.status != pytest.ExitCode.TESTS_FAILED or not session.failures:
         return Verdict(why=f"pytest ended with exit code {session.status}, which no single test explains")
-    if len(session.failures) > MOST_TRIES:
+    tries = session.tries()
+    if len(tries) > MOST_TRIES:
         return Verdict(why=f"{len(session.failures)} tests failed, too many to try each again")
-    passed = {test: passes_alone(test) for test in session.failures}
+    passed = {tests[0]: pass_alone(tests) for tests in tries}
     flaky, broken = ([test for test in passed if passed[test] is which] for which in (True, False))
     if broken:
         return Verdict(flaky, broken, f"{len(broken)} of {len(passed)} failed tests failed again, alone")
@@ -77,26 +91,26 @@ def judge(session: Session, known: int, passes_alone: Callable[[str], bool]) -> 
     return Verdict(flaky)
 
 
-def passes_alone(test: str) -> bool:
-    """Run one test in a process of its own and say whether it passed; skipped is not passed."""
+def pass_alone(tests: Sequence[str]) -> bool:
+    """Run tests in a process of their own and say whether all passed; skipped is not passed."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "result.xml"
         # Options of the failed session, such as files that it appends to, are not for the second try.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         environment.pop("PYTEST_ADDOPTS", None)
-        command = [sys.executable, "-m", "pytest", "-n", "0", f"--junitxml={record}", test]
+        command = [sys.executable, "-m", "pytest", "-n", "0", f"--junitxml={record}", *tests]
         done = subprocess.run(command, env=environment, check=False)
         if done.returncode != 0:
             return False
         suites = ElementTree.parse(record).getroot().iter("testsuite")
-        return all(int(suite.get("tests", 0)) > int(suite.get("skipped", 0)) for suite in suites)
+        return all(int(suite.get("tests", 0)) == len(tests) and suite.get("skipped") == "0" for suite in suites)
 
 
 def run_again(failures: Path, report: Path) -> int:
     """Try the failed tests of a session again, extend the report, and return the exit code."""
     session = read_session(failures)
     known = len(flaky_tests(report))
-    verdict = judge(session, known, passes_alone)
+    verdict = judge(session, known, pass_alone)
     report.parent.mkdir(parents=True, exist_ok=True)
     with report.open("a") as file:
         for test in verdict.flaky:

@@ -6,6 +6,7 @@ tensors on it go through gloo. It has no streams, no kernels and no memory of it
 ``install`` changes torch for the rest of the process.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ SCALARS = 16  # bytes: more that comes to the host at a time is no scalar or che
 aten = torch.ops.aten
 moved: list[int] = []  # sizes in bytes of what came to the host
 _memory: dict[int, StorageWeakRef] = {}  # of all tensors that are or were on the device
+_memory_lock = threading.RLock()  # tensors are made in several threads
 _at_return = 0  # bytes that were held when torch last gave back what it does not use
 _library: torch.library.Library | None = None
 
@@ -42,7 +44,8 @@ class OnDevice(Tensor):
             )
         made.inner = inner
         memory = inner.untyped_storage()
-        _memory[memory._cdata] = StorageWeakRef(memory)
+        with _memory_lock:
+            _memory[memory._cdata] = StorageWeakRef(memory)
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -87,10 +90,11 @@ class OnDevice(Tensor):
 def held() -> int:
     """Return how many bytes of tensors are on the device. What waits for Python to collect garbage counts: on a GPU it
     is in the way of whoever shares the device."""
-    for key in [key for key, memory in _memory.items() if memory.expired()]:
-        del _memory[key]
-    alive = (torch.UntypedStorage._new_with_weak_ptr(memory.cdata) for memory in _memory.values())
-    return sum(storage.nbytes() for storage in alive if storage is not None)
+    with _memory_lock:
+        for key in [key for key, memory in _memory.items() if memory.expired()]:
+            del _memory[key]
+        alive = [torch.UntypedStorage._new_with_weak_ptr(memory.cdata) for memory in _memory.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def reserved() -> int:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,40 @@ ROOT = Path(__file__).parents[2]
 FAILED = pytest.ExitCode.TESTS_FAILED
 
 
-def session(*tests: str, status: int | None = FAILED) -> Session:
-    return Session(dict.fromkeys(tests, "AssertionError"), status)
+def session(*tests: str, status: int | None = FAILED, in_setup: Sequence[str] = ()) -> Session:
+    return Session(dict.fromkeys([*tests, *in_setup], "AssertionError"), status, set(in_setup))
 
 
 def test_tests_that_pass_alone_are_flaky_and_the_stage_passes() -> None:
-    verdict = judge(session("a", "b"), 0, lambda test: True)
+    verdict = judge(session("a", "b"), 0, lambda tests: True)
     assert verdict.flaky == ["a", "b"] and not verdict.broken and not verdict.why
 
 
 def test_a_test_that_fails_again_fails_the_stage() -> None:
-    verdict = judge(session("a", "b"), 0, lambda test: test == "a")
+    verdict = judge(session("a", "b"), 0, lambda tests: tests == ["a"])
     assert verdict.flaky == ["a"] and verdict.broken == ["b"] and verdict.why
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_tests_of_a_file_that_fail_in_their_set_up_are_tried_together_and_count_as_one(passes: bool) -> None:
+    shared = [f"a.py::{number}" for number in range(MOST_TRIES + 1)]
+    tried: list[Sequence[str]] = []
+
+    def pass_alone(tests: Sequence[str]) -> bool:
+        tried.append(tests)
+        return passes or tests != shared
+
+    verdict = judge(session("a.py::own", "b.py::own", in_setup=shared), 0, pass_alone)
+    assert tried == [["a.py::own"], ["b.py::own"], shared]
+    assert verdict.flaky == ["a.py::own", "b.py::own", *([shared[0]] if passes else [])]
+    assert list(verdict.broken) == ([] if passes else [shared[0]])
+    assert bool(verdict.why) is not passes
 
 
 @pytest.mark.parametrize(("known", "new", "passes"), [(0, 3, True), (0, 4, False), (3, 1, False), (2, 1, True)])
 def test_more_flaky_tests_than_are_tolerated_fail_the_run(known: int, new: int, passes: bool) -> None:
     assert MOST_FLAKES == 3
-    verdict = judge(session(*map(str, range(new))), known, lambda test: True)
+    verdict = judge(session(*map(str, range(new))), known, lambda tests: True)
     assert bool(verdict.why) is not passes
 
 
@@ -48,8 +65,8 @@ def test_more_flaky_tests_than_are_tolerated_fail_the_run(known: int, new: int, 
     ids=["never began", "killed", "nothing failed", "interrupted", "internal error", "no tests", "too many"],
 )
 def test_a_session_that_single_tests_do_not_explain_fails_without_a_second_try(ended: Session) -> None:
-    def never(test: str) -> bool:
-        raise AssertionError(f"{test} was tried again")
+    def never(tests: Sequence[str]) -> bool:
+        raise AssertionError(f"{tests} were tried again")
 
     assert judge(ended, 0, never).why
 
@@ -81,6 +98,14 @@ def test_nested():
     (here / "test_it.py").write_text("def test_it(): pass")
     subprocess.run([sys.executable, "-m", "pytest", str(here)], check=True)
     assert False, "behind a session of its own"
+
+@pytest.fixture(scope="module")
+def shared():
+    fails_first("shared")
+
+@pytest.mark.parametrize("number", range(2))
+def test_of_a_fixture(shared, number):
+    pass
 
 def test_skips_later():
     if pathlib.Path(__file__).with_name("mended").exists():
@@ -119,6 +144,14 @@ def test_a_test_that_fails_once_is_named_with_its_first_failure(
     assert sorted(flaky_tests(report)) == ["test_them.py::test_once[a b]", "test_them.py::test_once[x::y[z]]"]
     assert "the first try fails" in report.read_text()
     assert "FLAKY: test_them.py::test_once[a b]" in capfd.readouterr().out.splitlines()
+
+
+@pytest.mark.slow
+def test_a_fixture_that_fails_once_is_one_flake(there: Path) -> None:
+    record, report = first_session(there, "fixture or passes"), there / "flakes.txt"
+    assert len(read_session(record).failures) == 2
+    assert run_again(record, report) == 0
+    assert flaky_tests(report) == ["test_them.py::test_of_a_fixture[0]"]
 
 
 @pytest.mark.slow
