@@ -11,6 +11,7 @@ from rl_async.configs.schema.algorithm import (
     Correction,
     CorrectionOptions,
     LossOptions,
+    TeacherConfig,
     band,
     limits,
     read_options,
@@ -151,7 +152,8 @@ def _user_correction(c: RunConfig) -> str | None:
 
 def _group_size(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
-    if name in ADVANTAGES and ADVANTAGES[name].compares_group and c.rollout.group_size < 2:
+    used = c.algorithm.uses_rewards and name in ADVANTAGES
+    if used and ADVANTAGES[name].compares_group and c.rollout.group_size < 2:
         return f"algorithm.advantage={name} compares the members of a group; rollout.group_size must be at least 2"
     return None
 
@@ -221,6 +223,43 @@ def _kl(c: RunConfig) -> str | None:
     return None
 
 
+def _teacher(c: RunConfig) -> str | None:
+    teacher = c.algorithm.teacher
+    if teacher is None:
+        return None
+    if (teacher.path is None) == (teacher.endpoint is None):
+        return (
+            "algorithm.teacher needs one of algorithm.teacher.path, a folder, and algorithm.teacher.endpoint, a server"
+        )
+    if teacher.beta != TeacherConfig().beta and teacher.divergence != "jsd":
+        return f"algorithm.teacher.beta does nothing with algorithm.teacher.divergence={teacher.divergence}; use jsd"
+    if teacher.endpoint is not None:
+        if teacher.whole:
+            return (
+                f"algorithm.teacher.divergence={teacher.divergence} compares whole distributions, and a server only "
+                "gives log-probabilities of sampled tokens; use sampled, or algorithm.teacher.path"
+            )
+        if c.rollout.temperature != 1:
+            return (
+                f"algorithm.teacher.endpoint scores at temperature 1, not at rollout.temperature="
+                f"{c.rollout.temperature:g}; use 1, or algorithm.teacher.path"
+            )
+        if c.trainer.sequence_parallel * c.trainer.tensor_parallel * c.trainer.pipeline_parallel > 1:
+            return (
+                "algorithm.teacher.endpoint needs trainer ranks that have rows of their own; set "
+                "trainer.sequence_parallel, tensor_parallel and pipeline_parallel to 1, or use algorithm.teacher.path"
+            )
+    if not teacher.rewards:
+        if c.critic is not None:
+            return "critic learns from rewards, which algorithm.teacher.rewards=false leaves out; use one of the two"
+        if c.algorithm.shaping.dynamic_sampling:
+            return (
+                "algorithm.shaping.dynamic_sampling drops groups whose rewards are all equal, and a teacher teaches "
+                "those, too; leave it out, or use algorithm.teacher.rewards=true"
+            )
+    return None
+
+
 def _critic(c: RunConfig) -> str | None:
     name = c.algorithm.advantage
     if "values" in advantage_needs(name) and c.critic is None:
@@ -284,6 +323,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _never_acts,
     _sum_squares,
     _kl,
+    _teacher,
     _critic,
     _critic_warmup,
     _dynamic_sampling,

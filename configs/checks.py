@@ -292,11 +292,12 @@ def _url_problem(server: McpServerConfig, key: str) -> str | None:
 def unrewarded(c: RunConfig) -> str | None:
     """Say that nothing can teach a new run: it has no scorers, no agent programs, no record and no rewards of turns.
 
-    The user's own loops, tools and estimators, and environments, may reward turns or need no reward; a reference model
-    and a penalty for length teach without one. An evaluation needs none either, so this is not among the rules.
+    The user's own loops, tools and estimators, and environments, may reward turns or need no reward; a teacher, a
+    reference model and a penalty for length teach without one. An evaluation needs none either, so this is not among
+    the rules.
     """
     elsewhere = c.finetune or c.rollout.replay or c.agent.gateway or c.agent.environment or c.data.trust_code
-    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong is not None
+    shaped = c.algorithm.kl.coef > 0 or c.algorithm.shaping.overlong is not None or c.algorithm.teacher is not None
     named = (c.agent.loop, *c.agent.tools, c.algorithm.advantage, c.algorithm.loss)
     if c.reward.functions or elsewhere or shaped or any(map(is_user_reference, named)):
         return None
@@ -583,10 +584,13 @@ def megatron(c: RunConfig) -> str | None:
     """Refuse what this backend does not support."""
     if c.trainer.backend != "megatron":
         return None
-    if c.algorithm.kl.coef > 0 and c.algorithm.kl.estimator == "full":
+    if c.algorithm.keeps_distributions:
+        key, instead = "kl.estimator=full", "another estimator"
+        if (teacher := c.algorithm.teacher) is not None and teacher.whole:
+            key, instead = f"teacher.divergence={teacher.divergence}", "sampled"
         return (
-            "algorithm.kl.estimator=full needs full distributions, and with trainer.backend=megatron no rank holds "
-            "the whole vocabulary; use another estimator"
+            f"algorithm.{key} needs full distributions, and with trainer.backend=megatron no rank holds the whole "
+            f"vocabulary; use {instead}"
         )
     return None
 

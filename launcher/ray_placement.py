@@ -145,8 +145,12 @@ def folders_of(config: RunConfig, plan: Plan, spec: ProcessSpec) -> list[tuple[s
     if plan.transport == "disk" and config.weight_sync.folder and spec.role in ("engine", "trainer"):
         needed.append(("weight_sync.folder", config.weight_sync.folder))
     if spec.role == "trainer":
-        reference, critic = config.algorithm.kl.reference_path, config.critic.path if config.critic else None
-        paths = {"algorithm.kl.reference_path": reference, "critic.path": critic}
+        algorithm, critic = config.algorithm, config.critic
+        paths = {
+            "algorithm.kl.reference_path": algorithm.kl.reference_path,
+            "algorithm.teacher.path": algorithm.teacher.path if algorithm.teacher else None,
+            "critic.path": critic.path if critic else None,
+        }
         needed += [(key, path) for key, path in paths.items() if path]
     if config.queue.keys and spec.role in KEY_HOLDERS:
         needed.append(("queue.keys", config.queue.keys))

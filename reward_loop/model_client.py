@@ -40,7 +40,8 @@ def read_api_key(variable: str, key: str) -> str:
 def api_key_variables(config: RunConfig) -> list[str]:
     """List the variables that hold the keys of the outside servers of a run."""
     speakers = (config.agent.user, *config.agent.opponents.values(), config.eval.endpoint)
-    sections = (config.reward.judge, config.reward.model, *speakers)
+    teacher = config.algorithm.teacher
+    sections = (config.reward.judge, config.reward.model, teacher.endpoint if teacher else None, *speakers)
     return [section.api_key_env for section in sections if section is not None and section.api_key_env]
 
 

@@ -1,7 +1,8 @@
-"""Policy, reference and critic: building them from the config, training the critic, and counting model FLOPs.
+"""Policy, reference, critic and teacher: building them from the config, training the critic, and counting model FLOPs.
 
-``build_models`` loads the policy, and the reference and the critic that the algorithm needs. ``CriticUpdate`` holds a
-critic's targets, loss and metrics. Model FLOPs and their share of the device's peak (MFU) follow from the batch.
+``build_models`` loads the policy, and the reference, critic and teacher that the algorithm needs. ``CriticUpdate``
+holds a critic's targets, loss and metrics. Model FLOPs and their share of the device's peak (MFU) follow from the
+batch.
 """
 
 import functools
@@ -29,6 +30,7 @@ from rl_async.trainer.batch_layout import RowCost, forward_flops
 from rl_async.trainer.batches import Batch, MicroBatch
 from rl_async.trainer.fsdp2 import Fsdp2Backend
 from rl_async.trainer.ranks import DataParallel
+from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizer
 
 log = logging.getLogger("rl_async.trainer")
 
@@ -40,6 +42,9 @@ class Models:
     policy: Backend
     reference: Reference | None = None
     critic: Backend | None = None
+    # On-policy distillation: the teacher, here or at a server.
+    teacher: Reference | None = None
+    endpoint: TeacherEndpoint | None = None
     # Whether passes keep log-probabilities of the whole vocabulary, [rows, length, vocabulary] in a micro-batch.
     whole_distributions: bool = False
 
@@ -73,11 +78,11 @@ class Models:
             model.wake()
 
     def _all(self) -> list[Reference]:
-        return [model for model in (self.policy, self.reference, self.critic) if model is not None]
+        return [model for model in (self.policy, self.reference, self.critic, self.teacher) if model is not None]
 
 
 def build_models(config: RunConfig, device: str) -> Models:
-    """Load the policy, and the reference and critic that the algorithm needs, onto ``device``. A collective.
+    """Load the policy, and the reference, critic and teacher that the algorithm needs, onto ``device``. A collective.
 
     Raises UserError naming the key whose model cannot be loaded.
     """
@@ -104,7 +109,14 @@ def build_models(config: RunConfig, device: str) -> Models:
         models = replace(models, reference=PolicyBase(models.policy))
     elif kl.coef > 0:
         reference: Backend = make(kl.reference_path or model.path, config=config.trainer, trains=False)
-        models = replace(models, reference=reference, whole_distributions=kl.estimator == "full")
+        models = replace(models, reference=reference)
+    if (taught_by := config.algorithm.teacher) is not None:
+        check_tokenizer(taught_by, model.path)
+        if taught_by.path is not None:
+            models = replace(models, teacher=make(taught_by.path, config=config.trainer, trains=False))
+        if taught_by.endpoint is not None:
+            models = replace(models, endpoint=TeacherEndpoint(taught_by.endpoint))
+    models = replace(models, whole_distributions=config.algorithm.keeps_distributions)
     if critic is not None and not shared:
         training = critic_training(config.trainer, critic)
         models = replace(models, critic=make(critic.path or model.path, config=training, head="value"))
@@ -259,9 +271,9 @@ def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: boo
 
     The policy takes a forward pass in each epoch and, if it is trained, a backward pass; it takes one more forward pass
     if it ``recomputes`` log-probabilities before the epochs. A separate critic takes a forward pass before the epochs
-    and both passes in each. A reference takes one forward pass. Padding, and layers recomputed for the backward pass,
-    do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a prompt computed once
-    for several rows counts once. ``RowCost`` has the formula of a row.
+    and both passes in each. A reference and a teacher take one forward pass. Padding, and layers recomputed for the
+    backward pass, do not count (Chowdhery et al., arXiv:2204.02311, appendix B: MFU, not hardware utilisation); a
+    prompt computed once for several rows counts once. ``RowCost`` has the formula of a row.
     """
     shares = models.row_cost.shares_prefixes
 
@@ -272,7 +284,8 @@ def model_flops(models: Models, batch: Batch, *, epochs: int, trains_policy: boo
 
     both = 1 + BACKWARD
     policy = epochs * (both if trains_policy else 1) + recomputes
-    return forward(models.policy) * policy + forward(models.critic) * (1 + both * epochs) + forward(models.reference)
+    scoring = forward(models.reference) + forward(models.teacher)
+    return forward(models.policy) * policy + forward(models.critic) * (1 + both * epochs) + scoring
 
 
 def compute_rates(metrics: Mapping[str, float], ranks: int, device: str, dtype: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """One trainer step on one batch.
 
-    precompute   forward passes without gradient: pi_old, reference, values -> whole-batch tensors on every rank
+    precompute   forward passes without gradient (pi_old, reference, teacher, values) -> whole-batch tensors on every rank
     advantages   advantages and correction, pure functions of the whole batch
     train        epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch, and the critic's
 
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig
+from rl_async.configs.schema.algorithm import RULES, AlgorithmConfig, KlConfig, TeacherConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import RewardsMissing, TrainingDiverged
 from rl_async.messages import Trajectory, TrajectoryHeader, episode_rewards
@@ -25,7 +25,7 @@ from rl_async.trainer.actor_critic import CriticUpdate, Models, critic_update, m
 from rl_async.trainer.algorithms import advantages as shaping
 from rl_async.trainer.algorithms.advantages import AdvantageInputs, Groups
 from rl_async.trainer.algorithms.algorithm import Algorithm
-from rl_async.trainer.algorithms.correction import Corrected, correction_metrics
+from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT, Corrected, correction_metrics
 from rl_async.trainer.algorithms.losses import LossInputs, SelectInputs, count
 from rl_async.trainer.algorithms.rows import Rows, on_tokens, row_sums
 from rl_async.trainer.backend import LossFn, Outputs, Reference
@@ -52,7 +52,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     Raises RewardsMissing if no episode has a reward, and TrainingDiverged naming the step and the batch's groups when a
     number is not finite; in the mini-batch that failed, no weight of that model has changed.
     """
-    require_rewards(batch)
+    if config.algorithm.uses_rewards:
+        require_rewards(batch)
     headers, options, ranks = batch.headers, config.algorithm.shaping, models.policy.data_parallel
     row_cost = models.row_cost
     trains = shaping.trainable_rows(headers, options)
@@ -77,7 +78,10 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     inputs, kl = penalised(
         inputs, whole.players, before, algorithm, config.algorithm.kl, kl_coef, whole.grammar_weights
     )
-    advantages = algorithm.advantage(inputs)
+    advantages = (
+        algorithm.advantage(inputs) if config.algorithm.uses_rewards else torch.zeros_like(inputs.token_rewards)
+    )
+    advantages, taught = taught_advantages(advantages, whole, before, config.algorithm.teacher)
     repeats = shaping.row_repeats(headers, options, config.seed, batch.step)
     advantages = (advantages * on_tokens(repeats, whole.rows)).float()
     objective = Objective(
@@ -89,7 +93,8 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         config=config.algorithm,
         sums=sums,
         kl_coef=kl_coef,
-        reference=models.reference if config.algorithm.kl.estimator == "full" else None,
+        reference=models.reference if algorithm.whole_reference else None,
+        teacher=models.teacher if algorithm.divergence is not None else None,
     )
     critic = critic_update(ranks, inputs, config.critic)
     metrics = train_minibatches(models, objective, critic, batch, minis, config, trains_policy)
@@ -100,7 +105,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         target = gather(ranks, micros, [sums.first[tuple(micro.rows)] for micro in micros], whole.rows)
         corrected = corrected_batch(algorithm, target, whole)
     metrics |= shaping.shaping_metrics(headers, options)
-    metrics |= sums.metrics() | kl
+    metrics |= sums.metrics() | kl | taught
     metrics |= correction_metrics(
         target, whole.behaviour, whole.free, whole.age, corrected, algorithm.rules, whole.rows
     )
@@ -165,7 +170,7 @@ def warn_unrecorded() -> None:
 # --- Passes without gradient
 
 
-SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed")
+SUMS = ("kl", "entropy", "clipped", "tokens", "routed", "agreed", "distance", "taught")
 
 
 @dataclass
@@ -205,12 +210,13 @@ class LossSums:
         zero = torch.zeros((), dtype=torch.float64)
         totals = torch.stack([self.sums.get(name, zero).cpu() for name in SUMS])
         self.ranks.all_reduce(totals)
-        kl, entropy, clipped, tokens, routed, agreed = totals.tolist()
+        kl, entropy, clipped, tokens, routed, agreed, distance, taught = totals.tolist()
         metrics = {
             "loss/kl_reference": kl / max(tokens, 1),
             "loss/entropy": entropy / max(tokens, 1),
             "loss/clip_fraction": clipped / max(tokens, 1),
         }
+        metrics |= {"loss/kl_teacher": distance / taught} if taught else {}
         return metrics | ({"router/agreement": agreed / routed} if routed else {})
 
 
@@ -219,11 +225,12 @@ class Precomputed:
     """Results of the passes without gradient, on the host, [M].
 
     ``proximal`` is log pi_old, or log mu when bypassed; ``values`` are the critic's; ``sum_squares`` is the sum of
-    pi_old^2 over the vocabulary.
+    pi_old^2 over the vocabulary. ``reference`` and ``teacher`` are log-probabilities by these models.
     """
 
     proximal: Tensor
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     values: Tensor | None = None
     sum_squares: Tensor | None = None
 
@@ -257,8 +264,12 @@ def precompute(
             found = replace(found, sum_squares=whole_batch([o.sum_squares for o in outputs]))
         if "values" in algorithm.precompute:
             found = replace(found, values=whole_batch([o.values for o in outputs]))
-    if models.reference is not None and "distribution" not in algorithm.train_outputs:
+    if models.reference is not None and not algorithm.whole_reference:
         found = replace(found, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
+    if models.endpoint is not None:
+        found = replace(found, teacher=whole_batch(models.endpoint.score([m.tensors for m in micros])))
+    if models.teacher is not None and algorithm.divergence is None:
+        found = replace(found, teacher=whole_batch([models.teacher.forward(m.tensors).logprobs for m in micros]))
     if models.critic is not None:
         found = replace(found, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
     return found
@@ -347,6 +358,24 @@ def penalised(
     return replace(x, rewards=rewards, token_rewards=x.token_rewards - coef * penalty), {"loss/kl_reference": mean}
 
 
+def taught_advantages(
+    advantages: Tensor, whole: WholeBatch, before: Precomputed, config: TeacherConfig | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Subtract coef * (log pi_old - log teacher) from every trained token's advantage [M], if a teacher scored them.
+
+    The difference is an unbiased estimate of the token's share in KL(pi || teacher), of which this is the policy
+    gradient (on-policy distillation as in MiniLLM, arXiv:2306.08543, one token ahead). It is limited to +-20, and
+    multiplied by the weights of tokens that were sampled under a grammar's mask. Also returns its mean as a metric.
+    """
+    if config is None or before.teacher is None:
+        return advantages, {}
+    distance = (before.proximal - before.teacher).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    distance = distance if whole.grammar_weights is None else distance * whole.grammar_weights
+    distance = torch.where(whole.mask, distance, 0.0)
+    mean = distance.sum().item() / max(int(whole.mask.sum()), 1)
+    return advantages - config.coef * distance, {"loss/kl_teacher": mean}
+
+
 def player_sums(rows: Tensor, players: Tensor) -> Tensor:
     """Sum values of rows [N] over all rows of the same player, [N]."""
     return Groups.of(players, torch.ones_like(rows)).sum(rows)
@@ -383,7 +412,8 @@ class Objective:
     """The policy's loss on any mini-batch of a step.
 
     ``advantages`` are float32 [M]. ``corrected`` is None if old log-probabilities are bypassed: then the loss corrects
-    by log pi_theta. A ``reference`` gives whole distributions during the loss, micro-batch by micro-batch.
+    by log pi_theta. A ``reference`` or ``teacher`` gives whole distributions during the loss, micro-batch by
+    micro-batch.
     """
 
     whole: WholeBatch
@@ -395,6 +425,7 @@ class Objective:
     sums: LossSums
     kl_coef: float = 0.0
     reference: Reference | None = None
+    teacher: Reference | None = None
 
     def minibatch(self, parts: Sequence[MicroBatch], rows: Sequence[int], width: int, seed: int) -> LossFn:
         """Make the loss of this rank's ``parts`` of the mini-batch ``rows`` (of all ranks).
@@ -455,6 +486,17 @@ class Objective:
                 if whole.grammar_weights is not None:
                     kl = kl * micro.cut(whole.grammar_weights)
                 regularisation = regularisation + self.kl_coef * kl
+            distance: Tensor | None = None
+            if self.teacher is not None and self.config.teacher is not None:
+                expected = self.teacher.forward(micro.tensors, frozenset({"distribution"})).distribution
+                assert (
+                    outputs.distribution is not None and expected is not None and self.algorithm.divergence is not None
+                )
+                distance = self.algorithm.divergence(outputs.distribution, expected)
+                regularisation = regularisation + self.config.teacher.coef * distance
+                if not self.config.uses_rewards:
+                    # Some losses have a gradient also where all advantages are 0.
+                    per_token = torch.zeros_like(per_token)
             if outputs.entropy is not None:
                 regularisation = regularisation - self.config.entropy_coef * outputs.entropy
             per_token = per_token + regularisation
@@ -466,6 +508,9 @@ class Objective:
                 sums.add("kl", kl, inputs.mask)
             if outputs.entropy is not None:
                 sums.add("entropy", outputs.entropy, inputs.mask)
+            if distance is not None:
+                sums.add("distance", distance, inputs.mask)
+                sums.add("taught", torch.ones_like(distance), inputs.mask)
             return loss
 
         return loss_fn

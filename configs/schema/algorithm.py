@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from rl_async.configs.base import Config, Count, Fraction, Positive, doc
 from rl_async.configs.schema.formulas import ADVANTAGES, LOSSES, Advantage, Loss, advantage_option, loss_option
+from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import ConfigError
 
 Weight = Literal["none", "token", "sequence"]
@@ -291,6 +292,31 @@ class KlConfig(Config, frozen=True):
     reference_path: Annotated[str | None, doc("Reference model; null: model.path.")] = None
 
 
+class TeacherConfig(Config, frozen=True):
+    """On-policy distillation: a second model scores the tokens of the policy's own answers."""
+
+    path: Annotated[str | None, doc("Model that is loaded beside the policy, with the policy's tokenizer.")] = None
+    endpoint: Annotated[
+        EndpointConfig | None, doc("In place of path, a model that a vLLM server has, with the policy's tokenizer.")
+    ] = None
+    divergence: Annotated[
+        Literal["sampled", "reverse", "forward", "jsd"],
+        doc(
+            "sampled: log pi_old - log teacher of each sampled token is taken from its advantage. The others compare "
+            "whole distributions in the loss: reverse: KL(pi || teacher); forward: KL(teacher || pi); jsd: "
+            "beta KL(teacher || m) + (1 - beta) KL(pi || m) with m = beta teacher + (1 - beta) pi."
+        ),
+    ] = "sampled"
+    beta: Annotated[float, Meta(gt=0, lt=1, description="jsd: the teacher's weight.")] = 0.5
+    coef: Annotated[float, Meta(gt=0, description="Weight of the divergence.")] = 1.0
+    rewards: Annotated[bool, doc("Whether the task's rewards teach, too.")] = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the divergence compares distributions over the whole vocabulary."""
+        return self.divergence != "sampled"
+
+
 class OverlongConfig(Config, frozen=True):
     """A penalty for long answers (DAPO), taken from the reward."""
 
@@ -376,8 +402,20 @@ class AlgorithmConfig(Config, frozen=True):
     )
     loss_options: Annotated[LossOptions, doc("Options of the loss; those of other losses are refused.")] = LossOptions()
     kl: KlConfig = KlConfig()
+    teacher: Annotated[TeacherConfig | None, doc("A model that teaches the policy; null: none.")] = None
     shaping: ShapingConfig = ShapingConfig()
     guard: GuardConfig = GuardConfig()
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether the loss depends on the task's rewards."""
+        return self.teacher is None or self.teacher.rewards
+
+    @property
+    def keeps_distributions(self) -> bool:
+        """Whether training passes keep the log-probabilities of the whole vocabulary."""
+        by_teacher = self.teacher is not None and self.teacher.whole
+        return by_teacher or (self.kl.coef > 0 and self.kl.estimator == "full")
 
 
 def read_options(advantage: str, loss: str, correction: str) -> dict[str, frozenset[str]]:

@@ -31,6 +31,8 @@ def needs_preparation(config: RunConfig) -> bool:
     kl = config.algorithm.kl
     if kl.coef > 0 and kl.reference_path:
         check_model_folder(Path(kl.reference_path), "algorithm.kl.reference_path")
+    if config.algorithm.teacher is not None and config.algorithm.teacher.path is not None:
+        check_model_folder(Path(config.algorithm.teacher.path), "algorithm.teacher.path")
     if config.critic is not None and config.critic.path is not None:
         _check_critic_folder(Path(config.critic.path))
     if serves_reward_model(config):

@@ -95,14 +95,22 @@ class ModelSize:
     in_experts: int = 0
     critic_in_experts: int = 0
     idle: int = 0
+    # The weights of a teacher beside the trainer, and those in its experts.
+    teacher: int = 0
+    teacher_in_experts: int = 0
 
 
 def model_size(config: RunConfig) -> ModelSize | None:
-    """Return the sizes of the run's policy, which its warm start may still have to make, and of its critic.
+    """Return the sizes of the run's policy, which its warm start may still have to make, of its critic and its teacher.
 
     Returns None if they are unknown. Raises UserError for a ``config.json`` that cannot be read.
     """
     policy = _policy_size(config)
+    if config.algorithm.teacher is not None and (path := config.algorithm.teacher.path) is not None:
+        taught_by = _read_size("algorithm.teacher.path", Path(path))
+        if policy is None or taught_by is None:
+            return None
+        policy = replace(policy, teacher=taught_by.parameters, teacher_in_experts=taught_by.in_experts)
     if policy is None or config.critic is None or config.critic.shared:
         return policy
     if config.critic.path is None:
@@ -209,7 +217,8 @@ def trainer_bytes(config: RunConfig, size: ModelSize | None) -> int | None:
 
 def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[Part, int]:
     """Estimate one trainer rank in a step, in bytes: its shard of the float32 weights, gradients and AdamW moments of
-    policy and critic, its shard of the reference, and the activations of a forward pass over rows of maximal length.
+    policy and critic, its shards of reference and teacher, and the activations of a forward pass over rows of maximal
+    length.
 
     The last layer and its gradient are gathered whole: beside its shard, a rank holds the weights, their gradient in
     float32 and in the model's dtype, and the reduced gradient. When several FSDP ranks split a mini-batch into
@@ -236,12 +245,14 @@ def trainer_parts(config: RunConfig, size: ModelSize, *, on_gpu: bool) -> dict[P
 
     own = held(whole, size.critic_in_experts + (0 if trainer.lora else size.in_experts))
     reference = held(size.parameters, size.in_experts) * (each if megatron else 4)
+    teacher = held(size.teacher, size.teacher_in_experts) * (each if megatron else 4)
     has_reference = config.algorithm.kl.coef > 0 and not reference_is_base(config, experts=size.in_experts > 0)
     several = trainer.ranks > 1 and _tokens_of_rank(config) > trainer.max_tokens_per_microbatch
     gathered = 0 if megatron else size.head * HEAD_BYTES + (whole * 4 if several or trainer.ranks == 1 else 0)
     shards: dict[Part, int] = {
         "weights": frozen + masters + own * (each if megatron else 4),
         "reference": reference if has_reference else 0,
+        "teacher": teacher,
         "optimizer": whole * 4 * 2 // sharded,
         "gradients": own * 4,
     }
@@ -357,7 +368,9 @@ def reward_model_bytes(model: RewardModelConfig) -> int | None:
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CPU = "cpu"
 _KEPT_ASLEEP: frozenset[Part] = frozenset({"runtime", "published", "bucket"})
-_BETWEEN_STEPS: frozenset[Part] = frozenset({"runtime", "weights", "reference", "optimizer", "published", "bucket"})
+_BETWEEN_STEPS: frozenset[Part] = frozenset(
+    {"runtime", "weights", "reference", "teacher", "optimizer", "published", "bucket"}
+)
 _Stages = dict[Stage, dict[Part, int]]
 
 
@@ -468,7 +481,7 @@ def _trainer(config: RunConfig, size: ModelSize, place: Place) -> _Stages:
 
 
 def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> dict[Part, int]:
-    """Return the weights that Megatron's sleep leaves on the device: those of its layers, and the reference's."""
+    """Return the weights that Megatron's sleep leaves on the device: those of its layers, of reference and teacher."""
     trainer = config.trainer
     if trainer.backend != "megatron":
         return {}
@@ -476,6 +489,7 @@ def _left_asleep(config: RunConfig, size: ModelSize, step: dict[Part, int]) -> d
     return {
         "weights": weights // (trainer.tensor_parallel * trainer.pipeline_parallel),
         "reference": step["reference"],
+        "teacher": step["teacher"],
     }
 
 

@@ -181,17 +181,21 @@ def http_environment(config: RunConfig, run_dir: Path) -> dict[str, str]:
     return found | ({tracing.VARIABLES[0]: endpoint} if endpoint else {})
 
 
-def secrets(config: RunConfig) -> dict[str, Role]:
-    """Return the variables that hold secrets, each with the only role that uses it."""
-    reader: Role = "worker"
-    return {**SECRETS, **dict.fromkeys([*api_key_variables(config), *secret_variables(config.agent.mcp)], reader)}
+def secrets(config: RunConfig) -> dict[str, set[Role]]:
+    """Return the variables that hold secrets, each with the roles that use it."""
+    readers: dict[str, set[Role]] = {name: {role} for name, role in SECRETS.items()}
+    readers |= {name: {"worker"} for name in (*api_key_variables(config), *secret_variables(config.agent.mcp))}
+    teacher = config.algorithm.teacher
+    if teacher is not None and teacher.endpoint is not None and (variable := teacher.endpoint.api_key_env):
+        readers.setdefault(variable, set()).add("trainer")
+    return readers
 
 
 def environment(config: RunConfig, role: Role) -> dict[str, str]:
     """Return variables that hide other roles' secrets, limit thread pools, and keep idle threads from spinning."""
     threads = str(config.launcher.threads or 1)
     return {
-        **{name: "" for name, user in secrets(config).items() if user != role},
+        **{name: "" for name, users in secrets(config).items() if role not in users},
         THREADS: threads,
         "MKL_NUM_THREADS": threads,
         **wait_policy(),

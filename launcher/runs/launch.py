@@ -443,8 +443,14 @@ def outline(config: RunConfig) -> Iterator[tuple[str, str]]:
     bound = "on-policy" if stale == 0 else f"at most {stale} step{'s' * (stale > 1)} off-policy"
     kl = f", KL penalty {algorithm.kl.coef:g}" if algorithm.kl.coef > 0 else ""
     critic = ", with a critic" if config.critic is not None else ""
-    formulas = f"advantage {algorithm.advantage}, loss {algorithm.loss}, correction {algorithm.correction}"
+    formulas = f"loss {algorithm.loss}, correction {algorithm.correction}"
+    if algorithm.uses_rewards:
+        formulas = f"advantage {algorithm.advantage}, {formulas}"
     yield "algorithm", f"{formulas}{kl}{critic}; {bound}"
+    if teacher := algorithm.teacher:
+        where = teacher.path if teacher.endpoint is None else f"{teacher.endpoint.model} at {teacher.endpoint.url}"
+        alone = "beside the rewards" if teacher.rewards else "in place of rewards"
+        yield "teacher", f"{where}, divergence {teacher.divergence}, weight {teacher.coef:g}, {alone}"
     tasks, answers = data.train_batch_groups, config.rollout.group_size
     yield (
         "step",

@@ -35,6 +35,7 @@ from rl_async.trainer.algorithms.losses import (
     LossInputs,
     PolicyLoss,
     SelectInputs,
+    divergence_of,
 )
 from rl_async.trainer.algorithms.rows import Rows
 from rl_async.trainer.backend import OutputName
@@ -49,6 +50,8 @@ class Algorithm:
         correct: takes target, behaviour, mask, age, free, all [B, T]; or packed [M], and their rows.
         rules: the rules that the correction may apply to a token.
         decoupled: whether pi_old is recomputed before the first mini-batch; otherwise it is mu.
+        whole_reference: whether ``kl`` compares distributions over the whole vocabulary.
+        divergence: from a teacher's whole distributions; None without a teacher, or if it scores sampled tokens.
         precompute: further outputs of the pass for pi_old, beside log-probabilities.
         train_outputs: further outputs of the passes with gradient.
     """
@@ -60,6 +63,8 @@ class Algorithm:
     decoupled: bool
     aggregate: Callable[[Tensor, Tensor, Tensor, Counts], Tensor]
     kl: Callable[[Tensor, Tensor], Tensor]
+    whole_reference: bool
+    divergence: Callable[[Tensor, Tensor], Tensor] | None
     precompute: frozenset[OutputName]
     train_outputs: frozenset[OutputName]
 
@@ -69,7 +74,7 @@ def build(config: RunConfig) -> Algorithm:
 
     Raises ConfigError naming the key if a name is unknown or a user's function does not fit.
     """
-    algorithm, critic = config.algorithm, config.critic
+    algorithm, critic, teacher = config.algorithm, config.critic, config.algorithm.teacher
     users_correction = is_user_reference(algorithm.correction)
     # A user's own correction is decoupled and goes with any loss.
     correction = Correction() if users_correction else resolve(algorithm.correction, algorithm.correction_options)
@@ -79,7 +84,7 @@ def build(config: RunConfig) -> Algorithm:
     train_outputs: set[OutputName] = set()
     if algorithm.entropy_coef > 0:
         train_outputs.add("entropy")
-    if algorithm.kl.coef > 0 and algorithm.kl.estimator == "full":
+    if algorithm.keeps_distributions:
         train_outputs.add("distribution")
     if critic is not None and critic.shared:
         precompute.add("values")
@@ -104,6 +109,8 @@ def build(config: RunConfig) -> Algorithm:
         decoupled=correction.proximal == "recompute",
         aggregate=AGGREGATIONS[algorithm.aggregation],
         kl=ESTIMATORS[algorithm.kl.estimator],
+        whole_reference=algorithm.kl.estimator == "full",
+        divergence=divergence_of(teacher) if teacher is not None and teacher.whole else None,
         precompute=frozenset(precompute),
         train_outputs=frozenset(train_outputs),
     )

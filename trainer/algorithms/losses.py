@@ -14,13 +14,14 @@ Aggregations divide by counts of the global mini-batch: every rank divides the s
 counts, so the gradient does not depend on the split into micro-batches and ranks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig, KlConfig
+from rl_async.configs.schema.algorithm import ADAPTIVE_LIMIT, AlgorithmConfig, KlConfig, TeacherConfig
 from rl_async.trainer.algorithms.correction import LOG_RATIO_LIMIT
 from rl_async.trainer.algorithms.rows import Rows
 
@@ -430,6 +431,44 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
 def full(logprobs: Tensor, reference: Tensor) -> Tensor:
     """sum over v of pi_theta(v) (log pi_theta(v) - log pi_ref(v)), [B, T], from log-probabilities [B, T, V]."""
     return (logprobs.exp() * (logprobs - reference)).sum(-1)
+
+
+def forward_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
+    """sum over v of pi_T(v) (log pi_T(v) - log pi_theta(v)), [B, T], from log-probabilities [B, T, V]."""
+    return full(teacher, logprobs)
+
+
+def jensen_shannon(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """beta KL(pi_T || m) + (1 - beta) KL(pi_theta || m), [B, T], with m = beta pi_T + (1 - beta) pi_theta.
+
+    Source: the generalised divergence of GKD (arXiv:2306.13649), equation 1, for 0 < beta < 1. Divided by beta, it
+    tends to KL(pi_T || pi_theta) as beta tends to 0; divided by 1 - beta, to KL(pi_theta || pi_T) as beta tends to 1.
+    """
+    mixture = torch.logaddexp(teacher + math.log(beta), logprobs + math.log1p(-beta))
+    return beta * full(teacher, mixture) + (1 - beta) * full(logprobs, mixture)
+
+
+def divergence_of(config: TeacherConfig) -> Estimator:
+    """Return the divergence of the policy's distributions from a teacher's, both [B, T, V]; the result is [B, T].
+
+    A model may have more outputs than its tokenizer has tokens. If two models differ in it, the distributions are those
+    over the outputs that both have.
+    """
+
+    def divergence(logprobs: Tensor, teacher: Tensor) -> Tensor:
+        if (shared := min(logprobs.shape[-1], teacher.shape[-1])) < max(logprobs.shape[-1], teacher.shape[-1]):
+            logprobs, teacher = (x[..., :shared].log_softmax(-1) for x in (logprobs, teacher))
+        match config.divergence:
+            case "reverse":
+                return full(logprobs, teacher)
+            case "forward":
+                return forward_kl(logprobs, teacher)
+            case "jsd":
+                return jensen_shannon(logprobs, teacher, config.beta)
+            case "sampled":
+                raise ValueError("sampled compares no distributions")
+
+    return divergence
 
 
 def straight_through(estimator: Estimator) -> Estimator:
