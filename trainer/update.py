@@ -1,6 +1,6 @@
 """One trainer step on one batch.
 
-    precompute   forward passes without gradient (pi_old, reference, teacher, values) -> whole-batch tensors on every rank
+    precompute   forward passes without gradient, of policy, reference, teacher and critic -> whole-batch tensors
     advantages   advantages and correction, pure functions of the whole batch
     train        epochs of mini-batches: the objective on each micro-batch, cut out of the whole batch, and the critic's
 

@@ -12,12 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_async.configs.schema.algorithm import TeacherConfig
+from rl_async.configs.schema.rollout import EndpointConfig
 from rl_async.errors import EngineLost, EngineRejected
 from rl_async.launcher.cli.engine_verification import verify
 from rl_async.messages import Sampling, Version, VersionRun
 from rl_async.process.http_auth import bearer
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult
 from rl_async.rollout_server.vllm.client import VllmEngine
+from rl_async.trainer.packing import Tensors
+from rl_async.trainer.teacher import TeacherEndpoint, check_tokenizer
 from rl_async.weight_sync.buckets import Bucket, adapter_buckets, as_adapters, deltas, numbered
 from rl_async.weight_sync.protocol import Hold, InitInfo
 from rl_async.weight_sync.transports.ipc import SharedMemorySender
@@ -419,3 +423,23 @@ async def test_a_disconnected_client_frees_its_slot(peer: Peer, engine: VllmEngi
         while await metric(peer, "vllm:num_requests_running"):
             pass
     assert await metric(peer, "vllm:generation_tokens_total") - before < LONG / 2, "it was sampled to its end"
+
+
+@pytest.mark.parametrize("peer", [pytest.param("vllm", marks=pytest.mark.slow)], indirect=True, scope="module")
+async def test_a_server_scores_tokens_as_a_plain_pass_of_the_teacher_does(
+    peer: Peer, engine: VllmEngine, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", peer.token)
+    config = EndpointConfig(url=f"{peer.url}/v1", model=str(model_folder), api_key_env="TEACHER_KEY")
+    await asyncio.to_thread(check_tokenizer, TeacherConfig(endpoint=config), str(model_folder))
+    rows = [[(7 * i + 3 * row) % 60 for i in range(length)] for row, length in enumerate((2, 40, 9))]
+    tokens, mask = torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 39, dtype=torch.bool)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+    mask[:2, 0] = True
+    batch = Tensors(tokens, torch.tensor([len(ids) for ids in rows]), mask, torch.ones(3, 1, 1))
+    (scored,) = await asyncio.to_thread(TeacherEndpoint(config).score, [batch])
+    plain = PlainPass(scaled(model_folder))
+    for row, ids in enumerate(rows[:2]):
+        assert plain.errors(ids, scored[row, : len(ids) - 1].tolist()).max() <= 1
+    assert not scored[2].any(), "it does not train"

@@ -1,4 +1,5 @@
-"""TRL's GRPO loss, whole: the policy loss, its aggregation, the weights of the engine's mismatch and the KL.
+"""TRL's GRPO loss, whole: the policy loss, its aggregation, the weights of the engine's mismatch and the KL; and the
+divergence of its GKDTrainer.
 
 What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an aggregation, `delta` is `clip_dual`,
 `importance_sampling_level=sequence` is `gspo`; one advantage per row, as TRL has it. TRL computes advantages inside the
@@ -21,8 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions
-from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, LOSSES, LossInputs, count
+from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions, TeacherConfig
+from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, LOSSES, LossInputs, count, divergence_of
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow
@@ -119,3 +120,39 @@ def test_the_grpo_loss_and_its_gradient_are_trls(trl: Oracle, loss_type: str, le
         assert logprobs.grad is not None
         assert_same(loss.detach(), theirs["loss"], case)
         assert_same(logprobs.grad, theirs["gradient"], case)
+
+
+VOCABULARY = 9
+
+
+def draw_distributions(generator: torch.Generator, number: int) -> Tensors:
+    """Logits of a policy and a teacher, from equal to far apart."""
+    shape = (ROWS, WIDTH, VOCABULARY)
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask = torch.rand(ROWS, WIDTH, generator=generator) < 0.7
+    mask[0, 0] = True
+    far = (0.0, 1e-3, 1.0, 6.0)[number % 4]
+    teacher = logits + far * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return {"logits": logits, "teacher": teacher, "mask": mask}
+
+
+def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> None:
+    cases, configs = both_types(draw_distributions), []
+    for number, case in enumerate(cases):
+        beta = random.Random(number).choice([0.0, 0.1, 0.5, 0.8, 1.0])
+        case.options = {"beta": beta}
+        configs.append(
+            TeacherConfig(divergence="forward")
+            if beta == 0
+            else TeacherConfig(divergence="reverse")
+            if beta == 1
+            else TeacherConfig(divergence="jsd", beta=beta)
+        )
+    for case, config, theirs in zip(cases, configs, trl.ask("distillation", cases), strict=True):
+        logits = case["logits"].clone().requires_grad_()
+        tokens = divergence_of(config)(logits.log_softmax(-1), case["teacher"].log_softmax(-1))
+        loss = tokens[case["mask"]].mean()
+        loss.backward()
+        assert logits.grad is not None
+        assert_same(loss.detach(), theirs["loss"], case)
+        assert_same(logits.grad, theirs["gradient"], case)

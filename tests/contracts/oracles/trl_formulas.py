@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trl.experimental.gkd import GKDTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -76,4 +77,13 @@ def settings(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"text": torch.tensor(list(json.dumps(defaults, default=str).encode()), dtype=torch.uint8)}
 
 
-FORMULAS = {"policy_loss": policy_loss, "settings": settings}
+def distillation(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The generalised divergence of GKD, summed over the vocabulary and averaged over tokens, and its gradient."""
+    logits = x["logits"].clone().requires_grad_()
+    labels = torch.where(x["mask"], 0, -100)
+    loss = GKDTrainer.generalized_jsd_loss(logits, x["teacher"], labels=labels, beta=options["beta"])
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": logits.grad}
+
+
+FORMULAS = {"policy_loss": policy_loss, "settings": settings, "distillation": distillation}

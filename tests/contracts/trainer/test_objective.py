@@ -15,9 +15,11 @@ from rl_async.trainer.algorithms.algorithm import build
 from rl_async.trainer.algorithms.losses import LOSSES
 from rl_async.trainer.update import Precomputed, penalised
 from tests.contracts.trainer.workers.objective import (
+    DIVERGENCES,
     KL_COEF,
     LEARNING_RATE,
     SPLITS,
+    TEACHER_COEF,
     Table,
     recorded,
     run_config,
@@ -82,6 +84,45 @@ def test_the_full_kl_is_the_divergence_of_the_two_models(found: Found) -> None:
         ]
         per_epoch.append(sum(tokens) / len(tokens))
     assert metrics["loss/kl_reference"].item() == pytest.approx(sum(per_epoch) / 2, rel=1e-6)
+
+
+def trained_tokens() -> tuple[Tensor, Tensor]:
+    """The token before each trained one, and that token."""
+    pairs = [
+        (before, after)
+        for row in recorded()
+        for before, after, trained in zip(row.token_ids[:-1], row.token_ids[1:], row.loss_mask[1:], strict=True)
+        if trained
+    ]
+    befores, afters = zip(*pairs, strict=True)
+    return torch.tensor(befores, dtype=torch.int64), torch.tensor(afters, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_teachers_gradient_is_that_of_the_mean_divergence(found: Found, divergence: str) -> None:
+    table, (before, _) = Table(0).table, trained_tokens()
+    p, t = table[before].softmax(-1), Table(2).table.detach()[before].softmax(-1)
+    m = 0.3 * t + 0.7 * p
+    tokens = {
+        "reverse": (p * (p / t).log()).sum(-1),
+        "forward": (t * (t / p).log()).sum(-1),
+        "jsd": 0.3 * (t * (t / m).log()).sum(-1) + 0.7 * (p * (p / m).log()).sum(-1),
+    }[divergence]
+    (expected,) = torch.autograd.grad(TEACHER_COEF * tokens.mean(), table)
+    got = found[f"teacher {divergence}"]["7 micro-batches"]
+    torch.testing.assert_close(got["gradient 0"], expected, rtol=1e-6, atol=1e-9)
+    assert got["loss/kl_teacher"].item() < tokens.mean().item(), "the mean with the second epoch, which is closer"
+
+
+def test_a_teacher_of_sampled_tokens_gives_the_policy_gradient_of_the_divergence(found: Found) -> None:
+    table, (before, after) = Table(0).table, trained_tokens()
+    mine, its = table.log_softmax(-1)[before, after], Table(2).table.detach().log_softmax(-1)[before, after]
+    distance = (mine - its).detach()
+    (expected,) = torch.autograd.grad((TEACHER_COEF * distance * mine).mean(), table)
+    got = found["teacher sampled"]["7 micro-batches"]
+    # Advantages are float32.
+    torch.testing.assert_close(got["gradient 0"], expected, rtol=1e-5, atol=1e-8)
+    assert got["loss/kl_teacher"].item() == pytest.approx(distance.mean().item(), rel=1e-6)
 
 
 def inputs() -> AdvantageInputs:

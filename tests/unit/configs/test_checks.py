@@ -11,6 +11,7 @@ from rl_async.errors import ConfigError
 
 EASY = "{path: e.jsonl, schedule: [[5, 1], [0, 2]]}"
 MEGATRON = ("trainer.backend=megatron",)
+SERVED = "{url: http://127.0.0.1:1/v1, model: m}"
 
 
 GAME = "agent.environment=x.py:Game"
@@ -166,6 +167,37 @@ USER = ["agent.environment=simulated_user", "agent.user={system: hi}"]
             [*MEGATRON, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=full"],
             ["algorithm.kl.estimator=full", "trainer.backend=megatron"],
         ),
+        (
+            [*MEGATRON, "algorithm.teacher={path: m, divergence: jsd}"],
+            ["algorithm.teacher.divergence=jsd", "trainer.backend=megatron"],
+        ),
+        (["algorithm.teacher={}"], ["algorithm.teacher.path", "algorithm.teacher.endpoint"]),
+        (
+            [f"algorithm.teacher={{path: m, endpoint: {SERVED}}}"],
+            ["algorithm.teacher.path", "algorithm.teacher.endpoint"],
+        ),
+        (["algorithm.teacher={path: m, beta: 0.3}"], ["algorithm.teacher.beta", "jsd"]),
+        (
+            [f"algorithm.teacher={{endpoint: {SERVED}, divergence: reverse}}"],
+            ["algorithm.teacher.divergence=reverse", "algorithm.teacher.path"],
+        ),
+        (
+            [f"algorithm.teacher={{endpoint: {SERVED}}}", "rollout.temperature=0.5"],
+            ["algorithm.teacher.endpoint", "rollout.temperature=0.5"],
+        ),
+        (
+            [f"algorithm.teacher={{endpoint: {SERVED}}}", "trainer.ranks=2", "trainer.sequence_parallel=2"],
+            ["algorithm.teacher.endpoint", "trainer.sequence_parallel"],
+        ),
+        (
+            ["algorithm.teacher={path: m}", "algorithm.advantage=gae", "critic={}"],
+            ["algorithm.teacher.rewards=false", "critic"],
+        ),
+        (
+            ["algorithm.teacher={path: m}", "algorithm.shaping.dynamic_sampling=true"],
+            ["algorithm.shaping.dynamic_sampling", "algorithm.teacher.rewards"],
+        ),
+        (["algorithm.teacher={path: m, rewards: true}", "rollout.group_size=1"], ["rollout.group_size"]),
         (["rollout.top_p=0.9"], ["rollout.top_p"]),
         (["rollout.top_k=20"], ["rollout.top_k"]),
         (["queue.max_staleness=1", "weight_sync.every=3"], ["weight_sync.every=3", "queue.max_staleness"]),
@@ -322,6 +354,11 @@ def test_a_critic_needs_no_group_to_compare_with() -> None:
     assert config.critic is not None and not config.critic.shared
 
 
+def test_a_teacher_alone_takes_a_group_of_one() -> None:
+    config = load_config("calculator", ["algorithm.teacher.path=m", "rollout.group_size=1"])
+    assert not config.algorithm.uses_rewards
+
+
 @pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
 def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
     assert load_config("calculator", [f"algorithm.advantage={name}", "rollout.group_size=1"]).rollout.group_size == 1
@@ -331,7 +368,7 @@ def test_estimators_without_groups_take_a_group_of_one(name: str) -> None:
     "source",
     [
         *(GAME, GATEWAY, "rollout.replay=runs/before", "data.trust_code=true"),
-        *("algorithm.kl.coef=0.1", "algorithm.shaping.overlong.max_tokens=64"),
+        *("algorithm.kl.coef=0.1", "algorithm.shaping.overlong.max_tokens=64", "algorithm.teacher.path=m"),
         *("agent.loop=x.py:loop", "agent.tools=[x.py:tool]", "algorithm.advantage=x.py:own", "algorithm.loss=x.py:own"),
     ],
 )

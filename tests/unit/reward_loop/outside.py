@@ -37,7 +37,8 @@ class Outside:
     async def __aenter__(self) -> "Outside":
         application = web.Application()
         application.router.add_post("/v1/chat/completions", self._answer)
-        application.router.add_post("/classify", self._answer)
+        for path in ("/classify", "/v1/completions", "/detokenize"):
+            application.router.add_post(path, self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions
+from rl_async.configs.schema.algorithm import AlgorithmConfig, KlConfig, LossOptions, TeacherConfig
 from rl_async.configs.schema.data import DataConfig, ModelConfig
 from rl_async.configs.schema.formulas import LOSSES
 from rl_async.configs.schema.run import RunConfig
@@ -34,8 +34,10 @@ from tests.conftest import VOCAB, make_rows
 
 KL_COEF = 0.1
 LEARNING_RATE = 20.0  # in the second epoch a fifth of the ratios are outside the clip, and some outside every bound
+TEACHER_COEF = 0.7
 EPOCHS = 2
 ORDER = [3, 0, 6, 1, 5, 2, 4]
+DIVERGENCES = ("reverse", "forward", "jsd")
 SPLITS: dict[int, dict[str, list[list[list[int]]]]] = {  # ranks -> name -> rank -> micro-batch -> rows
     1: {f"{n} micro-batches": [[part.tolist() for part in torch.tensor(ORDER).tensor_split(n)]] for n in (1, 2, 4, 7)},
     2: {"2 ranks": [[[3, 0, 6], [1]], [[5, 2, 4], []]]},
@@ -106,6 +108,14 @@ def variants() -> Iterator[tuple[str, AlgorithmConfig]]:
     yield "KL in the reward", msgspec.structs.replace(base, kl=KlConfig(coef=KL_COEF, place="reward"))
     yield "bypass", msgspec.structs.replace(base, correction="bypass_ppo_clip")
     yield "bypass select", msgspec.structs.replace(base, correction="bypass_ppo_clip", loss="clip_cov")
+    taught = TeacherConfig(path="none", coef=TEACHER_COEF)
+    alone = AlgorithmConfig(loss="reinforce", correction="disabled", teacher=taught)
+    yield "teacher sampled", alone
+    for divergence in DIVERGENCES:
+        teacher = msgspec.structs.replace(taught, divergence=divergence, beta=0.3 if divergence == "jsd" else 0.5)
+        yield f"teacher {divergence}", msgspec.structs.replace(alone, teacher=teacher)
+    both = msgspec.structs.replace(taught, divergence="forward", rewards=True)
+    yield "teacher, rewards and KL", msgspec.structs.replace(base, kl=KlConfig(coef=KL_COEF), teacher=both)
 
 
 def recorded() -> list[Trajectory]:
@@ -130,9 +140,11 @@ def gradients(algorithm: AlgorithmConfig, split: list[list[list[int]]]) -> tuple
     headers = [row.header() for row in rows]
     plan = [MiniBatch(ranks=split, rows=sorted(ORDER))]
     batch = Batch(0, headers, plan, {row.key: row for row in rows})
-    policy, reference = Table(0), Table(1)
-    models = Models(policy, reference)  # type: ignore[arg-type]  # neither is exported or saved
-    return policy.gradients, update(models, batch, build(config), config, KL_COEF).metrics
+    policy, kl = Table(0), algorithm.kl
+    reference = Table(1) if kl.coef > 0 else None
+    teacher = Table(2) if algorithm.teacher is not None else None
+    models = Models(policy, reference, teacher=teacher)  # type: ignore[arg-type]  # neither is exported or saved
+    return policy.gradients, update(models, batch, build(config), config, kl.coef).metrics
 
 
 def run(out: Path) -> None:

@@ -159,6 +159,20 @@ def test_a_critic_of_its_own_counts_and_a_shared_one_does_not(tmp_path: Path) ->
     assert model_size(float32_config("calculator", [*gae, f"critic.path={tmp_path}/nothing"])) is None
 
 
+def test_a_teacher_beside_the_trainer_holds_its_weights_and_one_at_a_server_does_not(tmp_path: Path) -> None:
+    values = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 3}))
+    model = f"model.path={tmp_path}"
+    beside = float32_config("calculator", [model, f"algorithm.teacher.path={tmp_path}/teacher"])
+    served = "algorithm.teacher.endpoint={url: 'http://127.0.0.1:1/v1', model: m}"
+    alone, taught = model_size(float32_config("calculator", [model, served])), model_size(beside)
+    weights = 3 * (4 * 64 + 3 * 8 * 32) + 2 * 80
+    assert alone is not None and taught == replace(alone, teacher=weights)
+    assert trainer_bytes(beside, taught) == (trainer_bytes(beside, alone) or 0) + 4 * weights
+
+
 def test_an_engine_holds_weights_and_a_full_cache_and_the_embedded_one_prefixes_too() -> None:
     shape = ["rollout.max_batch_size=10", "rollout.max_model_len=160"]
     size, given = ModelSize(parameters=1000, kv_per_token=3), "rollout.cache_bytes=20000"

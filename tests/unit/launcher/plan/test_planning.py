@@ -422,10 +422,12 @@ def test_a_secret_is_hidden_from_the_roles_that_do_not_use_it() -> None:
         "agent.mcp=[{command: [serve], env_from: [TOOL_KEY]}, "
         "{url: 'https://tools.example', headers_from: {Authorization: HEADER_KEY}}]"
     )
-    planned = plan(float32_config("calculator", [*JUDGED, mcp]), Path("runs/mine"))
+    teacher = "algorithm.teacher.endpoint={url: 'http://127.0.0.1:1/v1', model: m, api_key_env: %s}"
+    planned = plan(float32_config("calculator", [*JUDGED, mcp, teacher % "TEACHER_KEY"]), Path("runs/mine"))
     assert planned.prepare is not None
     used_by = {
         **{name: {"worker"} for name in ("JUDGE_KEY", "TOOL_KEY", "HEADER_KEY")},
+        "TEACHER_KEY": {"trainer"},
         "RL_ASYNC_REDIS_PASSWORD": {"queue"},
         **{name: {"trainer"} for name in ("WANDB_API_KEY", "SWANLAB_API_KEY")},
     }
@@ -436,6 +438,8 @@ def test_a_secret_is_hidden_from_the_roles_that_do_not_use_it() -> None:
             if name not in spec.env:
                 roles.add(spec.role)
     assert users == used_by
+    shared = plan(float32_config("calculator", [*JUDGED, teacher % "JUDGE_KEY"]), Path("runs/mine"))
+    assert {spec.role for spec in shared.processes if "JUDGE_KEY" not in spec.env} == {"trainer", "worker"}
 
 
 def test_a_server_without_the_run_folder_finds_its_token_by_a_path() -> None:

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_async.configs.schema.algorithm import AdaptiveKl, Aggregation, AlgorithmConfig, KlConfig, LossOptions
+from rl_async.configs.schema.algorithm import (
+    AdaptiveKl,
+    Aggregation,
+    AlgorithmConfig,
+    KlConfig,
+    LossOptions,
+    TeacherConfig,
+)
 from rl_async.configs.schema.formulas import LOSSES as TRAITS
 from rl_async.trainer.algorithms.losses import (
     AGGREGATIONS,
@@ -24,6 +31,7 @@ from rl_async.trainer.algorithms.losses import (
     LossInputs,
     SelectInputs,
     count,
+    divergence_of,
 )
 from rl_async.trainer.algorithms.rows import Rows
 
@@ -521,6 +529,25 @@ def test_extreme_log_probabilities_stay_finite() -> None:
     for name, estimator in ESTIMATORS.items():
         if name != "full":
             assert estimator(torch.tensor(-900.0), torch.tensor(0.0)).isfinite()
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "jsd"])
+def test_models_with_different_numbers_of_outputs_are_compared_over_those_that_both_have(divergence: str) -> None:
+    p, q = (torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    function = divergence_of(TeacherConfig(divergence=divergence))  # type: ignore[arg-type]
+    expected = function(p.log_softmax(-1), q.log_softmax(-1))
+    more = torch.cat([q, torch.full((2, 3, 2), 1.5, dtype=torch.float64)], -1)
+    torch.testing.assert_close(function(p.log_softmax(-1), more.log_softmax(-1)), expected)
+    assert (expected > 0).all() and function(p.log_softmax(-1), p.log_softmax(-1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "jsd"])
+def test_a_certain_teacher_has_a_finite_divergence_and_gradient(divergence: str) -> None:
+    function = divergence_of(TeacherConfig(divergence=divergence))  # type: ignore[arg-type]
+    logits = torch.tensor([[[0.0, 900.0, -900.0]]]).requires_grad_()
+    value = function(logits.log_softmax(-1), torch.tensor([[[900.0, 0.0, -900.0]]]).log_softmax(-1))
+    value.sum().backward()
+    assert value.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
 
 
 def test_the_adaptive_coefficient_follows_the_target_within_its_limits() -> None:
