@@ -38,10 +38,9 @@ def read_api_key(variable: str, key: str) -> str:
 
 
 def api_key_variables(config: RunConfig) -> list[str]:
-    """List the variables that hold the keys of the outside servers of a run."""
+    """List the variables that hold the keys of the outside servers that a run's workers ask."""
     speakers = (config.agent.user, *config.agent.opponents.values(), config.eval.endpoint)
-    teacher = config.algorithm.teacher
-    sections = (config.reward.judge, config.reward.model, teacher.endpoint if teacher else None, *speakers)
+    sections = (config.reward.judge, config.reward.model, *speakers)
     return [section.api_key_env for section in sections if section is not None and section.api_key_env]
 
 
