@@ -135,7 +135,14 @@ def _missing(t: Translation) -> None:
     if keys := t.take("multimodal-keys"):
         t.missing.append(f"prompts with images, videos or sound (multimodal-keys={keys}); models read text alone")
     if t.take("use-opd"):
-        t.missing.append("distillation from a teacher (use-opd)")
+        if (kind := t.take("opd-type")) == "megatron":
+            # slime adds the teacher's term to the advantages of the rewards.
+            t.put("algorithm.teacher.path", t.take("opd-teacher-load"), "opd-teacher-load")
+            t.put("algorithm.teacher.coef", t.take("opd-kl-coef", 1.0), "opd-kl-coef")
+            t.put("algorithm.teacher.rewards", True, "use-opd")
+            t.notes.append("algorithm.teacher.path: a Hugging Face folder; slime's is a checkpoint of Megatron's")
+        else:
+            t.missing.append(f"a teacher behind SGLang (opd-type={kind}); algorithm.teacher.endpoint asks vLLM")
     if (loss := t.take("loss-type", "policy_loss")) == "sft_loss":
         t.missing.append("supervised fine-tuning (loss-type=sft_loss) by this command; it is `rl-async sft`")
     elif loss != "policy_loss":

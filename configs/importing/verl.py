@@ -224,7 +224,7 @@ NO_COUNTERPART = {
     "data": "not read",
     "reward": "rewards are reward.functions",
     "reward_model": "rewards are reward.functions, reward.model and reward.judge",
-    "distillation": "distillation is off",
+    "distillation": "the teacher is loaded beside the policy (algorithm.teacher)",
     **dict.fromkeys(("transfer_queue", "global_profiler", "skip", "ray_kwargs", "hydra", "defaults"), "verl's own"),
     "sandbox_fusion": "tools and scorers bring their own",
 }
@@ -292,8 +292,8 @@ def _missing(t: Translation, chosen: Values) -> None:
         t.take(key)
     if media:
         t.missing.append(f"prompts with images, videos or sound ({', '.join(media)}); models read text alone")
-    if t.given.get("distillation.enabled"):
-        t.missing.append("distillation from a teacher (distillation.enabled)")
+    if t.take("distillation.enabled"):
+        _distillation(t)
     if t.given.get(f"{ROLLOUT}.name") not in (None, "???", "vllm", "sglang"):
         t.missing.append(f"the engine {ROLLOUT}.name={t.given[f'{ROLLOUT}.name']}; there are vllm and sglang")
     enabled = [t.take(f"{section}.enable", False) for section in ("reward.reward_model", "reward_model")]
@@ -303,6 +303,38 @@ def _missing(t: Translation, chosen: Values) -> None:
         t.notes.append(f"reward.model.path: the reward model {path} must be a sequence classifier with one label")
         t.put("reward.functions", [{"name": "reward_model"}], "reward.reward_model.enable", "reward_model.enable")
         t.put("reward.model.path", path, "reward.reward_model.model_path", "reward_model.model.path")
+
+
+def _distillation(t: Translation) -> None:
+    """Translate a teacher: its model, how it is compared with the policy, and whether rewards teach, too."""
+    models = [key for key in t.given if re.fullmatch(r"distillation\.teacher_models\.\w+\.model_path", key)]
+    paths = [t.take(key) for key in models]
+    if len(paths) != 1:
+        t.missing.append(f"{len(paths) or 'no'} teachers (distillation.teacher_models); there is one, for all tasks")
+        return
+    loss = "distillation.distillation_loss"
+    kind, by_gradient = t.take(f"{loss}.loss_mode", "k3"), not t.take(f"{loss}.use_policy_gradient", False)
+    if kind == "k1" and not by_gradient:
+        divergence = "sampled"
+        t.notes.append(f"algorithm.teacher.divergence: sampled tokens count up to 20, not {loss}.loss_max_clamp")
+    elif kind == "forward_kl_topk" and by_gradient:
+        divergence = "forward"
+        t.notes.append(f"algorithm.teacher.divergence: over the whole vocabulary, not {loss}.topk tokens")
+    else:
+        t.missing.append(
+            f"{loss}.loss_mode={kind} with use_policy_gradient={not by_gradient}; there are k1 with it, and "
+            "forward_kl_topk without"
+        )
+        return
+    for key in ("loss_max_clamp", "log_prob_min_clamp", "topk"):
+        t.take(f"{loss}.{key}")
+    t.put("algorithm.teacher.path", paths[0], *models)
+    t.put("algorithm.teacher.divergence", divergence, f"{loss}.loss_mode")
+    rewards = t.take(f"{loss}.use_task_rewards", True)
+    t.put("algorithm.teacher.rewards", rewards, f"{loss}.use_task_rewards")
+    if rewards:
+        t.put("algorithm.teacher.coef", t.take(f"{loss}.distillation_loss_coef", 1.0), f"{loss}.distillation_loss_coef")
+    t.notes.append("algorithm.teacher.path: the teacher is loaded beside the policy, not by engines of its own")
 
 
 def _devices(t: Translation, mode: str) -> None:

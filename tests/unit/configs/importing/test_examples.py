@@ -106,6 +106,38 @@ def test_engines_that_cannot_share_devices_do_not(tmp_path: Path) -> None:
     assert "mode" not in found and (found["trainer.ranks"], found["rollout.engines"]) == (16, 4)
 
 
+DISTIL = "distillation.distillation_loss"
+TEACHER = ["distillation.enabled=true", "distillation.teacher_models.one.model_path=org/Large"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["loss_mode=k1", "use_policy_gradient=true"], {"divergence": "sampled", "rewards": True, "coef": None}),
+        (
+            ["loss_mode=k1", "use_policy_gradient=true", "distillation_loss_coef=0.3"],
+            {"divergence": "sampled", "rewards": True, "coef": 0.3},
+        ),
+        (
+            # verl reads its weight only beside rewards.
+            ["loss_mode=forward_kl_topk", "use_task_rewards=false", "distillation_loss_coef=0.3"],
+            {"divergence": "forward", "rewards": False, "coef": None},
+        ),
+    ],
+)
+def test_a_teacher_of_verls(tmp_path: Path, given: list[str], expected: dict[str, Any]) -> None:
+    found = ours(tmp_path, "verl", "run.sh", VERL, *TEACHER, *(f"{DISTIL}.{each}" for each in given))
+    assert found["algorithm.teacher.path"] == "org/Large"
+    assert {key: found.get(f"algorithm.teacher.{key}") for key in expected} == expected
+
+
+def test_a_teacher_of_slimes_is_added_to_the_rewards(tmp_path: Path) -> None:
+    given = ["use-opd=true", "opd-type=megatron", "opd-teacher-load=/large", "opd-kl-coef=0.5"]
+    found = ours(tmp_path, "slime", "run.sh", SLIME, *given)
+    keys = ("path", "coef", "rewards", "divergence")
+    assert [found.get(f"algorithm.teacher.{key}") for key in keys] == ["/large", 0.5, True, None]
+
+
 @pytest.mark.parametrize("section", ["reward_model", "reward_model.reward_kwargs", "reward.reward_kwargs"])
 def test_verls_overlong_penalty_is_found_wherever_it_was(tmp_path: Path, section: str) -> None:
     buffer = f"{section}.overlong_buffer_cfg" if "kwargs" in section else f"{section}.overlong_buffer"
@@ -118,7 +150,8 @@ def test_verls_overlong_penalty_is_found_wherever_it_was(tmp_path: Path, section
     [
         ["data.image_key=images"],
         ["data.train_files=/data/geo3k/train.parquet"],
-        ["distillation.enabled=true"],
+        [*TEACHER, "distillation.teacher_models.second.model_path=org/Other"],
+        [*TEACHER, f"{DISTIL}.use_policy_gradient=false", f"{DISTIL}.loss_mode=k3"],
         [f"{ROLLOUT}.name=trtllm"],
         [f"{ACTOR}.strategy=megatron", "actor_rollout_ref.model.lora.rank=32"],
         ["actor_rollout_ref.model.lora_adapter_path=/a"],
@@ -212,11 +245,11 @@ def test_further_flags_of_slimes(tmp_path: Path, given: str, key: str, value: An
     assert ours(tmp_path, "slime", "run.sh", SLIME, given)[key] == value
 
 
-@pytest.mark.parametrize("given", ["multimodal-keys=images", "use-opd=true", "loss-type=sft_loss"])
+@pytest.mark.parametrize("given", ["multimodal-keys=images", "opd-type=sglang", "loss-type=sft_loss"])
 def test_what_slime_can_and_this_project_cannot_is_an_error(tmp_path: Path, given: str) -> None:
     (tmp_path / "run.sh").write_text(SLIME)
     with pytest.raises(ConfigError, match=given.partition("=")[0]):
-        SOURCES["slime"](tmp_path / "run.sh", [given])
+        SOURCES["slime"](tmp_path / "run.sh", ["use-opd=true", given])
 
 
 PRIME_RL = """
