@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rl_async.launcher.cli.__main__ import main
 from tests.conftest import vllm_python
@@ -199,3 +201,21 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, st
         code=1,
     )
     assert "failing.py:score" in output and "KeyError" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "divergence"), [("disaggregated", "sampled"), ("disaggregated", "reverse"), ("colocated", "forward")]
+)
+def test_a_teacher_teaches_without_rewards(home: Path, start: Callable[..., Run], mode: str, divergence: str) -> None:
+    """The first step is trained by the weights that the teacher is three times as sure as."""
+    name = f"taught-{divergence}"
+    teacher = home / name
+    shutil.copytree(home / "artifacts" / "calculator" / "model", teacher)
+    weights = load_file(teacher / "model.safetensors")
+    save_file({name: tensor * 3 for name, tensor in weights.items()}, teacher / "model.safetensors", {"format": "pt"})
+    taught = f"algorithm.teacher={{path: {teacher}, divergence: {divergence}}}"
+    finish(start(name, taught, "reward.functions=[]", mode=mode))
+    rows = assert_complete(home, name, 1)
+    assert all(row["loss/grad_norm"] > 0 for row in rows)
+    assert all(abs(row["loss/kl_teacher"]) > APART for row in rows)
