@@ -208,7 +208,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(home: Path, st
     ("mode", "divergence"), [("disaggregated", "sampled"), ("disaggregated", "reverse"), ("colocated", "forward")]
 )
 def test_a_teacher_teaches_without_rewards(home: Path, start: Callable[..., Run], mode: str, divergence: str) -> None:
-    """The first step is trained by the weights that the teacher is three times as sure as."""
+    """The teacher has the weights that the policy starts from, three times as large."""
     name = f"taught-{divergence}"
     teacher = home / name
     shutil.copytree(home / "artifacts" / "calculator" / "model", teacher)
