@@ -147,6 +147,7 @@ class Pair(NamedTuple):
     rejected: list[Message]
     margin: float | None
     place: str
+    tools: list[dict[str, Any]]
 
     @property
     def prompt(self) -> str:
@@ -175,12 +176,12 @@ def to_pair(row: dict[str, Any], place: str) -> Pair:
         raise DataError(f"{place}, column rejected: answers another prompt than chosen; compare answers to one prompt")
     if chosen == rejected:
         raise DataError(f"{place}, column rejected: the same as chosen; leave the row out")
-    margin = row.get("margin")
+    margin, tools = row.get("margin"), _tools(row.get("tools"), place)
     if margin is None:
-        return Pair(chosen, rejected, None, place)
+        return Pair(chosen, rejected, None, place, tools)
     if not is_number(margin):
         raise DataError(f"{place}, column margin: needs a finite number, got {margin!r:.80}")
-    return Pair(chosen, rejected, float(margin), place)
+    return Pair(chosen, rejected, float(margin), place, tools)
 
 
 def _conversation(value: Any, prompt: list[Message], place: str, column: str) -> list[Message]:

@@ -87,6 +87,21 @@ class DataConfig(Config, frozen=True):
     ] = False
 
 
+class PreferenceConfig(Config, frozen=True):
+    """Direct preference optimisation: an example is a pair, of which the policy learns to prefer the first."""
+
+    beta: Annotated[
+        float, Meta(gt=0, description="How strongly the policy is tied to the model that training starts from.")
+    ] = 0.1
+    loss: Annotated[
+        Literal["sigmoid", "hinge", "ipo"],
+        doc("sigmoid: DPO; hinge: SLiC's; ipo: a squared distance, with log-probabilities per token."),
+    ] = "sigmoid"
+    label_smoothing: Annotated[
+        float, Meta(ge=0, lt=0.5, description="sigmoid: probability that a pair is the wrong way round.")
+    ] = 0.0
+
+
 class FinetuneConfig(Config, frozen=True):
     """Fine-tuning on the conversations in data.path, measured on those in data.eval_path.
 
@@ -115,6 +130,15 @@ class FinetuneConfig(Config, frozen=True):
     too_long: Annotated[
         Literal["refuse", "skip"], doc("Longer conversations are an error, or are skipped and counted.")
     ] = "refuse"
+    preferences: Annotated[
+        PreferenceConfig | None,
+        doc("The data are pairs, in columns chosen and rejected (DPO); null: conversations to imitate."),
+    ] = None
+
+    @property
+    def each(self) -> int:
+        """How many rows an example has."""
+        return 1 if self.preferences is None else 2
 
 
 class PretrainedConfig(Config, frozen=True):

@@ -31,6 +31,7 @@ Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "launch": ("Train a model", training_commands.add_launch),
     "sft": ("Fine-tune on conversations, or make the data and model of a preset", training_commands.add_sft),
+    "dpo": ("Train a model to prefer the better of two answers (DPO)", training_commands.add_dpo),
     "eval": ("Evaluate a model on held-out tasks: avg@k and pass@k", training_commands.add_eval),
     "compare": (
         "Compare two evaluations task by task, and test whether they differ by more than chance",

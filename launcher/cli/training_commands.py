@@ -1,7 +1,7 @@
 """Commands that make a run, a model, an evaluation, rewards, configs or data sets.
 
-``launch``, ``sft``, ``reward-model``, ``export``, ``model``, ``eval``, ``compare``, ``reward``, ``config``, ``data``;
-and options that several commands share. The modules that do the work are imported when a command runs.
+``launch``, ``sft``, ``dpo``, ``reward-model``, ``export``, ``model``, ``eval``, ``compare``, ``reward``, ``config``,
+``data``; and options that several commands share. The modules that do the work are imported when a command runs.
 """
 
 import argparse
@@ -197,7 +197,7 @@ SFT_KEYS = {
 }
 
 
-def add_sft(parser: argparse.ArgumentParser) -> None:
+def add_sft(parser: argparse.ArgumentParser, data: str = "`messages` and optional `tools`") -> None:
     parser.description = (
         "Fine-tune --model on the conversations in --data and write --out; given again, an interrupted run goes on. "
         "Or, with the --config of a preset alone, make its data and warm-started model. See docs/how-to/sft.md."
@@ -205,7 +205,7 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="NAME|PATH", help="a YAML file with a section `finetune`, or a preset")
     add("--model", metavar="PATH", help="a Hugging Face causal LM: folder, OWNER/NAME, GGUF file (model.path)")
-    add("--data", metavar="FILE", help="JSONL or Parquet with `messages` and optional `tools` (data.path)")
+    add("--data", metavar="FILE", help=f"JSONL or Parquet with {data} (data.path)")
     add("--eval", metavar="FILE", help="conversations to measure on (data.eval_path; default: 5 %% of the data)")
     add("--out", metavar="PATH", help="folder to write (finetune.out)")
     add("--epochs", type=int, metavar="N", help="passes over the data (default: 1)")
@@ -213,11 +213,23 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, metavar="X", help="peak of AdamW's (default: 1e-5)")
     add("--ranks", type=int, metavar="N", help="trainer processes (trainer.ranks; default: 1)")
     add_overrides(parser)
-    parser.set_defaults(command=_sft, steady=True)
+    parser.set_defaults(command=_sft, steady=True, preferences=False)
+
+
+def add_dpo(parser: argparse.ArgumentParser) -> None:
+    add_sft(parser, "`chosen`, `rejected`, optional `prompt` and `tools`")
+    parser.description = (
+        "Train --model to prefer the better conversation of each pair in --data (direct preference optimisation), and "
+        "write --out; given again, an interrupted run goes on. See docs/how-to/sft.md."
+    )
+    parser.set_defaults(preferences=True)
 
 
 def _sft(arguments: argparse.Namespace) -> int:
+    import msgspec
+
     from rl_async.configs.load import load_config
+    from rl_async.configs.schema.data import PreferenceConfig
     from rl_async.launcher.plan.artifacts import needs_preparation
     from rl_async.launcher.sources import fetch_sources
 
@@ -229,6 +241,12 @@ def _sft(arguments: argparse.Namespace) -> int:
             raise UserError(f"missing {', '.join(missing)}; or give --config, a YAML file or a preset")
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
     config = fetch_sources(load_config(arguments.config, [*overrides, *arguments.overrides]))
+    if arguments.preferences:
+        if config.finetune is None:
+            raise UserError(f"--config: {arguments.config} has no section `finetune`; add --out PATH")
+        if config.finetune.preferences is None:
+            own = msgspec.structs.replace(config.finetune, preferences=PreferenceConfig())
+            config = msgspec.structs.replace(config, finetune=own)
     if config.finetune is not None:
         from rl_async.launcher.runs.finetune import finetune
 

@@ -11,7 +11,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from rl_async.accelerators import count_gpus
-from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens, read_chats
+from rl_async.agent_loop.training_data import Chat, ChatEncoder, ChatTokens, Pair, read_chats, read_pairs
 from rl_async.configs.checks import INSTEAD
 from rl_async.configs.derived import eval_parts, files_of, parts
 from rl_async.configs.load import load_resolved
@@ -126,8 +127,14 @@ def row(
 
 def summary(folder: Path, out: Path) -> str:
     """Summarize a run that wrote ``out``: held-out loss before and after, and the places of its files."""
-    losses = [evaluation["eval/loss"] for evaluation in MetricsTail(folder / "evaluations.jsonl").read()]
-    held_out = f"held-out loss per token {losses[0]:.4f} before, {losses[-1]:.4f} after; " if losses else ""
+    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
+    held_out = ""
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        unit = "pair" if "eval/accuracy" in last else "token"
+        held_out = f"held-out loss per {unit} {first['eval/loss']:.4f} before, {last['eval/loss']:.4f} after; "
+        if "eval/accuracy" in last:
+            held_out += f"{last['eval/accuracy']:.1%} of held-out pairs in the right order; "
     return f"{held_out}model: {out}; metrics and checkpoints: {folder}"
 
 
@@ -185,8 +192,8 @@ def finetune(config: RunConfig) -> int:
 
 async def _train(config: RunConfig, folder: Path, console: Console) -> int:
     """Run the ranks; return 0, or the exit code of the signal that ended the run."""
-    rows = ChatRows.map(folder / ROWS)
     assert config.finetune is not None
+    rows = ChatRows.map(folder / ROWS, config.finetune.each)
     steps = total_steps(len(rows), config.finetune)
     view = FinetuneView(folder, steps, saved(folder), console)
     began = time.time()
@@ -258,7 +265,8 @@ def _require_finished(config: RunConfig, folder: Path, resumes: bool) -> None:
     assert config.finetune is not None
     done = checkpoints(folder)
     finished = resumes and (folder / ROWS).is_dir() and done
-    if not finished or done[-1] < total_steps(len(ChatRows.map(folder / ROWS)), config.finetune):
+    each = config.finetune.each
+    if not finished or done[-1] < total_steps(len(ChatRows.map(folder / ROWS, each)), config.finetune):
         raise UserError(f"finetune.out: {config.finetune.out} exists; delete it, or choose another folder")
 
 
@@ -309,21 +317,23 @@ def _encode(config: RunConfig, folder: Path, checksums: dict[str, str]) -> DataR
     assert own is not None
     encoder = ChatEncoder(load_tokenizer(config.model.path, "model.path"), config.agent.chat_format)
     limit = longest(config)
-    rows, skipped = encode_all(parts(config.data), encoder, limit, own)
+    encode = encode_all if own.preferences is None else encode_pairs
+    examples, skipped = encode(parts(config.data), encoder, limit, own)
     if config.data.eval_path is None:
-        rows, held_out = split(rows, own.held_out, config.seed)
+        examples, held_out = split(examples, own.held_out, config.seed)
     else:
-        held_out, more = encode_all(eval_parts(config.data), encoder, limit, own)
+        held_out, more = encode(eval_parts(config.data), encoder, limit, own)
         skipped += more
+    rows = [row for example in examples for row in example]
     if not rows:
         raise DataError(f"{_named(config)}: no conversation is left to train on ({skipped} were too long)")
-    for name, part in ((ROWS, rows), (HELD_OUT, held_out)):
+    for name, part in ((ROWS, rows), (HELD_OUT, [row for example in held_out for row in example])):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
         ChatRows.of(part).write(folder / name)
     return DataRecord(
         checksums=checksums,
-        conversations=len(rows),
+        conversations=len(examples),
         held_out=len(held_out),
         skipped=skipped,
         tokens=sum(len(row.ids) for row in rows),
@@ -335,27 +345,67 @@ def _named(config: RunConfig) -> str:
     return ", ".join(source.path for source in parts(config.data))
 
 
+# The rows of one example: a conversation, or the better and the worse one of a pair.
+Example = tuple[ChatTokens, ...]
+
+
 def encode_all(
     sources: Sequence[DataSource], encoder: ChatEncoder, limit: int, own: FinetuneConfig
-) -> tuple[list[ChatTokens], int]:
+) -> tuple[list[Example], int]:
     """Encode the conversations of data sets; also return the number skipped. Raises DataError naming the line."""
-    rows, skipped = list[ChatTokens](), 0
-    for chat in (chat for source in sources for chat in read_chats(source)):
-        tokens = encoder.encode(chat)
-        if len(tokens.ids) <= limit:
-            rows.append(tokens)
+    chats = (chat for source in sources for chat in read_chats(source))
+    return _within(((chat.place, (encoder.encode(chat),)) for chat in chats), limit, own)
+
+
+def encode_pairs(
+    sources: Sequence[DataSource], encoder: ChatEncoder, limit: int, own: FinetuneConfig
+) -> tuple[list[Example], int]:
+    """Encode the pairs of data sets; also return the number skipped. Raises DataError naming the row.
+
+    Answers that both conversations of a pair begin with are part of the prompt and are not learned.
+    """
+    pairs = (pair for source in sources for file in files_of(source.path) for pair in read_pairs(str(file)))
+    return _within(((pair.place, encode_pair(pair, encoder)) for pair in pairs), limit, own)
+
+
+def encode_pair(pair: Pair, encoder: ChatEncoder) -> Example:
+    """Encode both conversations of a pair, the better one first; what they begin with alike is not learned.
+
+    Raises DataError if one of them is the beginning of the other.
+    """
+    both = pair.chosen, pair.rejected
+    asked = sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], zip(*both, strict=False)))
+    if asked == min(map(len, both)):
+        raise DataError(f"{pair.place}: one conversation is the beginning of the other; compare answers to one prompt")
+    turns = sum(message["role"] == "assistant" for message in pair.chosen[:asked])
+    return tuple(_unlearned(encoder.encode(Chat(messages, pair.tools, pair.place)), turns) for messages in both)
+
+
+def _unlearned(row: ChatTokens, turns: int) -> ChatTokens:
+    """Return a row of which the first ``turns`` of the assistant's turns are not learned."""
+    # Something that is not the assistant's stands between two turns.
+    turn = np.cumsum(np.diff(row.learned, prepend=False) & row.learned)
+    return row._replace(learned=row.learned & (turn > turns))
+
+
+def _within(examples: Iterable[tuple[str, Example]], limit: int, own: FinetuneConfig) -> tuple[list[Example], int]:
+    kept, skipped = list[Example](), 0
+    for place, rows in examples:
+        longest_row = max(len(row.ids) for row in rows)
+        if longest_row <= limit:
+            kept.append(rows)
         elif own.too_long == "skip":
             skipped += 1
         else:
             raise DataError(
-                f"{chat.place}: {len(tokens.ids)} tokens, and the most is {limit} (finetune.max_tokens, or the model's "
+                f"{place}: {longest_row} tokens, and the most is {limit} (finetune.max_tokens, or the model's "
                 "positions); shorten it, or set finetune.too_long=skip to leave such conversations out"
             )
-    return rows, skipped
+    return kept, skipped
 
 
-def split(rows: list[ChatTokens], share: float, seed: int) -> tuple[list[ChatTokens], list[ChatTokens]]:
-    """Split rows into training and held-out ones, at least one of each if ``share`` and their number allow it."""
+def split(rows: list[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Split examples into training and held-out ones, at least one of each if ``share`` and their number allow it."""
     count = min(max(1, round(share * len(rows))), len(rows) - 1) if share > 0 and rows else 0
     kept = set(np.random.default_rng([seed & 0xFFFFFFFF, 1]).permutation(len(rows))[:count].tolist())
     return [r for i, r in enumerate(rows) if i not in kept], [r for i, r in enumerate(rows) if i in kept]
@@ -380,10 +430,11 @@ def _headline(config: RunConfig, record: DataRecord, folder: Path) -> list[str]:
     assert own is not None
     skipped = f", {record.skipped} too long and skipped" if record.skipped else ""
     begun = checkpoints(folder)
+    kind = "conversations" if own.preferences is None else "pairs"
     return [
-        f"{config.model.path} on {_named(config)}: {record.conversations:,} conversations, {record.held_out:,} held "
+        f"{config.model.path} on {_named(config)}: {record.conversations:,} {kind}, {record.held_out:,} held "
         f"out{skipped}; {record.learned:,} of {record.tokens:,} tokens are learned",
-        f"{total_steps(record.conversations, own)} steps of {own.batch_size} conversations on {config.trainer.ranks} "
+        f"{total_steps(record.conversations, own)} steps of {own.batch_size} {kind} on {config.trainer.ranks} "
         f"rank(s) of {config.trainer.backend}; run folder: {folder}",
         *([f"continuing at step {begun[-1]}"] if begun else []),
     ]

@@ -1,6 +1,6 @@
 """Encoded conversations on disk: the launcher writes them, every rank maps them into memory. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -14,7 +14,7 @@ ROWS, HELD_OUT = "rows", "held-out"
 
 
 class RowSize(NamedTuple):
-    """The properties of a row that ``batch_layout.layout`` reads. Conversations share no prompt, so it is empty."""
+    """The properties of an example that ``batch_layout.layout`` reads. None shares its prompt, so that is empty."""
 
     tokens: int
     baseline: bool = False
@@ -24,11 +24,15 @@ class RowSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatRows:
-    """R conversations, N tokens in all, concatenated. ``ends[r]`` is the index after the last token of row r."""
+    """R conversations, N tokens in all, concatenated. ``ends[r]`` is the index after the last token of row r.
+
+    An example is one row, or, if ``each`` is 2, a pair: the better row and the worse one.
+    """
 
     ids: np.ndarray  # int32 [N]
     learned: np.ndarray  # bool [N]
     ends: np.ndarray  # int64 [R]
+    each: int = 1
 
     @classmethod
     def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Self:
@@ -40,9 +44,10 @@ class ChatRows:
         )
 
     @classmethod
-    def map(cls, folder: Path) -> Self:
+    def map(cls, folder: Path, each: int = 1) -> Self:
         """Map the files that ``write`` made; their pages are read when they are first used."""
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "learned", "ends")))
+        ids, learned, ends = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("ids", "learned", "ends"))
+        return cls(ids, learned, ends, each)
 
     def write(self, folder: Path) -> None:
         """Write the three arrays as .npy files into ``folder``, which must exist."""
@@ -50,21 +55,26 @@ class ChatRows:
             np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
 
     def __len__(self) -> int:
-        return len(self.ends)
+        """Return the number of examples."""
+        return len(self.ends) // self.each
+
+    def rows_of(self, examples: Iterable[int]) -> list[int]:
+        """Return the rows of examples, in order."""
+        return [row for number in examples for row in range(self.each * number, self.each * (number + 1))]
 
     def span(self, row: int) -> slice:
         """Return where row ``row`` lies in ``ids`` and ``learned``."""
         return slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
 
-    def size(self, row: int) -> RowSize:
-        """Return the properties of a row that its layout depends on."""
-        span = self.span(row)
-        return RowSize(span.stop - span.start)
+    def size(self, example: int) -> RowSize:
+        """Return the properties of an example that its layout depends on."""
+        spans = [self.span(row) for row in self.rows_of([example])]
+        return RowSize(spans[-1].stop - spans[0].start)
 
-    def targets(self, row: int) -> int:
-        """Count the tokens of a row to learn; never the first, which nothing predicts."""
-        span = self.span(row)
-        return int(np.count_nonzero(self.learned[span.start + 1 : span.stop]))
+    def targets(self, example: int) -> int:
+        """Count the tokens of an example to learn; never the first of a row, which nothing predicts."""
+        spans = [self.span(row) for row in self.rows_of([example])]
+        return sum(int(np.count_nonzero(self.learned[span.start + 1 : span.stop])) for span in spans)
 
 
 def steps_per_epoch(rows: int, batch_size: int) -> int:

@@ -2,12 +2,13 @@
 
     rows ──> batch ──> ranks, micro-batches ──> Backend.step ──> [held-out loss] ──> [checkpoint] ──> metrics
 
-Consumes encoded conversations from the run folder. Produces weights (in checkpoints), ``metrics.jsonl`` and
-``evaluations.jsonl``. Waits only for the other ranks (deadline: trainer.collective_timeout_s). On a request to stop it
-ends the step, saves and returns. The rows of a step depend only on the seed and the step's number, so a run that was
-killed resumes from its last checkpoint and reaches the same weights as without the interruption.
+Consumes encoded conversations, or pairs of them, from the run folder. Produces weights (in checkpoints),
+``metrics.jsonl`` and ``evaluations.jsonl``. Waits only for the other ranks (deadline: trainer.collective_timeout_s). On
+a request to stop it ends the step, saves and returns. The rows of a step depend only on the seed and the step's number,
+so a run that was killed resumes from its last checkpoint and reaches the same weights as without the interruption.
 """
 
+import io
 import logging
 import os
 import sys
@@ -15,15 +16,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers.utils.logging import disable_progress_bar
 
 from rl_async.configs.load import load_resolved
-from rl_async.configs.schema.data import FinetuneConfig
+from rl_async.configs.schema.data import FinetuneConfig, PreferenceConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, TrainingDiverged, UserError
 from rl_async.files import append_lines, replace_file, undamaged
@@ -50,13 +54,16 @@ from rl_async.trainer.records import append_evaluation, next_lineage, require_ne
 from rl_async.trainer.trackers import Tracking
 
 log = logging.getLogger("rl_async.trainer")
+# Beside the rows, for preferences: log-probabilities by the model that training starts from.
+REFERENCE = "reference.npy"
 
 
 @dataclass
 class Finetuning:
     """Everything the loop works with; ``config.trainer`` has the steps and the schedule.
 
-    ``held_out`` may be empty. Only rank 0 has ``tracking``.
+    ``held_out`` may be empty. Only rank 0 has ``tracking``. Log-probabilities of the model that training starts from,
+    one per row, are there for preferences.
     """
 
     config: RunConfig
@@ -70,6 +77,8 @@ class Finetuning:
     start_step: int
     lineage: int
     tracking: Tracking | None
+    reference: Tensor | None = None
+    held_out_reference: Tensor | None = None
 
     def at(self, step: int, phase: Phase) -> None:
         """Record this rank's position in its heartbeat, for ``rl-async doctor``."""
@@ -87,13 +96,13 @@ def finetune(run: Finetuning) -> bool:
         began = time.perf_counter()
         run.at(step, "training")
         rows = rows_of(run, step)
-        loss, norm = train_step(run, step, rows)
+        trained_by = train_step(run, step, rows)
         trained = time.perf_counter()
         run.at(step, "meeting the ranks")
         stopping = run.stop.agreed()
         completed = step + 1
         rate = run.finetune.learning_rate * factor(step)
-        metrics = {"loss/train": loss, "loss/grad_norm": norm, "learning_rate": rate}
+        metrics = {**trained_by, "learning_rate": rate}
         if (not stopping or completed == steps) and is_measured(run.finetune, completed, steps):
             metrics |= evaluate(run, completed)
         measured = time.perf_counter()
@@ -128,44 +137,113 @@ def rows_of(run: Finetuning, step: int) -> list[int]:
     return batch_of(step, len(run.rows), size, seed=seed, shuffle=run.config.data.shuffle)
 
 
-def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> tuple[float, float]:
-    """Take one optimizer step; return its loss per learned token over all ranks, and the gradient norm.
+def train_step(run: Finetuning, step: int, rows: Sequence[int]) -> dict[str, float]:
+    """Take one optimizer step; return its metrics over all ranks, with the gradient norm.
 
     Raises TrainingDiverged, before any weight changes.
     """
-    targets = max(1, sum(run.rows.targets(row) for row in rows))
-    batches = list(micro_batches(run, run.rows, rows))
+    pairs = run.finetune.preferences is not None
+    count = len(rows) if pairs else max(1, sum(run.rows.targets(row) for row in rows))
+    parts = list(micro_batches(run, run.rows, rows))
+    figures = []
 
-    def loss_fn(number: int, outputs: Outputs) -> torch.Tensor:
-        return negative_log_likelihood(outputs, batches[number]) / targets
+    def loss_fn(number: int, outputs: Outputs) -> Tensor:
+        loss, found = losses(run, parts[number], outputs, run.reference)
+        figures.append(found)
+        return loss / count
 
     try:
-        loss, norm = run.policy.step(batches, loss_fn)
+        _, norm = run.policy.step([part.tensors for part in parts], loss_fn)
     except TrainingDiverged as error:
         raise TrainingDiverged(f"step {step}, conversations {sorted(rows)[:8]}...: {error}") from error
-    total = torch.tensor([loss], dtype=torch.float64)
-    run.policy.data_parallel.all_reduce(total)
-    return total.item(), norm
+    return averages(run, figures, "loss/train", "preference") | {"loss/grad_norm": norm}
 
 
-def negative_log_likelihood(outputs: Outputs, batch: Tensors) -> torch.Tensor:
-    """Return the sum of -log p over the learned tokens of a micro-batch [B, T-1], a scalar."""
+def losses(run: Finetuning, part: "Part", outputs: Outputs, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of a micro-batch's losses, a scalar, and what ``averages`` needs, float64 [4].
+
+    The losses are those of learned tokens, or of pairs: their sum, their number, the pairs in the right order, and the
+    sum of the margins.
+    """
     assert outputs.logprobs is not None
-    return -torch.where(batch.mask, outputs.logprobs, 0.0).sum()
+    mask = part.tensors.mask
+    if run.finetune.preferences is None:
+        loss = -torch.where(mask, outputs.logprobs, 0.0).sum()
+        return loss, _figures(loss, mask.sum())
+    if not part.examples:
+        nothing = outputs.logprobs.sum() * 0.0
+        return nothing, _figures(nothing)
+    assert reference is not None
+    policy = torch.where(mask, outputs.logprobs, 0.0).sum(-1)
+    start = reference[run.rows.rows_of(part.examples)].to(policy)
+    pairs = preference_losses(run.finetune.preferences, policy, start, mask.sum(-1))
+    loss, margins = pairs.losses.sum(), pairs.margins
+    return loss, _figures(loss, torch.ones_like(margins).sum(), (margins > 0).sum(), margins.sum())
+
+
+def _figures(*values: Tensor) -> Tensor:
+    """Put scalars into one tensor, float64 [4], on their device: reading each of them would wait for it."""
+    found = torch.stack([value.detach().double() for value in values])
+    return torch.nn.functional.pad(found, (0, 4 - len(values)))
+
+
+class PairLosses(NamedTuple):
+    """Loss and margin of each pair, [P]; the margin is beta times the difference of the two rows' log-ratios."""
+
+    losses: Tensor
+    margins: Tensor
+
+
+def preference_losses(config: PreferenceConfig, policy: Tensor, reference: Tensor, tokens: Tensor) -> PairLosses:
+    """Compute the loss of each pair from log-probabilities of whole answers, [2 P] each, the better one first.
+
+    With h = beta (log pi/pi_0 of the better answer - log pi/pi_0 of the worse one), the losses are
+
+        sigmoid  (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e), DPO (arXiv:2305.18290, equation 7), made
+                 robust against labels that are wrong with probability e (arXiv:2403.00409, equation 12)
+        hinge    max(0, 1 - h), SLiC (arXiv:2305.10425) as normalised in RSO (arXiv:2309.06657)
+        ipo      (h / beta - 1 / (2 beta))^2, arXiv:2310.12036, equation 17, with log-probabilities per token, as its
+                 authors recommended to TRL
+
+    Args:
+        tokens: the number of learned tokens of each row, [2 P].
+    """
+    ratios = policy - reference
+    if config.loss == "ipo":
+        ratios = ratios / tokens.clamp(min=1)
+    difference = ratios[0::2] - ratios[1::2]
+    margins = config.beta * difference
+    match config.loss:
+        case "sigmoid":
+            wrong = config.label_smoothing
+            losses = (wrong * logsigmoid(-margins) - (1 - wrong) * logsigmoid(margins)) / (1 - 2 * wrong)
+        case "hinge":
+            losses = torch.relu(1 - margins)
+        case "ipo":
+            losses = (difference - 1 / (2 * config.beta)) ** 2
+    return PairLosses(losses, margins)
+
+
+def averages(run: Finetuning, figures: Sequence[Tensor], loss: str, pairs: str) -> dict[str, float]:
+    """Return metrics over all ranks from the figures of ``losses``: the mean loss, and of pairs accuracy and margin."""
+    sums = torch.stack(list(figures)).sum(0).cpu()
+    run.policy.data_parallel.all_reduce(sums)
+    total, count, right, margin = sums.tolist()
+    metrics = {loss: total / max(count, 1.0)}
+    if run.finetune.preferences is None:
+        return metrics
+    return metrics | {f"{pairs}/accuracy": right / max(count, 1.0), f"{pairs}/margin": margin / max(count, 1.0)}
 
 
 def evaluate(run: Finetuning, completed: int) -> dict[str, float]:
-    """Return the loss per learned token on held-out conversations, logged by rank 0; empty without any."""
+    """Return the mean loss on held-out examples, logged by rank 0; empty without any."""
     if not len(run.held_out):
         return {}
-    sums = torch.zeros(2, dtype=torch.float64)
-    everything, size = range(len(run.held_out)), run.finetune.batch_size
-    for start in range(0, len(everything), size):
-        for batch in micro_batches(run, run.held_out, everything[start : start + size]):
-            loss = negative_log_likelihood(run.policy.forward(batch), batch)
-            sums += torch.tensor([loss.item(), batch.mask.sum().item()], dtype=torch.float64)
-    run.policy.data_parallel.all_reduce(sums)
-    metrics = {"eval/loss": sums[0].item() / max(sums[1].item(), 1.0)}
+    figures = [
+        losses(run, part, run.policy.forward(part.tensors), run.held_out_reference)[1]
+        for part in everything(run, run.held_out)
+    ]
+    metrics = averages(run, figures, "eval/loss", "eval")
     if dist.get_rank() == 0:
         append_evaluation(run.folder / "evaluations.jsonl", run.lineage, {"eval/step": completed, **metrics})
     return metrics
@@ -176,8 +254,22 @@ def is_measured(config: FinetuneConfig, completed: int, steps: int) -> bool:
     return completed == steps or (config.eval_every > 0 and completed % config.eval_every == 0)
 
 
-def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Iterator[Tensors]:
-    """Yield this rank's micro-batches, within the token budget.
+class Part(NamedTuple):
+    """A micro-batch: the examples in it, and their rows."""
+
+    examples: list[int]
+    tensors: Tensors
+
+
+def everything(run: Finetuning, data: ChatRows) -> Iterator[Part]:
+    """Yield this rank's micro-batches of all of ``data``."""
+    size = run.finetune.batch_size
+    for start in range(0, len(data), size):
+        yield from micro_batches(run, data, range(start, min(start + size, len(data))))
+
+
+def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Iterator[Part]:
+    """Yield this rank's micro-batches of the examples ``rows``, within the token budget.
 
     Every rank gets the same number, since each forward pass is a collective.
     """
@@ -192,7 +284,31 @@ def micro_batches(run: Finetuning, data: ChatRows, rows: Sequence[int]) -> Itera
         cost=run.policy.row_cost,
     )
     for places in plan.ranks[data_parallel.rank]:
-        yield collate(data, [rows[place] for place in places], run.policy.device)
+        examples = [rows[place] for place in places]
+        yield Part(examples, collate(data, data.rows_of(examples), run.policy.device))
+
+
+def reference_of(run: Finetuning, data: ChatRows, file: Path) -> Tensor:
+    """Return the log-probability of each row's learned tokens by the policy as it is now, float64 [R]. A collective.
+
+    Rank 0 keeps them in ``file``, from which a run that goes on from a checkpoint reads them.
+    """
+    if run.start_step and file.is_file():
+        return torch.from_numpy(np.load(file, allow_pickle=False))
+    found = torch.zeros(len(data.ends), dtype=torch.float64)
+    for part in everything(run, data):
+        logprobs = run.policy.forward(part.tensors).logprobs
+        assert logprobs is not None
+        if part.examples:
+            sums = torch.where(part.tensors.mask, logprobs, 0.0).sum(-1)
+            found[data.rows_of(part.examples)] = sums.double().cpu()
+    run.policy.data_parallel.all_reduce(found)
+    if dist.get_rank() == 0:
+        stream = io.BytesIO()
+        np.save(stream, found.numpy(), allow_pickle=False)
+        replace_file(file, stream.getvalue())
+    dist.barrier()
+    return found
 
 
 def collate(rows: ChatRows, numbers: Sequence[int], device: str) -> Tensors:
@@ -237,9 +353,12 @@ def run_rank(folder: Path) -> None:
     stop = StopRequest()
     stop.listen()
     disable_progress_bar()
-    rows, held_out = ChatRows.map(folder / ROWS), ChatRows.map(folder / HELD_OUT)
-    config = training_config(load_resolved(folder / "config.yaml"), len(rows))
-    assert config.finetune is not None
+    config = load_resolved(folder / "config.yaml")
+    own = config.finetune
+    if own is None:
+        raise ConfigError("finetune: this section is missing; start fine-tuning with `rl-async sft`, which writes it")
+    rows, held_out = (ChatRows.map(folder / name, own.each) for name in (ROWS, HELD_OUT))
+    config = training_config(config, own, len(rows))
     beat(folder, int(os.environ.get("RANK", "0")), 0, "starting")
     with ranks_joined(config, folder) as (device, _):
         trainer = config.trainer
@@ -252,12 +371,9 @@ def run_rank(folder: Path) -> None:
             step,
             lambda: require_newest(folder, lineage),
         )
-        if step:
-            load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
-            log.info("resuming at step %d as lineage %d", step, lineage)
         run = Finetuning(
             config=config,
-            finetune=config.finetune,
+            finetune=own,
             folder=folder,
             rows=rows,
             held_out=held_out,
@@ -268,8 +384,14 @@ def run_rank(folder: Path) -> None:
             lineage=lineage,
             tracking=Tracking(config, folder) if dist.get_rank() == 0 else None,
         )
+        if own.preferences is not None:
+            run.reference = reference_of(run, rows, folder / ROWS / REFERENCE)
+            run.held_out_reference = reference_of(run, held_out, folder / HELD_OUT / REFERENCE)
+        if step:
+            load_checkpoint(folder_of(folder / "checkpoints", step), {".": policy})
+            log.info("resuming at step %d as lineage %d", step, lineage)
         ended, writes = finetune(run), dist.get_rank() == 0
-    out = Path(config.finetune.out)
+    out = Path(own.out)
     # The model is written after the process group has ended, since the other ranks would wait too long in it.
     if ended and writes and not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -278,14 +400,8 @@ def run_rank(folder: Path) -> None:
         sys.exit(stop.code)
 
 
-def training_config(config: RunConfig, rows: int) -> RunConfig:
-    """Return ``config`` with section ``trainer`` as section ``finetune`` and ``rows`` conversations imply it.
-
-    Raises ConfigError without a section ``finetune``.
-    """
-    own = config.finetune
-    if own is None:
-        raise ConfigError("finetune: this section is missing; start fine-tuning with `rl-async sft`, which writes it")
+def training_config(config: RunConfig, own: FinetuneConfig, rows: int) -> RunConfig:
+    """Return ``config`` with section ``trainer`` as its section ``finetune`` and the number of examples imply it."""
     steps = total_steps(rows, own)
     trainer = msgspec.structs.replace(
         config.trainer,

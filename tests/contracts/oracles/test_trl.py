@@ -1,5 +1,5 @@
 """TRL's GRPO loss, whole: the policy loss, its aggregation, the weights of the engine's mismatch and the KL; and the
-divergence of its GKDTrainer.
+divergence of its GKDTrainer and the losses of its DPOTrainer.
 
 What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an aggregation, `delta` is `clip_dual`,
 `importance_sampling_level=sequence` is `gspo`; one advantage per row, as TRL has it. TRL computes advantages inside the
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from rl_async.configs.schema.algorithm import Aggregation, AlgorithmConfig, LossOptions, TeacherConfig
+from rl_async.configs.schema.data import PreferenceConfig
 from rl_async.trainer.algorithms.losses import AGGREGATIONS, ESTIMATORS, LOSSES, LossInputs, count, divergence_of
+from rl_async.trainer.finetune.loop import preference_losses
 from tests.contracts.oracles.oracle import Case, Oracle, Tensors, assert_same, both_types
 
 pytestmark = pytest.mark.slow
@@ -156,3 +158,33 @@ def test_a_teachers_divergences_and_their_gradients_are_gkds(trl: Oracle) -> Non
         assert logits.grad is not None
         assert_same(loss.detach(), theirs["loss"], case)
         assert_same(logits.grad, theirs["gradient"], case)
+
+
+def draw_pairs(generator: torch.Generator, number: int) -> Tensors:
+    """Three pairs, the better rows first, from equal to far from the reference."""
+    reference = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    far = (0.0, 0.01, 0.5, 5.0)[number % 4]
+    mask = torch.rand(ROWS, WIDTH, generator=generator) < 0.6
+    mask[:, 0] = True
+    noise = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return {"logprobs": reference + far * noise, "reference": reference, "mask": mask}
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "robust", "hinge", "ipo"])
+def test_the_losses_of_pairs_and_their_gradients_are_trls(trl: Oracle, loss: str) -> None:
+    cases, configs = both_types(draw_pairs), []
+    for number, case in enumerate(cases):
+        draw = random.Random(number)
+        beta, wrong = draw.uniform(0.05, 0.8), draw.uniform(0.01, 0.4) if loss == "robust" else 0.0
+        case.options = {"loss": loss, "beta": beta, "label_smoothing": wrong}
+        name: Any = "sigmoid" if loss == "robust" else loss
+        configs.append(PreferenceConfig(beta=beta, loss=name, label_smoothing=wrong))
+    order = torch.arange(ROWS).reshape(2, -1).T.flatten()
+    for case, config, theirs in zip(cases, configs, trl.ask("preferences", cases), strict=True):
+        logprobs, mask = case["logprobs"].clone().requires_grad_(), case["mask"]
+        policy, reference = (torch.where(mask, x, 0.0).sum(-1)[order] for x in (logprobs, case["reference"]))
+        ours = preference_losses(config, policy, reference, mask.sum(-1)[order]).losses.mean()
+        ours.backward()
+        assert logprobs.grad is not None
+        assert_same(ours.detach(), theirs["loss"], case)
+        assert_same(logprobs.grad, theirs["gradient"], case)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -86,4 +87,43 @@ def distillation(x: Tensors, options: dict[str, Any]) -> Tensors:
     return {"loss": loss.detach(), "gradient": logits.grad}
 
 
-FORMULAS = {"policy_loss": policy_loss, "settings": settings, "distillation": distillation}
+def preferences(x: Tensors, options: dict[str, Any]) -> Tensors:
+    """The loss of one batch of pairs, and its gradient. The first token of a row is never part of an answer."""
+    logprobs, mask = x["logprobs"].clone().requires_grad_(), x["mask"]
+    rows, width = logprobs.shape
+    nothing = torch.zeros(rows, width, dtype=logprobs.dtype)
+
+    def model(**_: Any) -> SimpleNamespace:
+        answers = torch.where(mask, logprobs, 0.0)
+        return SimpleNamespace(log_probs=answers, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+
+    better, worse = torch.where(mask, x["reference"], 0.0).sum(1).chunk(2)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda t: t, gather_for_metrics=lambda t: t),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[options["loss"]],
+        loss_weights=[1.0],
+        beta=options["beta"],
+        label_smoothing=options["label_smoothing"],
+        use_weighting=False,
+        _tp_size=1,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = {
+        "input_ids": torch.zeros(rows, width + 1, dtype=torch.long),
+        "attention_mask": torch.ones(rows, width + 1, dtype=torch.long),
+        "completion_mask": torch.cat([torch.zeros(rows, 1, dtype=torch.long), mask.long()], 1),
+        "ref_chosen_logps": better,
+        "ref_rejected_logps": worse,
+    }
+    loss = DPOTrainer._compute_loss(trainer, model, inputs, False)
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": logprobs.grad}
+
+
+FORMULAS = {"preferences": preferences, "policy_loss": policy_loss, "settings": settings, "distillation": distillation}

@@ -1,6 +1,7 @@
 """Fine-tuning as a user runs it: interrupted in every way, on more ranks, with bad input."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -218,3 +219,52 @@ def test_bad_input_is_named_before_anything_starts(home: Path) -> None:
     assert missing.returncode == 2 and "--data, --out" in missing.stderr
     rate = call(home, "bad", "trainer.learning_rate=1e-3")
     assert rate.returncode == 2 and "set finetune.learning_rate" in rate.stderr
+
+
+PREFERRING = [
+    *("--model", "base", "--data", "pairs.jsonl", "--epochs", "2", "--batch-size", "8", "--learning-rate", str(RATE)),
+    *("trainer.checkpoint_every=2", "trainer.keep_checkpoints=20", "trainer.max_tokens_per_microbatch=128"),
+    *("finetune.held_out=0.1", "finetune.preferences.beta=0.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def preferred(home: Path) -> Path:
+    """The folder of a run on one rank that learned to prefer the answers to one answer, the same for all."""
+    conversations = demos("calculator", 70)
+    pairs = [
+        {"chosen": messages, "rejected": [*messages[:-1], conversations[0][-1]]}
+        for messages in conversations
+        if messages[-1] != conversations[0][-1]
+    ]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    done = command_line.call(home, "dpo", *PREFERRING, "--out", "preferred")
+    assert done.returncode == 0, done.stderr + log_of(home / "preferred.run")
+    return home / "preferred"
+
+
+def test_a_run_of_pairs_begins_at_indifference_and_learns_to_prefer(home: Path, preferred: Path) -> None:
+    evaluations = lines_of(home, "preferred", "evaluations.jsonl")
+    assert evaluations[0]["eval/loss"] == pytest.approx(math.log(2), rel=ROUNDED)
+    assert evaluations[0]["eval/margin"] == pytest.approx(0.0, abs=ROUNDED)
+    trained = lines_of(home, "preferred")
+    assert trained[-1]["loss/train"] < trained[0]["loss/train"]
+    assert trained[-1]["preference/margin"] > 0 and trained[-1]["preference/accuracy"] > 0.5
+    assert not torch.equal(weights(home, "preferred")["lm_head.weight"], weights(home, "base")["lm_head.weight"])
+
+
+@pytest.mark.slow
+def test_pairs_train_alike_on_two_ranks_and_after_a_checkpoint(home: Path, preferred: Path) -> None:
+    run = home / "continued.run"
+    shutil.copytree(home / "preferred.run", run)
+    (run / "config.yaml").write_text(dump(load_resolved(run / "config.yaml", ["finetune.out=continued"])))
+    for folder in run.glob("checkpoints/step-*"):
+        if folder.name > "step-000004":
+            shutil.rmtree(folder)
+    for out, more in (("continued", []), ("both", ["--ranks", "2"])):
+        done = command_line.call(home, "dpo", *PREFERRING, "--out", out, *more)
+        assert done.returncode == 0, done.stderr + log_of(home / f"{out}.run")
+    expected = weights(home, "preferred")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(home, "continued").items())
+    alike = {"rate": RATE, "steps": len(lines_of(home, "preferred")), "layers": 2, "terms": TERMS}
+    assert_trained_alike(weights(home, "both"), expected, **alike)

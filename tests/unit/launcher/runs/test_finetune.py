@@ -11,10 +11,19 @@ from rich.console import Console
 from rl_async.agent_loop.training_data import ChatEncoder, ChatTokens
 from rl_async.configs.derived import parts
 from rl_async.configs.load import load_config
-from rl_async.errors import ConfigError, UserError
+from rl_async.errors import ConfigError, DataError, UserError
 from rl_async.launcher.cli.__main__ import main
 from rl_async.launcher.plan.planning import finetune_ranks
-from rl_async.launcher.runs.finetune import DATA_FILE, FinetuneView, _encode_once, encode_all, line, longest, split
+from rl_async.launcher.runs.finetune import (
+    DATA_FILE,
+    FinetuneView,
+    _encode_once,
+    encode_all,
+    encode_pairs,
+    line,
+    longest,
+    split,
+)
 from rl_async.trainer.finetune.chat_rows import ROWS, ChatRows
 from tests.support.tiny_models import byte_tokenizer
 
@@ -25,20 +34,19 @@ TEMPLATE = (
 BASE = ["model.path=base", "data.path=chats.jsonl", "finetune.out=out"]
 
 
-def tokens(count: int) -> list[ChatTokens]:
-    return [ChatTokens(np.array([n], np.int32), np.array([True])) for n in range(count)]
+def examples(count: int) -> list[tuple[ChatTokens]]:
+    return [(ChatTokens(np.array([n], np.int32), np.array([True])),) for n in range(count)]
 
 
 @pytest.mark.parametrize(
     ("count", "share", "held"), [(100, 0.05, 5), (10, 0.01, 1), (1, 0.5, 0), (10, 0.0, 0), (4, 1, 3)]
 )
 def test_some_conversations_are_held_out_and_some_are_left(count: int, share: float, held: int) -> None:
-    rows = tokens(count)
-    train, held_out = split(rows, share, 0)
+    train, held_out = split(examples(count), share, 0)
     assert len(held_out) == held
-    assert sorted(int(row.ids[0]) for row in [*train, *held_out]) == list(range(count))
-    again = split(rows, share, 0)
-    assert [row.ids[0] for row in again[1]] == [row.ids[0] for row in held_out]
+    assert sorted(int(row.ids[0]) for (row,) in [*train, *held_out]) == list(range(count))
+    again = split(examples(count), share, 0)
+    assert [row.ids[0] for (row,) in again[1]] == [row.ids[0] for (row,) in held_out]
 
 
 def test_several_data_sets_are_all_read_each_with_its_own_templates(tmp_path: Path) -> None:
@@ -49,10 +57,62 @@ def test_several_data_sets_are_all_read_each_with_its_own_templates(tmp_path: Pa
     config = load_config(None, [*BASE, sets])
     assert config.finetune is not None
     tokenizer = byte_tokenizer(TEMPLATE, eos="<|im_end|>")
-    rows, skipped = encode_all(parts(config.data), ChatEncoder(tokenizer), 1000, config.finetune)
+    found, skipped = encode_all(parts(config.data), ChatEncoder(tokenizer), 1000, config.finetune)
+    rows = [row for (row,) in found]
     texts = [tokenizer.decode(row.ids) for row in rows]
     assert ["brief" in text for text in texts] == [True, False] and skipped == 0
     assert [tokenizer.decode(row.ids[row.learned]) for row in rows] == ["5<|im_end|>"] * 2
+
+
+SUM = {"role": "user", "content": "2+3?"}
+FIVE = {"role": "assistant", "content": "5"}
+AGAIN = {"role": "user", "content": "sure?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "better", "worse"),
+    [
+        ({"prompt": "2+3?", "chosen": "5", "rejected": "7"}, "5", "7"),
+        ({"prompt": [SUM], "chosen": [FIVE], "rejected": [{"role": "assistant", "content": "55"}]}, "5", "55"),
+        (
+            # The first answer is the same, and so it is part of the prompt.
+            {
+                "chosen": [SUM, FIVE, AGAIN, {"role": "assistant", "content": "yes"}],
+                "rejected": [SUM, FIVE, AGAIN, {"role": "assistant", "content": "no"}],
+            },
+            "yes",
+            "no",
+        ),
+        (
+            {
+                "chosen": [SUM, FIVE],
+                "rejected": [SUM, {"role": "assistant", "content": "6"}, AGAIN, {"role": "assistant", "content": "no"}],
+            },
+            "5",
+            "6<|im_end|>no",
+        ),
+    ],
+)
+def test_of_a_pair_the_answers_that_differ_are_learned(
+    tmp_path: Path, row: dict[str, object], better: str, worse: str
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    config = load_config(None, [*BASE, f"data.path={tmp_path}/pairs.jsonl", "finetune.preferences={}"])
+    assert config.finetune is not None
+    tokenizer = byte_tokenizer(TEMPLATE, eos="<|im_end|>")
+    ((pair,), skipped) = encode_pairs(parts(config.data), ChatEncoder(tokenizer), 1000, config.finetune)
+    learned = [tokenizer.decode(each.ids[each.learned]) for each in pair]
+    assert learned == [f"{better}<|im_end|>", f"{worse}<|im_end|>"] and skipped == 0
+
+
+def test_a_pair_of_which_one_continues_the_other_compares_nothing(tmp_path: Path) -> None:
+    longer = [SUM, FIVE, AGAIN, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": [SUM, FIVE], "rejected": longer}) + "\n")
+    config = load_config(None, [*BASE, f"data.path={tmp_path}/pairs.jsonl", "finetune.preferences={}"])
+    assert config.finetune is not None
+    encoder = ChatEncoder(byte_tokenizer(TEMPLATE, eos="<|im_end|>"))
+    with pytest.raises(DataError, match=r"pairs\.jsonl, row 0"):
+        encode_pairs(parts(config.data), encoder, 1000, config.finetune)
 
 
 def test_encoded_rows_are_those_of_the_files_and_the_template_that_are_there(tmp_path: Path) -> None:
