@@ -101,7 +101,8 @@ class Fleet:
         # While publishing, engines that hold ``_base`` need only deltas against it, or adapters without their base.
         self._base: Version | None = None
         self._deltas: Sequence[Bucket] = ()
-        self._bytes_sent = 0
+        # The most that the workers of one engine have received since a publication began.
+        self._most_bytes = 0
         self._suspended = self._deferred = False
         # By engine ids. A group is reused as long as its engines stay.
         self._groups: dict[tuple[str, ...], Sender | RankShipment] = {}
@@ -118,7 +119,7 @@ class Fleet:
             if wake:
                 self._suspended = False
             began = time.monotonic()
-            self._deferred = False
+            self._deferred, self._most_bytes = False, 0
             await self._take(version, weights)
             done, failures, waited = await self._bring_up_all(began + self._engine_wait_s)
             self._base, self._deltas = None, ()
@@ -133,7 +134,7 @@ class Fleet:
                 seconds=time.monotonic() - began,
                 waiting_seconds=waited,
                 pause_seconds=max(member.pause_seconds for member in overlapped or done),
-                nbytes=self._bytes_sent,
+                nbytes=self._most_bytes,
                 engines=engines,
                 failures=[str(failure) for failure in failures],
             )
@@ -438,10 +439,10 @@ class Fleet:
         shipment = group if isinstance(group, RankShipment) else BucketShipment(group, buckets)
         outcome = await wave.transfer(members, shipment, self._version, self._timeout_s, staged=self._sync.staged)
         outcome.delta = delta
-        if outcome.done and isinstance(group, RankShipment):
-            self._bytes_sent = group.nbytes
-        elif outcome.done:
-            self._bytes_sent = max(member.workers for member in members) * sum(bucket.nbytes for bucket in buckets)
+        if outcome.done:
+            workers = max(member.workers for member in members)
+            sent = group.nbytes if isinstance(group, RankShipment) else workers * sum(b.nbytes for b in buckets)
+            self._most_bytes = max(self._most_bytes, sent)
         return outcome
 
     async def _culprits(self, members: Sequence[FleetMember], outcome: WaveOutcome) -> list[EngineFailed]:

@@ -231,9 +231,9 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """Duration, size and result of one publication.
 
     During ``waiting_seconds`` of ``seconds`` no engine was registered. ``pause_seconds`` is the longest pause of an
-    engine, between its answers to pause and to resume. ``nbytes`` are those that the workers of one engine received, in
-    the group of engines that was done last. ``engines`` confirmed the version; ``failures`` names the engines that were
-    cut off, with phase, bucket and reason.
+    engine, between its answers to pause and to resume. ``nbytes`` are those that the workers of one engine received,
+    the most of all engines: one that holds the base gets fewer. ``engines`` confirmed the version; ``failures`` names
+    the engines that were cut off, with phase, bucket and reason.
     """
 
     version: Version

@@ -543,6 +543,18 @@ async def test_an_engine_that_holds_the_last_version_gets_deltas_and_a_late_one_
     assert late.weights == engine.weights == {"a": 4.0, "b": 4.0}
 
 
+async def test_a_report_has_the_bytes_of_the_engine_that_got_most() -> None:
+    forgetful, engine = Engine(), Engine()
+    fleet = make_fleet(Directory(a=forgetful, b=engine), sync=WeightSyncConfig(delta=True, waves=2))
+    await fleet.publish(V0, sparse(1))
+    # It still says that it serves 0.0, and gets everything, before the other gets deltas.
+    forgetful.forget()
+    await forgetful.init_transfer(InitInfo(backend="ipc"))
+    assert (await fleet.publish(V1, sparse(2))).nbytes == 800
+    assert (forgetful.kinds[-1], engine.kinds[-1]) == ("full", "delta")
+    assert (await fleet.publish(Version(0, 2), sparse(3))).nbytes == 2 * (4 + 2 + 4)
+
+
 async def test_an_engine_that_lost_its_copy_or_was_restarted_gets_everything() -> None:
     forgetful, restarted = Engine(), Engine()
     directory = Directory(a=forgetful, b=restarted)
