@@ -73,9 +73,8 @@ class Consumers:
         # The first step that was never in the log.
         self.logged = 0
         # By group, oldest first. A plain dict would pass all deleted entries on the way to its first one.
-        self.shelf: OrderedDict[int, Kept] = OrderedDict()
-        # Bytes of the groups on the shelf.
-        self.kept_bytes = 0
+        self._shelf: OrderedDict[int, Kept] = OrderedDict()
+        self._kept_bytes = 0
         self._cursors: dict[str, Cursor] = {}
         self.effects: t.Effects = {
             t.Subscribed: self.subscribed,
@@ -143,8 +142,8 @@ class Consumers:
 
     def trim(self) -> None:
         """Drop the oldest groups of a shelf that is too full."""
-        excess, freed = self.kept_bytes - self._book.settings.consumer_bytes, list[int]()
-        for group, kept in self.shelf.items():
+        excess, freed = self._kept_bytes - self._book.settings.consumer_bytes, list[int]()
+        for group, kept in self._shelf.items():
             if excess <= 0:
                 break
             excess -= kept.nbytes
@@ -159,14 +158,23 @@ class Consumers:
             for name, at in sorted(self._cursors.items())
         ]
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the groups on the shelf."""
+        return self._kept_bytes
+
+    def keeps(self, group: int) -> bool:
+        """Whether the group is on the shelf."""
+        return group in self._shelf
+
     def headers_of(self, group: int) -> list[m.TrajectoryHeader]:
         """Headers of the rows of a group on the shelf."""
-        kept = self.shelf.get(group)
+        kept = self._shelf.get(group)
         return [] if kept is None else kept.headers
 
     def kept_samples(self) -> list[m.TrajectoryHeader]:
         """The first header of each sample on the shelf."""
-        return [header for kept in self.shelf.values() for header in kept.headers if header.segment == 0]
+        return [header for kept in self._shelf.values() for header in kept.headers if header.segment == 0]
 
     @property
     def _first(self) -> int:
@@ -181,11 +189,11 @@ class Consumers:
         The shelf is in the order of positions, so that the walk ends at the first unread group.
         """
         lowest = min(positions.values(), default=self._end)
-        return list(takewhile(lambda group: self._places[group] <= lowest, self.shelf))
+        return list(takewhile(lambda group: self._places[group] <= lowest, self._shelf))
 
     def _delivered(self, position: int) -> m.DeliveredGroup:
         entry = self._log[position]
-        kept = self.shelf.get(entry.group)
+        kept = self._shelf.get(entry.group)
         if kept is None:
             group = self._book.groups[entry.group]
             kept = Kept(group.task, group.headers(), 0)
@@ -248,11 +256,11 @@ class Consumers:
 
     def lost(self, group: int, sample: int) -> None:
         """Drop a sample that was lost with its payload shard; consumers get the group without it."""
-        kept = self.shelf[group]
+        kept = self._shelf[group]
         gone = sum(header.nbytes for header in kept.headers if header.sample == sample)
         left = [header for header in kept.headers if header.sample != sample]
-        self.shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
-        self.kept_bytes -= gone
+        self._shelf[group] = Kept(kept.task, left, kept.nbytes - gone)
+        self._kept_bytes -= gone
 
     def rolled_back(self, event: t.RolledBack) -> None:
         """Apply `RolledBack`: a queue that starts over has no earlier rows, so consumers skip to the end of the log."""
@@ -262,8 +270,8 @@ class Consumers:
             self._skip(cursor, self._end)
         self._log.clear()
         self._places.clear()
-        self.shelf.clear()
-        self.kept_bytes, self.logged = 0, event.step
+        self._shelf.clear()
+        self._kept_bytes, self.logged = 0, event.step
 
     def _skip(self, cursor: Cursor, position: int) -> None:
         self._book.counters["consumers_missed"] += position - cursor.position
@@ -271,17 +279,17 @@ class Consumers:
         cursor.position = position
 
     def _keep(self, group: int, kept: Kept) -> None:
-        self.shelf[group] = kept
-        self.kept_bytes += kept.nbytes
+        self._shelf[group] = kept
+        self._kept_bytes += kept.nbytes
 
     def _forget(self, groups: Sequence[int]) -> None:
         for group in groups:
             position = self._places.pop(group, None)
             if position is not None:
                 del self._log[position]
-            kept = self.shelf.pop(group, None)
+            kept = self._shelf.pop(group, None)
             if kept is not None:
-                self.kept_bytes -= kept.nbytes
+                self._kept_bytes -= kept.nbytes
 
     # --- dump and load ----------------------------------------------------------------------------------------------
 
@@ -291,7 +299,7 @@ class Consumers:
             log=[self._log[position] for position in range(self._first, self._end + 1)],
             end=self._end,
             logged=self.logged,
-            shelf=dict(self.shelf),
+            shelf=dict(self._shelf),
             cursors={name: self._cursors[name] for name in sorted(self._cursors)},
         )
 
@@ -461,7 +469,7 @@ class Shards:
                 reason=f"shard {shard_id} is not registered; it must start again without rows",
             )
         return m.Swept(
-            gone=[group for group in groups if group not in self._book.groups and group not in self._consumers.shelf]
+            gone=[group for group in groups if group not in self._book.groups and not self._consumers.keeps(group)]
         )
 
     def misplaced(self, headers: Sequence[m.TrajectoryHeader]) -> m.Refused | None:

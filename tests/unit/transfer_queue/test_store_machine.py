@@ -363,7 +363,7 @@ class Histories(RuleBasedStateMachine):
     def the_shelf_is_in_the_order_of_training(self) -> None:
         if hasattr(self, "store"):
             consumers = self.store.consumers
-            places = [consumers._places[group] for group in consumers.shelf]
+            places = [consumers._places[group] for group in consumers._shelf]
             assert places == sorted(places)
 
     @invariant()
