@@ -359,7 +359,7 @@ def machine_bytes(root: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) ->
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU here, in bytes, as torch finds it; None if torch finds none."""
     devices = "(torch.accelerator.get_memory_info(i)[1] for i in range(torch.accelerator.device_count()))"
-    said = _ask(sys.executable, f"import torch\nprint(min({devices}, default=0))")
+    said = _ask("", sys.executable, f"import torch\nprint(min({devices}, default=0))")
     if not said.isdigit():
         raise UserError(f"{sys.executable} was asked for the memory of its GPUs, and printed {said[-80:]!r}")
     return int(said) or None
@@ -541,7 +541,7 @@ def check_engine_python(kind: str, python: str) -> None:
     if not traits.package:
         return
     modules = ",".join((traits.package, *BESIDE_ENGINES))
-    said = _ask(python, PROBE, modules, "=".join(traits.plugin or ()))
+    said = _ask("rollout.python: ", python, PROBE, modules, "=".join(traits.plugin or ()))
     try:
         found = msgspec.json.decode(said, type=Probed)
     except UNDECODABLE as error:
@@ -563,12 +563,15 @@ def check_engine_python(kind: str, python: str) -> None:
         )
 
 
-def _ask(python: str, code: str, *arguments: str) -> str:
-    """Return the last line that ``code`` prints in that Python. Raises UserError if it cannot be run."""
+def _ask(key: str, python: str, code: str, *arguments: str) -> str:
+    """Return the last line that ``code`` prints in that Python.
+
+    Raises UserError if it cannot be run. Its message begins with ``key``, which is empty for the Python that runs this.
+    """
     # With -P, a folder named vllm in the working directory is not taken for vLLM.
     command = [python, "-P", "-c", code, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"rollout.python: {python} cannot be run: {error}") from error
+        raise UserError(f"{key}{python} cannot be run: {error}") from error
     return done.stdout.rstrip().rpartition("\n")[2]

@@ -9,7 +9,7 @@ import pytest
 
 import rl_async
 from rl_async.errors import UserError
-from rl_async.launcher.plan.machine import check_engine_python
+from rl_async.launcher.plan.machine import check_engine_python, gpu_bytes
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +72,10 @@ def test_the_embedded_engine_needs_nothing_and_a_python_must_be_there(tmp_path: 
     check_engine_python("embedded", str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"rollout\.python.*none"):
         check_engine_python("vllm", str(tmp_path / "none"))
+
+
+def test_the_python_that_runs_this_is_no_key_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(UserError) as caught:
+        gpu_bytes()
+    assert str(tmp_path / "none") in str(caught.value) and "rollout.python" not in str(caught.value)
