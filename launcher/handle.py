@@ -37,7 +37,7 @@ from rl_async.launcher.run_folder import (
     OUTPUT,
     RunInUse,
     has_more,
-    is_prepared,
+    is_unused,
     new_run,
     next_folder,
     resumed_run,
@@ -317,10 +317,13 @@ def launch(
     wanted = load_config(given, words, mode=mode, name=name)
     if wanted.name:
         _refuse_running(Path(wanted.launcher.run_dir) / wanted.name)
+    may_resume = resume is not False
     if resume is None:
         resume = bool(name) and unfinished(given, words, name)
-    find = resumed_run if resume else new_run
-    resolved, folder = find(given, words, mode=mode, name=name)
+    if resume:
+        resolved, folder = resumed_run(given, words, mode=mode, name=name)
+    else:
+        resolved, folder = new_run(given, words, mode=mode, name=name, may_resume=may_resume)
     _refuse_running(folder)
     if not resume:
         folder = _made(folder, is_named=bool(wanted.name))
@@ -394,7 +397,7 @@ def _made(folder: Path, *, is_named: bool) -> Path:
             folder.mkdir(0o700)
             return folder
         except FileExistsError:
-            if is_named and is_prepared(folder):
+            if is_named and is_unused(folder):
                 return folder
             if is_named:
                 raise

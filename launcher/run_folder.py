@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +18,7 @@ from rl_async.configs.load import Given, dump, leaves, load_config, load_resolve
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import UserError
 from rl_async.files import DAMAGE, make_durable_folder, replace_file
+from rl_async.insight.tail import last_record
 from rl_async.launcher.plan.artifacts import checkpoints
 from rl_async.launcher.plan.machine import read_machine
 from rl_async.launcher.sources import Fetched, kept_sources
@@ -27,14 +29,24 @@ from rl_async.transfer_queue.ledger import tells_end, tells_samples
 SOURCES = "sources.json"
 # What ``handle.launch`` writes into the folder of a run before it starts the command.
 FUNCTIONS, GIVEN, OUTPUT = "functions", "given.yaml", Path("logs", "output.log")
+# Kept in a folder whose run made no sample, when a run of that name is started again.
+KEPT = (FUNCTIONS, GIVEN, "logs")
+# A folder with one of these holds results, even if nothing in it can be continued.
+RESULTS = ("metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "trajectories/*")
 
 
 def new_run(
-    name_or_path: Given, overrides: Sequence[str] = (), *, mode: str | None = None, name: str = ""
+    name_or_path: Given,
+    overrides: Sequence[str] = (),
+    *,
+    mode: str | None = None,
+    name: str = "",
+    may_resume: bool = True,
 ) -> tuple[RunConfig, Path]:
-    """Load and check the config of a new run and choose its folder. Creates nothing.
+    """Load and check the config of a new run and choose its folder. Changes nothing.
 
-    Raises UserError if a run of that name exists.
+    A folder whose run made no sample does not count. Raises UserError if a run of that name exists; the message
+    proposes to resume it only if the user ``may_resume`` it.
     """
     config = load_config(name_or_path, overrides, mode=mode, name=name)
     root = Path(config.launcher.run_dir)
@@ -42,10 +54,64 @@ def new_run(
         folder = next_folder(root, run_prefix(name_or_path, config.mode))
         config = msgspec.structs.replace(config, name=folder.name)
     folder = _folder(root, config.name)
-    if folder.exists() and not is_prepared(folder):
-        way_out = "add --resume to continue it" if begun(folder) else "no sample was made in it, so delete it"
-        raise UserError(f"--name: the run {folder} exists; {way_out}, or choose another name")
+    if folder.exists() and not is_unused(folder):
+        raise UserError(f"--name: {folder} exists{_way_out(folder, may_resume)}")
     return config, folder
+
+
+def _way_out(folder: Path, may_resume: bool) -> str:
+    """Describe the run in a folder that exists, and what to do instead of starting another there."""
+    if not begun(folder):
+        return " and holds results that no run can continue; choose another name, or delete it"
+    kept = load_resolved(folder / "config.yaml")
+    if has_more(folder, kept):
+        resume = "add --resume to continue it, " if may_resume else ""
+        return f" and would continue {continuation(folder, kept)}; {resume}choose another name, or delete it"
+    further = "; --resume with a larger trainer.steps trains it further" if may_resume else ""
+    return f" and has trained all of its {kept.trainer.steps} steps; choose another name, or delete it{further}"
+
+
+def continuation(folder: Path, config: RunConfig) -> str:
+    """Describe where the run in ``folder`` would be continued, and what it keeps of its work."""
+    kept, steps = saved(folder), config.trainer.steps
+    if not kept:
+        return f"at step 0 of {steps}, with the samples that it has"
+    trained = int(last_record(folder / "metrics.jsonl").get("step", -1)) + 1
+    again = f"; steps {kept} to {trained - 1} are trained again" if trained > kept + 1 else ""
+    again = f"; step {kept} is trained again" if trained == kept + 1 else again
+    return f"at step {kept} of {steps}, from its newest checkpoint{again}"
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether an existing folder holds nothing of a run, or only what a run wrote that ended before its first sample.
+
+    ``handle.launch`` writes some of it before the run itself writes anything.
+    """
+    if {path.name for path in folder.iterdir()} <= set(KEPT):
+        return True
+    config = folder / "config.yaml"
+    if not config.exists() or begun(folder) or any(any(folder.glob(name)) for name in RESULTS):
+        return False
+    return load_resolved(config).finetune is None
+
+
+def clear_unused(folder: Path) -> bool:
+    """Delete what an earlier start that made no sample left in the folder, except its logs; return whether it did.
+
+    The caller holds the run. Raises UserError if the folder has come to hold more since ``new_run`` looked.
+    """
+    if not folder.exists():
+        return False
+    if not is_unused(folder):
+        raise UserError(f"--name: {folder} exists{_way_out(folder, may_resume=False)}")
+    left = [path for path in folder.iterdir() if path.name not in KEPT]
+    # The config goes last: if this is interrupted, the folder is still recognised.
+    for path in sorted(left, key=lambda path: path.name == "config.yaml"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return bool(left)
 
 
 def resumed_run(
@@ -59,11 +125,11 @@ def resumed_run(
     # Loaded first, so that mistakes in the arguments are reported before anything about the run.
     preset = load_config(name_or_path, overrides, mode=mode)
     root = Path(preset.launcher.run_dir)
-    folder = _folder(root, name) if name else _newest(root, run_prefix(name_or_path, preset.mode))
+    folder = _folder(root, name) if name else _newest_begun(root, run_prefix(name_or_path, preset.mode))
     if not folder.is_dir():
         raise UserError(f"--resume: no run {folder}")
     if not begun(folder):
-        raise UserError(f"--resume: no sample was made in {folder}; delete it, and start without --resume")
+        raise UserError(f"--resume: no sample was made in {folder}, so start it without --resume")
     kept = load_resolved(folder / "config.yaml")
     record = _fetched(folder)
     preset = kept_sources(preset, kept, record)
@@ -269,12 +335,6 @@ def _may_have_journal(folder: Path) -> bool:
     return queue is not None and (queue.journal == "redis" or bool(queue.sqlite and queue.sqlite.folder))
 
 
-def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds only what ``handle.launch`` writes before the run itself writes anything."""
-    logs = {path.name for path in (folder / "logs").glob("*")}
-    return logs == {OUTPUT.name} and {path.name for path in folder.iterdir()} <= {FUNCTIONS, GIVEN, "logs"}
-
-
 def config_name(given: Given) -> str:
     """Return the name of a preset or file; of a mapping, that of the one which it extends, or `run`."""
     return given if isinstance(given, str) else str(given.get("extends", "run"))
@@ -297,12 +357,19 @@ def _folder(root: Path, name: str) -> Path:
 
 
 def _last_number(root: Path, prefix: str) -> int:
+    return max(_numbers(root, prefix), default=0)
+
+
+def _numbers(root: Path, prefix: str) -> list[int]:
     found = (re.fullmatch(rf"{re.escape(prefix)}-(\d+)", item.name) for item in root.glob(f"{prefix}-*"))
-    return max((int(match[1]) for match in found if match), default=0)
+    return [int(match[1]) for match in found if match]
 
 
-def _newest(root: Path, prefix: str) -> Path:
-    number = _last_number(root, prefix)
-    if number == 0:
-        raise UserError(f"--resume: no run {root / prefix}-*; name one with --name")
-    return root / f"{prefix}-{number:03d}"
+def _newest_begun(root: Path, prefix: str) -> Path:
+    """Return the newest run that has something to continue. Raises UserError if none has."""
+    numbers = sorted(_numbers(root, prefix), reverse=True)
+    for number in numbers:
+        if begun(folder := root / f"{prefix}-{number:03d}"):
+            return folder
+    why = "has made a sample" if numbers else "exists"
+    raise UserError(f"--resume: no run {root / prefix}-* {why}; start one without --resume, or name one with --name")

@@ -52,7 +52,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.plan.environments import try_environment
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
     from rl_async.launcher.plan.user_code import check_user_code
-    from rl_async.launcher.run_folder import new_run, resumed_run, unfinished
+    from rl_async.launcher.run_folder import continuation, new_run, resumed_run, unfinished
     from rl_async.launcher.runs.rehearsal import Findings, rehearse
     from rl_async.launcher.sources import fetch_sources, fetched_from
     from rl_async.process.role import stop_with_starter
@@ -60,12 +60,14 @@ def _launch(arguments: argparse.Namespace) -> int:
     stop_with_starter()
     if arguments.address and arguments.launcher != "ray":
         raise UserError("--address is the address of a Ray cluster; add --launcher ray")
+    where, may_resume = (arguments.config, arguments.overrides), arguments.resume is not False
     if arguments.resume is None and arguments.name:
-        arguments.resume = unfinished(arguments.config, arguments.overrides, arguments.name)
-        if arguments.resume:
-            print(f"{arguments.name} did not reach its end: continuing it; --no-resume prevents this", flush=True)
-    find = resumed_run if arguments.resume else new_run
-    given, folder = find(arguments.config, arguments.overrides, mode=arguments.mode, name=arguments.name)
+        arguments.resume = unfinished(*where, arguments.name)
+    if arguments.resume:
+        given, folder = resumed_run(*where, mode=arguments.mode, name=arguments.name)
+        print(f"continuing {folder.name} {continuation(folder, given)}; another --name starts a new run", flush=True)
+    else:
+        given, folder = new_run(*where, mode=arguments.mode, name=arguments.name, may_resume=may_resume)
     if idle := without_effect(given):
         print(f"no effect with agent.gateway, whose programs play the episodes: {', '.join(idle)}", file=sys.stderr)
     if not arguments.resume and (problem := unrewarded(given)):

@@ -38,7 +38,7 @@ from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_he
 from rl_async.launcher.plan.memory import STAGES, model_size
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
-from rl_async.launcher.run_folder import begun, create, hold, hold_unnamed, note_sources, saved
+from rl_async.launcher.run_folder import begun, clear_unused, create, hold, hold_unnamed, note_sources, saved
 from rl_async.launcher.runs.rehearsal import Findings
 from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
@@ -164,7 +164,7 @@ def launch(
 
     Raises UserError or RoleFailed.
     """
-    with held(config, folder, unnamed) as (config, folder), hold_private_folder(folder):
+    with held(config, folder, unnamed=unnamed, resume=resume) as (config, folder), hold_private_folder(folder):
         config, machine = settle_here(config, folder)
         planned, ports = make_ready(config, folder, resume=resume)
         note_sources(folder, fetched or {})
@@ -189,7 +189,7 @@ def launch_on_ray(
     present_token(os.environ, Path.home(), lambda: refuses_without_token(address))
     from rl_async.launcher.ray_nodes import RayNodes, connected
 
-    with held(config, folder, unnamed) as (config, folder), connected(address) as cluster:
+    with held(config, folder, unnamed=unnamed, resume=resume) as (config, folder), connected(address) as cluster:
         config, machine = settle_here(cluster.at_home(config), folder, cluster.gpus, cluster.measure)
         planned = plan_here(config, folder, resume=resume, gpus=cluster.gpus)
         _make_folder(config, folder, planned)
@@ -200,13 +200,18 @@ def launch_on_ray(
 
 
 @contextmanager
-def held(config: RunConfig, folder: Path, unnamed: bool) -> Iterator[tuple[RunConfig, Path]]:
-    """Keep other launchers out of a run while the block runs; yield its config and folder."""
+def held(config: RunConfig, folder: Path, *, unnamed: bool, resume: bool) -> Iterator[tuple[RunConfig, Path]]:
+    """Keep other launchers out of a run while the block runs; yield its config and folder.
+
+    Unless it is to ``resume``, a start of the same name that made no sample leaves nothing but its logs.
+    """
     if unnamed:
         with hold_unnamed(config, folder) as own:
             yield own
     else:
         with hold(folder):
+            if not resume and clear_unused(folder):
+                print(f"{folder} was started before and made no sample: starting it again", flush=True)
             yield config, folder
 
 
@@ -354,7 +359,8 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     except Interrupted as interruption:
         _print_summary(console, view)
         lost = unsaved(folder)
-        hint = f"continue with --resume --name {folder.name}" if begun(folder) else "there is nothing to continue"
+        again = "no sample was made, so the same command starts it again"
+        hint = f"continue with --resume --name {folder.name}" if begun(folder) else again
         print(f"interrupted; every process has ended; {lost}{hint}", file=sys.stderr)
         return EXIT_FAILED if lost and not supervisor.children.ended_at_once else EXIT_SIGNAL + interruption.number
     _print_summary(console, view)

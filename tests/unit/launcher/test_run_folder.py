@@ -7,7 +7,15 @@ import pytest
 from rl_async.configs.load import load_config, load_resolved
 from rl_async.errors import UserError
 from rl_async.launcher.plan.artifacts import checkpoints
-from rl_async.launcher.run_folder import create, new_run, resumed_run, unfinished
+from rl_async.launcher.run_folder import (
+    clear_unused,
+    continuation,
+    create,
+    hold,
+    new_run,
+    resumed_run,
+    unfinished,
+)
 from rl_async.transfer_queue.ledger import Ledger
 from rl_async.transfer_queue.transitions import RolledBack, RunFinished, Transition
 
@@ -53,13 +61,74 @@ def test_the_resolved_config_is_in_the_folder(root: str) -> None:
     assert (config.trainer.steps, config.name, config.mode) == (3, "mine", "disaggregated")
 
 
-def test_an_existing_name_is_refused(root: str) -> None:
-    make_run(root, name="mine")
-    with pytest.raises(UserError, match=r"--name: the run .*mine "):
-        new_run("calculator", [root], name="mine")
+def test_the_name_of_a_run_with_samples_is_refused(root: str) -> None:
     make_run(root, name="more", steps=(2,))
-    with pytest.raises(UserError, match=r"--name: the run .*more .*--resume"):
+    with pytest.raises(UserError, match=r"--name: .*more .*--resume"):
         new_run("calculator", [root], name="more")
+    record(make_run(root, "trainer.steps=2", name="done", steps=(2,)), RunFinished(left=[]))
+    with pytest.raises(UserError, match=r"--name: .*done .*trainer\.steps"):
+        new_run("calculator", [root], name="done")
+
+
+@pytest.mark.parametrize("steps", [(2,), (50,)], ids=["unfinished", "finished"])
+def test_one_who_does_not_want_to_resume_is_not_told_to(root: str, steps: tuple[int, ...]) -> None:
+    record(make_run(root, name="mine", steps=steps), RunFinished(left=[]))
+    with pytest.raises(UserError, match="--name") as refused:
+        new_run("calculator", [root], name="mine", may_resume=False)
+    assert "resume" not in str(refused.value)
+
+
+def test_a_run_that_made_no_sample_is_started_again_by_the_same_command(root: str) -> None:
+    folder = make_run(root, name="mine")
+    (folder / "logs" / "engine-0.log").write_text("why it failed")
+    (folder / "keys" / "clients").mkdir(parents=True)
+    (folder / "ledger.jsonl").write_text('{"event": "admit", "seq": 0, "group": 0}\n')
+    (folder / "queue.sqlite").touch()
+    before = sorted(folder.rglob("*"))
+    config, again = new_run("calculator", [root, "trainer.steps=7"], name="mine")
+    assert again == folder and sorted(folder.rglob("*")) == before, "choosing a folder changes nothing"
+    with hold(again):
+        assert clear_unused(again)
+        assert [path.relative_to(folder) for path in folder.rglob("*")] == [Path("logs"), Path("logs/engine-0.log")]
+        assert not clear_unused(again), "nothing is left"
+        create(config, again)
+    assert load_resolved(folder / "config.yaml").trainer.steps == 7
+
+
+@pytest.mark.parametrize("result", ["metrics.jsonl", "evaluations.jsonl", "trajectories/eval-000000.jsonl.gz"])
+def test_results_are_not_deleted_though_they_cannot_be_continued(root: str, result: str) -> None:
+    folder = make_run(root, name="mine")
+    (folder / result).parent.mkdir(exist_ok=True)
+    (folder / result).touch()
+    for refused in (lambda: new_run("calculator", [root], name="mine"), lambda: clear_unused(folder)):
+        with pytest.raises(UserError, match="--name"):
+            refused()
+    assert (folder / result).exists() and (folder / "config.yaml").exists()
+
+
+def test_a_folder_without_a_run_is_left_alone(root: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(UserError, match="--name"):
+        new_run("calculator", [root], name="mine")
+
+
+def test_samples_that_came_after_the_folder_was_chosen_are_kept(root: str) -> None:
+    folder = new_run("calculator", [root], name="mine")[1]
+    make_run(root, name="mine", steps=(1,))
+    with pytest.raises(UserError, match="--name"):
+        clear_unused(folder)
+    assert checkpoints(folder) == [1]
+
+
+def test_a_continuation_names_its_step_and_the_steps_that_are_trained_again(root: str) -> None:
+    folder = make_run(root, "trainer.steps=50", name="mine")
+    config = load_resolved(folder / "config.yaml")
+    assert "step 0 of 50" in continuation(folder, config)
+    folder = make_run(root, name="more", steps=(10, 20))
+    assert "step 20 of 50" in continuation(folder, config) and "again" not in continuation(folder, config)
+    (folder / "metrics.jsonl").write_text('{"step": 22}\n')
+    assert "20 to 22" in continuation(folder, config)
 
 
 def test_a_run_without_a_checkpoint_continues_with_the_samples_that_it_has(root: str) -> None:
@@ -158,6 +227,8 @@ def test_a_name_that_is_no_folder_name_is_refused(root: str, name: str) -> None:
 def test_resume_takes_the_newest_run_of_the_config(root: str) -> None:
     make_run(root, steps=(2,))
     newest = make_run(root, steps=(2,))
+    # It failed before its first sample.
+    make_run(root)
     make_run(root, mode="colocated", steps=(2,))
     assert resumed_run("calculator", [root], mode="disaggregated")[1] == newest
 

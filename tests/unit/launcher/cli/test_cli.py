@@ -112,6 +112,7 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_existing_name_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "notes.txt").touch()
     assert "--name" in only_error(capsys, "launch", "--config", "calculator", "--name", "mine")
 
 
