@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "config": ("List, show, explain and import configs", training_commands.add_config_commands),
     "data": ("Make, inspect and convert data sets", training_commands.add_data_commands),
     "show": ("Show the trajectories of a step, and why each token trained as it did", run_commands.add_show),
+    "chat": ("Talk to a run's current weights or to a model, with its tools", run_commands.add_chat),
     "view": ("Serve a local page on runs: curves, trajectories token by token, evaluations", run_commands.add_view),
     "report": ("Write that page of one run into a file to send", run_commands.add_report),
     "trace": ("Write a trace for Perfetto of the processes of a run", run_commands.add_trace),

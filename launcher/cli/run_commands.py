@@ -1,7 +1,7 @@
 """Commands on an existing run: show and explain it, serve its page, and act on its engines, queue and gateway.
 
-``show``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``view``, ``report``, ``trace``, ``engine``,
-``queue``, ``gateway``, ``play``. The modules that do the work are imported when a command runs.
+``show``, ``chat``, ``replay``, ``doctor``, ``profile``, ``plan``, ``audit``, ``view``, ``report``, ``trace``,
+``engine``, ``queue``, ``gateway``, ``play``. The modules that do the work are imported when a command runs.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_async.configs.engines import ENGINES
 from rl_async.errors import EXIT_SIGNAL, UserError
-from rl_async.launcher.cli.training_commands import add_config, add_run
+from rl_async.launcher.cli.training_commands import add_config, add_overrides, add_run
 from rl_async.process.http_auth import make_tokens, token_from_environment
 from rl_async.transfer_queue.auth.roles import ROLES
 
@@ -36,6 +36,33 @@ def _show(arguments: argparse.Namespace) -> int:
 
     show(arguments.run, arguments.step, arguments.group, arguments.sample)
     return 0
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk to a model folder, or to a run: to its current weights while it runs, else to its newest checkpoint. "
+        "The run's tools answer its calls. Lines of standard input are answered one by one."
+    )
+    parser.add_argument("place", metavar="RUN|MODEL", help="run folder, or a model as model.path takes it")
+    parser.add_argument("--config", metavar="NAME|PATH", help="a preset or a YAML file: limits and tools of a MODEL")
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely tokens (default: as rollout does)")
+    parser.add_argument("--probabilities", action="store_true", help="show each token's probability")
+    add_overrides(parser, "values for config keys, such as agent.tools=[calculator]")
+    parser.set_defaults(command=_chat)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from rl_async.launcher.runs.chat import chat
+
+    return chat(
+        arguments.place,
+        arguments.config,
+        arguments.overrides,
+        arguments.system,
+        greedy=arguments.greedy,
+        probabilities=arguments.probabilities,
+    )
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -308,6 +309,12 @@ def _export(arguments: argparse.Namespace) -> int:
 
     step = export(arguments.run, arguments.out, arguments.step, "critic" if arguments.critic else ".")
     print(f"wrote {arguments.out} from {folder_of(arguments.run / 'checkpoints', step)}")
+    if not arguments.critic:
+        out, config = (shlex.quote(str(path)) for path in (arguments.out, arguments.run / "config.yaml"))
+        print(f"talk to it:    rl-async chat {out} --config {config}")
+        print(f"evaluate it:   rl-async eval --config {config} model.path={out}")
+        print(f"train it on:   rl-async launch --config {config} --name NAME model.path={out}")
+        print("Transformers, vLLM and SGLang load the folder as it is")
     return 0
 
 

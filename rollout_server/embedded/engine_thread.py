@@ -21,7 +21,7 @@ from torch import nn
 
 from rl_async.errors import EngineLost, EngineRejected, SchemaRejected, WeightSyncError
 from rl_async.messages import Version, VersionRun
-from rl_async.rollout_server.api import GenerateRequest, GenerateResult
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from rl_async.rollout_server.embedded.core import EngineCore, Sequence
 from rl_async.rollout_server.embedded.quantized import Requantizer, named_scales
 from rl_async.torch_shared import give_back
@@ -286,8 +286,8 @@ class LocalEngine:
         self._waiting: set[asyncio.Future[Sequence]] = set()
         self._numbers = itertools.count()
 
-    async def generate(self, request: GenerateRequest, *, session: str) -> GenerateResult:
-        """Implement ``api.Generator``; every token carries version 0.0."""
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
+        """Implement ``api.StreamingGenerator``; every token carries version 0.0."""
         if (refusal := self._engine.core.refusal(request.token_ids, request.max_tokens)) is not None:
             raise EngineRejected(refusal)
         if request.json_schema:
@@ -300,6 +300,10 @@ class LocalEngine:
         def deliver(done: Sequence) -> None:
             loop.call_soon_threadsafe(_resolve, future, done)
 
+        def progress(part: Sequence) -> None:
+            assert heard is not None
+            loop.call_soon_threadsafe(heard, part.sampled)
+
         sequence = Sequence(
             request_id=f"{request.request_id}-{next(self._numbers)}",
             tokens=list(request.token_ids),
@@ -308,6 +312,7 @@ class LocalEngine:
             stop_token_ids=frozenset(request.stop_token_ids),
             seed=request.seed,
             deliver=deliver,
+            progress=progress if heard is not None else None,
         )
         self._engine.submit(sequence)
         try:

@@ -274,6 +274,16 @@ async def test_local_engine_sees_changes_of_the_model() -> None:
         local.close()
 
 
+async def test_local_engine_reports_tokens_while_they_are_sampled() -> None:
+    local, heard = LocalEngine(llama(), max_batch=4, max_length=64), list[list[int]]()
+    try:
+        result = await local.generate(ask(), session="", heard=lambda tokens: heard.append(list(tokens)))
+    finally:
+        local.close()
+    assert len(heard) > 1
+    assert all(result.token_ids[: len(tokens)] == tokens for tokens in heard)
+
+
 async def test_local_engine_aborts_cancelled_requests() -> None:
     local = LocalEngine(llama(), max_batch=4, max_length=100_000)
     try:

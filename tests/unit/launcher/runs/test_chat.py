@@ -1,0 +1,125 @@
+"""``rl-async chat``: conversations with tools, the terminal's loop over a real model, and what ends them."""
+
+import asyncio
+import contextlib
+import io
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
+from rl_async.configs.load import dump, from_values
+from rl_async.configs.schema.data import WarmStartConfig
+from rl_async.errors import EXIT_USER, QueueLost, UserError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.runs.chat import Conversation, HeldSubject, Said, Subject
+from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
+from tests.unit.agent_loop.fakes import ScriptedEngine, run_config
+from tests.unit.launcher.runs.test_replay_episode import renderer_in
+
+CALL = '<tool_call>\n{"name":"calculator","arguments":{"expression":"2+3"}}\n</tool_call>'
+
+
+class Streaming(ScriptedEngine):
+    """Reports each answer token by token."""
+
+    async def generate(self, request: GenerateRequest, *, session: str, heard: Heard | None = None) -> GenerateResult:
+        result = await super().generate(request, session=session)
+        for end in range(1, len(result.token_ids) + 1):
+            assert heard is not None
+            heard(result.token_ids[:end])
+        return result
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return renderer_in(tmp_path_factory.mktemp("tokenizer"))
+
+
+def subject(renderer: ChatRenderer, says: list[str], *, live: bool = False, room: int = 400) -> Subject:
+    config = run_config({"max_model_len": room, "max_tokens": 200}, tools=("calculator",), max_tokens=room, max_turns=3)
+    return Subject(config, renderer, Streaming(renderer, says), None, about="a script", live=live)
+
+
+async def test_tools_answer_and_the_conversation_goes_on_with_the_tokens_as_sampled(renderer: ChatRenderer) -> None:
+    asked, said = subject(renderer, [CALL, "5", "again 5"], live=True), list[Said]()
+    conversation = Conversation(asked, "be brief")
+    await conversation.say("what is 2+3?", said.append)
+    await conversation.say("sure?", said.append)
+    await conversation.close()
+    assert isinstance(asked.source, Streaming)
+    first, second, third = (request.token_ids for request in asked.source.requests)
+    assert second[: len(first)] == first and third[: len(second)] == second
+    assert asked.source.requests[0].request_id != asked.source.requests[2].request_id
+    turns = [part for part in said if part.finish]
+    assert "".join(part.text for part in said) == f"{CALL}5again 5"
+    assert [(part.call, part.result) for part in said if part.call] == [("calculator", "5")]
+    assert ["".join(text for text, _ in part.tokens) for part in turns] == [CALL, "5", "again 5"]
+    assert {(part.finish, part.version) for part in turns} == {("stop", "0.0")}
+    assert {logprob for part in turns for _, logprob in part.tokens} == {-0.5}
+
+
+async def test_a_full_conversation_says_so(renderer: ChatRenderer) -> None:
+    conversation = Conversation(subject(renderer, ["5", "5"], room=60))
+    await conversation.say("what is 2+3?", lambda part: None)
+    with pytest.raises(UserError):
+        await conversation.say("what is 2+3? " * 20, lambda part: None)
+
+
+async def test_a_run_that_ends_ends_the_conversation(renderer: ChatRenderer) -> None:
+    lost = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[Subject]:
+        async def fails() -> None:
+            await lost.wait()
+            raise QueueLost("gone")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+            yield subject(renderer, [])
+
+    held = HeldSubject(opening())
+    assert (await held.subject()).about == "a script"
+    lost.set()
+    with pytest.raises(UserError):
+        await held.during(asyncio.Event().wait())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_async.launcher.runs.tiny_model import tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    renderer_in(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.model_max_length = 64
+    settings = WarmStartConfig(demos_path="", layers=1, hidden_size=32)
+    tiny_model(settings, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_lines_of_standard_input_are_answered(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n/p\n\n/new\na\n"))
+    assert main(["chat", str(model), "--greedy", "rollout.max_tokens=8"]) == 0
+    # Only the tokens of the second answer are shown with their probabilities.
+    assert 1 <= len(re.findall(r"\[[01]\.\d\d\]", capsys.readouterr().out)) <= 8
+
+
+def test_what_cannot_be_talked_to_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(tmp_path / "nothing")]) == EXIT_USER
+    config = msgspec.structs.replace(from_values({"model": {"path": str(model)}, "data": {"path": "none"}}), name="run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump(config))
+    assert main(["chat", str(tmp_path / "run"), "--config", "calculator"]) == EXIT_USER
+    assert "--config" in capsys.readouterr().err
+    # It has ended, and has no checkpoint.
+    assert main(["chat", str(tmp_path / "run")]) == EXIT_USER
