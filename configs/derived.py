@@ -49,7 +49,8 @@ def files_of(path: str) -> list[Path]:
     """List the files of a data set: a file, whether it exists or not, a folder's, or those that a pattern matches."""
     given = Path(path)
     if given.is_dir():
-        return sorted(given.glob("*.parquet")) or sorted(given.glob("*.jsonl"))
+        kinds = (sorted(given.glob(pattern)) for pattern in ("*.parquet", "*.jsonl", "*.csv"))
+        return next(filter(None, kinds), [])
     return sorted(given.parent.glob(given.name)) if "*" in given.name else [given]
 
 

@@ -48,9 +48,9 @@ _CACHED = re.compile(r"(?P<kind>model|dataset)s--(?P<owner>[\w.-]+?)--(?P<name>[
 # Weights are only fetched as safetensors: the other formats of the Hub are pickles, which run code when they are read.
 FILES: dict[Kind, list[str]] = {
     "model": ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
-    "dataset": ["*.parquet", "*.jsonl"],
+    "dataset": ["*.parquet", "*.jsonl", "*.csv"],
 }
-_NOT_IDS = (".parquet", ".jsonl", ".json", ".yaml", ".gguf", ".safetensors")
+_NOT_IDS = (".parquet", ".jsonl", ".csv", ".json", ".yaml", ".gguf", ".safetensors")
 
 
 class HubId(NamedTuple):
@@ -494,7 +494,9 @@ def _one_split(folder: Path, wanted: HubId, key: str) -> str:
             raise DataError(f"{key}: {wanted.repo} has not all files of {pattern}; {_REFETCH}")
         return str(folder / (pattern if len(names) > 1 else names[0]))
     if not splits:
-        raise DataError(f"{key}: {wanted.repo} has no Parquet or JSONL files named {wanted.part}; add :SPLIT to the id")
+        raise DataError(
+            f"{key}: {wanted.repo} has no Parquet, JSONL or CSV files named {wanted.part}; add :SPLIT to the id"
+        )
     named = ", ".join(sorted(splits))
     raise DataError(f"{key}: {wanted.repo}:{wanted.part} selects several data sets ({named}); add :PART to the id")
 

@@ -1,16 +1,15 @@
 """Data sets as tasks: files with verl's columns or any others by templates, mixed into one endless stream.
 
-Rows are read one by one from Parquet, JSONL or reasoning-gym. A data set's templates may make the system message, the
-prompt and the ground truth of any columns. After a restart the stream continues from a cursor. Every
-error names the file, the row and the column. To read another kind of file, implement ``Rows`` and name it in
-``open_rows``.
+Rows are read one by one from Parquet, JSONL, CSV or reasoning-gym. A data set's templates may make the system message,
+the prompt and the ground truth of any columns. After a restart the stream continues from a cursor. Every error names
+the file, the row and the column. To read another kind of file, implement ``Rows`` and name it in ``READERS``.
 """
 
+import csv
 import random
 import re
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -76,7 +75,7 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, *, seed: int = 0, parameters: Mapping[str, Any] = EMPTY) -> Rows:
-    """Open Parquet or JSONL, in one file or several (``files_of``), or ``reasoning_gym:NAME`` with ``parameters``.
+    """Open Parquet, JSONL or CSV, in one file or several (``files_of``), or ``reasoning_gym:NAME`` with ``parameters``.
 
     Raises DataError for a missing, empty or unreadable file.
     """
@@ -104,10 +103,9 @@ def _open_files(path: str, first: int | None = None) -> list[Rows]:
 def _open_file(file: Path, first: int | None) -> Rows:
     if not file.is_file():
         raise DataError(f"no file {file}; paths are relative to the working directory")
-    readers: dict[str, Callable[[Path, int | None], Rows]] = {".parquet": ParquetRows, ".jsonl": JsonlRows}
-    if file.suffix not in readers:
-        raise DataError(f"{file}: unknown kind of data set; known: {', '.join(readers)}, reasoning_gym:NAME")
-    return readers[file.suffix](file, first)
+    if file.suffix not in READERS:
+        raise DataError(f"{file}: unknown kind of data set; known: {', '.join(READERS)}, reasoning_gym:NAME")
+    return READERS[file.suffix](file, first)
 
 
 class ParquetRows:
@@ -214,6 +212,45 @@ def json_row(line: bytes, place: str) -> dict[str, Any]:
     if problem := depth_problem(row):
         raise DataError(f"{place}: {problem}")
     return row
+
+
+class CsvRows:
+    """A CSV file, or its ``first`` rows, whose first line names the columns. All values are text."""
+
+    generated = False
+
+    def __init__(self, path: Path, first: int | None = None) -> None:
+        self.name = str(path)
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.reader(file, strict=True)
+                self._columns = next(reader, [])
+                self._rows = list(islice(filter(None, reader), first))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as CSV in UTF-8: {error}") from error
+        if twice := [name for name in self._columns if self._columns.count(name) > 1]:
+            raise DataError(f"{path}: has more than one column {twice[0]}; rename the others")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        row = self._rows[number]
+        if len(row) != len(self._columns):
+            raise DataError(f"{self.name}, row {number}: {len(row)} values for {len(self._columns)} columns")
+        return dict(zip(self._columns, row))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+READERS: Mapping[str, Callable[[Path, int | None], Rows]] = {
+    ".parquet": ParquetRows,
+    ".jsonl": JsonlRows,
+    ".csv": CsvRows,
+}
 
 
 class FilesRows:
@@ -641,27 +678,3 @@ def _held_out(sources: Sequence[_Source], tasks: int) -> list[Task]:
         for source, share in zip(sources, shares, strict=True)
         for number in range(min(max(1, round(tasks * share)), len(source.rows)))
     ]
-
-
-def inspect(path: str, *, show: int = 2) -> str:
-    """Describe a data set in a few lines of text. Raises DataError for the first bad row."""
-    rows = open_rows(path)
-    total = min(len(rows), 1000) if rows.generated else len(rows)
-    tasks = [to_task(rows[n], f"{path}, row {n}", f"{label_of(path)}:{n}") for n in range(total)]
-    lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
-    different = len({msgspec.json.encode(task.prompt) for task in tasks})
-    lines = [
-        f"{path}: {'generated; the first ' if rows.generated else ''}{total} rows, {different} different prompts",
-        f"prompt characters: shortest {lengths[0]}, median {lengths[total // 2]}, longest {lengths[-1]}",
-        f"data_source: {_counts(task.data_source for task in tasks)}",
-        f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}",
-    ]
-    for task in tasks[:show]:
-        lines.append(f"--- {task.task_id}")
-        lines += [f"{message['role']}: {message['content']}" for message in task.prompt]
-        lines.append(f"ground_truth: {task.ground_truth}")
-    return "\n".join(lines)
-
-
-def _counts(values: Iterable[str]) -> str:
-    return ", ".join(f"{value} {count}" for value, count in Counter(values).most_common(10))

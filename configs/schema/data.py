@@ -63,7 +63,7 @@ class DataConfig(Config, frozen=True):
     path: Annotated[
         str | tuple[DataSource, ...],
         doc(
-            "Training tasks in verl's columns: Parquet or JSONL, as a file, a folder or a pattern (train-*.parquet); "
+            "Training tasks in verl's columns: Parquet, JSONL or CSV; a file, a folder or a pattern (train-*.parquet); "
             "OWNER/NAME:SPLIT of the Hugging Face Hub; reasoning_gym:NAME; or a list of {path, weight, ...} with "
             "templates for rows of other columns (docs/how-to/models_and_data.md)."
         ),

@@ -474,10 +474,15 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
     )
     make.add_argument("--out", type=Path, metavar="FOLDER", help="default: artifacts/TASK")
     make.set_defaults(command=_make_data)
-    inspect = commands.add_parser("inspect", help="Count and show the rows of a data set")
+    inspect = commands.add_parser("inspect", help="Show a data set's columns and tasks, and what it lacks")
     inspect.add_argument(
-        "path", metavar="PATH", help="as data.path: Parquet, JSONL, OWNER/NAME:SPLIT or reasoning_gym:NAME"
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="as data.path: Parquet, JSONL, CSV, OWNER/NAME:SPLIT or reasoning_gym:NAME (default: those of --config)",
     )
+    inspect.add_argument("--config", metavar="NAME|PATH", help="a preset or a YAML file: its templates, model, limits")
+    add_overrides(inspect)
     inspect.set_defaults(command=_inspect_data)
     harbor = commands.add_parser(
         "from-harbor", help="Write a folder of Harbor's tasks as rows, for agent.environment=harbor:FOLDER"
@@ -498,11 +503,25 @@ def _make_data(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_data(arguments: argparse.Namespace) -> int:
+    from rl_async.configs.load import load_config
+    from rl_async.configs.schema.data import DataSource
     from rl_async.insight.terminal import printable
+    from rl_async.launcher.runs.inspect_data import inspect, inspect_config
     from rl_async.launcher.sources import data_files
-    from rl_async.transfer_queue.dataset import inspect
 
-    print(printable(inspect(data_files(arguments.path, "data.path"))))
+    path, overrides = arguments.path, arguments.overrides
+    # An override may stand where PATH is expected.
+    if path is not None and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    if arguments.config is None:
+        if path is None or overrides:
+            raise UserError("data inspect: give PATH, or --config with a config and its overrides")
+        lines = inspect(DataSource(path=data_files(path, "data.path")))
+    else:
+        given = [] if path is None else [f"data.path={json.dumps(path, ensure_ascii=False)}", "data.eval_path=null"]
+        lines = inspect_config(load_config(arguments.config, [*given, *overrides]))
+    for line in lines:
+        print(printable(line))
     return 0
 
 

@@ -8,7 +8,8 @@ from rl_async.agent_loop.training_data import read_chats
 from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import DataError
-from rl_async.transfer_queue.dataset import check_first_rows, inspect, make_sources
+from rl_async.launcher.runs.inspect_data import inspect
+from rl_async.transfer_queue.dataset import check_first_rows, make_sources
 from tests.support.data_forms import CHATS, FORMS, Form, tables, write
 
 PAGE = Path(__file__).parents[3] / "docs/reference/data_forms.md"
@@ -35,7 +36,7 @@ def test_a_row_of_tasks(form: Form, tmp_path: Path) -> None:
         assert f"{path}" in str(caught.value) and form.refused in str(caught.value)
     if not form.template:
         with pytest.raises(DataError) as caught:
-            inspect(str(path))
+            list(inspect(DataSource(path=str(path))))
         assert form.refused in str(caught.value)
 
 

@@ -1,0 +1,170 @@
+"""``rl-async data inspect``: what a data set has, what a run would make of it, and what it lacks."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_async.configs.derived import eval_parts, label_of, parts
+from rl_async.configs.schema.data import DataSource
+from rl_async.configs.schema.run import RunConfig
+from rl_async.errors import DataError
+from rl_async.launcher.plan.tool_schemas import schemas_of
+from rl_async.launcher.sources import data_files
+from rl_async.messages import Task
+from rl_async.transfer_queue.chat_messages import prompt_length
+from rl_async.transfer_queue.dataset import Rows, open_rows, templated, to_task
+
+# Rows of a generated data set that are read, examples of tasks, and characters of a value that are shown.
+GENERATED = 1000
+EXAMPLES = 2
+SHOWN = 60
+# Columns that often hold a question and its answer, the likeliest first.
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
+ANSWERS = ("ground_truth", "answer", "final_answer", "solution", "target", "label", "output", "response")
+# What commands read other rows than tasks, by the columns that they need.
+OTHERS = {
+    ("messages",): "conversations, for `rl-async sft`",
+    ("chosen", "rejected"): "preference pairs, for `rl-async reward-model`",
+}
+
+
+def inspect_config(config: RunConfig) -> Iterator[str]:
+    """Describe the training and the held-out data of a config. Raises DataError for the first bad row."""
+    for key, found in (("data.path", parts(config.data)), ("data.eval_path", eval_parts(config.data))):
+        for part in found:
+            yield f"{key}:"
+            yield from inspect(msgspec.structs.replace(part, path=data_files(part.path, key)), config)
+
+
+def inspect(part: DataSource, config: RunConfig | None = None) -> Iterator[str]:
+    """Describe a data set: its columns, and the tasks that its templates make of the rows.
+
+    With a ``config``, also count tokens and show a prompt as its model reads it, if the model is there. Raises
+    DataError for the first bad row, after the columns, with the templates that might fit.
+    """
+    rows = open_rows(part.path, parameters=part.parameters)
+    count = min(len(rows), GENERATED) if rows.generated else len(rows)
+    yield f"{part.path}: {'generated; the first ' if rows.generated else ''}{count:,} rows"
+    columns = _columns(islice(rows, count))
+    width = max(map(len, columns), default=0)
+    yield from (f"  {name:<{width}}  {column.described(count)}" for name, column in columns.items())
+    kinds = [what for needed, what in OTHERS.items() if columns.keys() >= {*needed}]
+    if kinds and not (part.prompt or "prompt" in columns):
+        yield f"rows are {kinds[0]}"
+        return
+    tasks = list(_tasks(rows, part, count, columns))
+    yield from _described(tasks)
+    if config is not None:
+        yield from _rendered(tasks, config)
+    for task in tasks[:EXAMPLES]:
+        yield f"--- {task.task_id}"
+        yield from (f"{message['role']}: {message['content']}" for message in task.prompt)
+        yield f"ground_truth: {task.ground_truth}"
+
+
+class _Column:
+    """The kinds of a column's values, its longest text, and its first value."""
+
+    def __init__(self) -> None:
+        self.kinds, self.longest, self.first = Counter[str](), 0, ""
+
+    def add(self, value: Any) -> None:
+        if value is None:
+            return
+        self.kinds[_kind(value)] += 1
+        text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+        self.longest = max(self.longest, len(text))
+        self.first = self.first or text
+
+    def described(self, rows: int) -> str:
+        """Describe the column in a line."""
+        kinds = " or ".join(kind for kind, _ in self.kinds.most_common())
+        missing = rows - self.kinds.total()
+        lacking = f", missing in {missing:,}" if missing else ""
+        example = " ".join(self.first[: SHOWN + 1].split())
+        example = example if len(example) <= SHOWN else f"{example[: SHOWN - 3]}..."
+        return f"{kinds or 'empty'}, up to {self.longest:,} characters{lacking}: {example}"
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "number"
+        case str():
+            return "text"
+        case [{"role": _}, *_]:
+            return "messages"
+        case list():
+            return "list"
+        case dict():
+            return f"mapping of {', '.join(sorted(map(str, value)))}"
+    return type(value).__name__
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, _Column]:
+    found: dict[str, _Column] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, _Column()).add(value)
+    return found
+
+
+def _tasks(rows: Rows, part: DataSource, count: int, columns: Mapping[str, _Column]) -> Iterator[Task]:
+    label = label_of(part.path)
+    for number, row in enumerate(islice(rows, count)):
+        place = f"{part.path}, row {number}"
+        try:
+            yield to_task(templated(row, part, place), place, f"{label}:{number}")
+        except DataError as error:
+            # Templates help rows without verl's columns, not a single bad one.
+            hint = "" if number or part.prompt or part.ground_truth else fitting(part.path, columns)
+            raise DataError(f"{error}{hint}") from error
+
+
+def fitting(path: str, columns: Mapping[str, object]) -> str:
+    """Return the templates that might make tasks of rows with these columns, to follow an error."""
+    question = next((name for name in QUESTIONS if name in columns), None)
+    answer = next((name for name in ANSWERS if name in columns), None)
+    prompt = "" if question == "prompt" else f", prompt: '{{{question or 'COLUMN'}}}'"
+    templates = f"data.path=[{{path: {path}{prompt}, ground_truth: '{{{answer or 'COLUMN'}}}'}}]"
+    fit = "might fit" if question and answer else "fit once they name columns that you have"
+    return f'; these templates {fit}: "{templates}"'
+
+
+def _described(tasks: Sequence[Task]) -> Iterator[str]:
+    different = len({msgspec.json.encode(task.prompt) for task in tasks})
+    lengths = sorted(sum(len(message["content"]) for message in task.prompt) for task in tasks)
+    yield f"rows are tasks, with {different:,} different prompts"
+    yield f"prompt characters: shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+    yield f"data_source: {_counts(task.data_source or '(none)' for task in tasks)}"
+    yield f"agent_name: {_counts(task.agent or '(the config decides)' for task in tasks)}"
+
+
+def _counts(values: Iterable[str]) -> str:
+    return ", ".join(f"{value} {count:,}" for value, count in Counter(values).most_common(10))
+
+
+def _rendered(tasks: Sequence[Task], config: RunConfig) -> Iterator[str]:
+    """Count tokens of prompts against the limit, and show the first prompt as the policy reads it."""
+    if not Path(config.model.path).is_dir():
+        yield f"prompts are not rendered: model.path: there is no folder {config.model.path} yet"
+        return
+    # Importing transformers takes seconds.
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_async.agent_loop.chat_formats.format_registry import load_format
+
+    schemas = {} if config.agent.gateway is not None else schemas_of(config.agent.tools)
+    limit, length = config.data.max_prompt_tokens, prompt_length(config, schemas)
+    long = sum(length(task) > limit for task in tasks)
+    yield f"prompts of more than data.max_prompt_tokens={limit} tokens: {long:,}"
+    chat = load_format(config.model.path, config.agent)
+    token_ids = chat.prompt(tasks[0].prompt, [*schemas.values()])
+    yield f"the first prompt as the policy reads it, {len(token_ids)} tokens:"
+    yield str(PreTrainedTokenizerFast.from_pretrained(config.model.path).decode(token_ids))
