@@ -93,7 +93,8 @@ def test_what_a_preset_makes_is_not_looked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "named"), [((), "no Parquet or JSONL"), (("a/train.jsonl", "b/train.jsonl"), r"a/train\.jsonl, b/train")]
+    ("files", "named"),
+    [((), "no Parquet, JSONL or CSV"), (("a/train.jsonl", "b/train.jsonl"), r"a/train\.jsonl, b/train")],
 )
 def test_a_split_that_is_missing_or_not_the_only_one_is_named(
     tmp_path: Path, files: tuple[str, ...], named: str

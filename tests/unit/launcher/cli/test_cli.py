@@ -218,7 +218,8 @@ def test_a_data_set_is_inspected_and_a_bad_row_named(tmp_path: Path, capsys: pyt
     assert "toy" in shown and "\x1b" not in shown and "\\x1b[2J" in shown
     bad = row | {"reward_model": {"style": "rule"}}
     pq.write_table(pa.Table.from_pylist([bad]), tmp_path / "bad.parquet")
-    assert "row 0" in only_error(capsys, "data", "inspect", "bad.parquet")
+    assert main(["data", "inspect", "bad.parquet"]) == 2
+    assert "row 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["-n", "2", "RUN"], ["RUN", "-n", "2"]])
