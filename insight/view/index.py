@@ -61,7 +61,7 @@ log = logging.getLogger("rl_async.view")
 
 FILE = "view.sqlite"
 # A file whose tables have another format is made anew.
-FORMAT = 5
+FORMAT = 6
 # At most this many characters of a trajectory are searched, and of a prompt or an answer shown in a list.
 SEARCHED = 1 << 16
 PREVIEW = 200
@@ -74,7 +74,8 @@ CREATE TABLE rows (
     role TEXT, asked INTEGER, task TEXT, source TEXT,
     reward REAL, turn_reward REAL, scored INTEGER, finish TEXT, error INTEGER,
     tokens INTEGER, sampled INTEGER, masked INTEGER, min_weight REAL, advantage REAL, difference REAL,
-    staleness INTEGER, turns INTEGER, calls INTEGER, failed_calls INTEGER, seconds REAL, prompt TEXT, answer TEXT
+    staleness INTEGER, turns INTEGER, calls INTEGER, failed_calls INTEGER, seconds REAL,
+    prompt TEXT, answer TEXT, expected TEXT
 );
 CREATE INDEX rows_by_key ON rows (partition, step, grp, sample, segment);
 CREATE INDEX rows_by_task ON rows (task);
@@ -282,6 +283,7 @@ def _insert(connection: sqlite3.Connection, file: RecordedFile, place: int, row:
         "seconds": row.timings.get("total"),
         "prompt": _preview(row.said_last("user")),
         "answer": _preview(row.error or row.said_last("assistant")),
+        "expected": _preview(row.ground_truth),
     }
     names = ", ".join(values)
     marks = ", ".join("?" * len(values))

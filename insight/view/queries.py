@@ -5,6 +5,7 @@ so that memory here grows with the tasks of an evaluation, not with its episodes
 """
 
 import math
+import re
 import sqlite3
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl_async.configs.suggestions import nearest
 from rl_async.errors import RequestRefused, UserError
 from rl_async.evaluation import ROUNDING, Tried, line_of, summary
 from rl_async.insight.recorded_evaluations import Evaluation, TaskKey, compare
@@ -63,7 +65,7 @@ LISTED = (
     *("partition", "step", "lineage", "grp", "sample", "segment", "role", "task"),
     *("source", "reward", "turn_reward", "scored"),
     *("finish", "error", "tokens", "sampled", "masked", "min_weight", "advantage", "difference", "staleness", "turns"),
-    *("calls", "failed_calls", "seconds", "prompt", "answer"),
+    *("calls", "failed_calls", "seconds", "prompt", "answer", "expected"),
 )
 
 # The condition of each filter, with a placeholder for its value. A range consists of two filters.
@@ -115,14 +117,77 @@ ORDERS: dict[str, str] = {
     "seconds": "rows.seconds DESC, rows.step DESC",
     "failed_calls": "rows.failed_calls DESC, rows.step DESC",
 }
-OTHERS = {"text", "order", "offset", "limit"}
+# What the language of ``where`` compares: numbers, texts, and names of which a row may have several.
+FIELDS: dict[str, str] = {
+    **{name: f"rows.{name}" for name in ("step", "sample", "segment", "advantage", "tokens", "sampled", "masked")},
+    **{name: f"rows.{name}" for name in ("difference", "staleness", "turns", "calls", "failed_calls", "seconds")},
+    "group": "rows.grp",
+    "reward": TOTAL,
+    "weight": "rows.min_weight",
+}
+TEXTS: dict[str, str] = {
+    **{name: f"rows.{name}" for name in ("task", "source", "role", "prompt", "answer", "expected", "partition")},
+    "end": "rows.finish",
+}
+SEVERAL = ("tool", "failed_tool", "engine", "rule")
+# A row in the order of a column, as a click on its head asks for: NAME_up and NAME_down.
+ORDERS |= {
+    f"{name}_{way}": f"{column} {'ASC' if way == 'up' else 'DESC'} NULLS LAST, rows.step DESC, rows.grp, rows.sample"
+    for name, column in (FIELDS | TEXTS).items()
+    for way in ("up", "down")
+}
+_TERM = re.compile(r'(?:and\s+)?(\w+)\s*(<=|>=|!=|=|<|>|~)\s*("[^"]*"|[^\s"]+)\s*')
+_BY = re.compile(r"group\s+by\s+(\w+)\s*$")
+OTHERS = {"order", "offset", "limit"}
 
 
 class Query(NamedTuple):
-    """SQL conditions with their values."""
+    """SQL conditions with their values, and the name of the field to group by, if any."""
 
     where: str
     values: list[Any]
+    by: str = ""
+
+
+def parsed(text: str) -> Query:
+    """Translate text such as ``reward < 0.5 tool = shell answer ~ "no idea" group by task``.
+
+    ``~`` finds a part of a text, whatever its case. Raises RequestRefused for what it does not understand.
+    """
+    by = ""
+    if found := _BY.search(text):
+        by, text = found[1], text[: found.start()]
+        if by not in FIELDS and by not in TEXTS:
+            raise _misread(f"cannot group by {by[:100]}{nearest(by, [*FIELDS, *TEXTS])}")
+    conditions, values, at = list[str](), list[Any](), 0
+    text = text.strip()
+    while at < len(text):
+        term = _TERM.match(text, at)
+        if term is None:
+            raise _misread(f"{text[at : at + 60]!r} is not NAME, one of < <= = != >= > ~, and a value")
+        at = term.end()
+        name, sign, value = term[1], term[2], term[3].strip('"')
+        if name in FIELDS and sign != "~":
+            conditions.append(f"{FIELDS[name]} {sign} ?")
+            values.append(number(f"where: {name}", value))
+        elif name in TEXTS and sign in ("=", "!="):
+            conditions.append(f"{TEXTS[name]} {sign} ?")
+            values.append(value)
+        elif name in TEXTS and sign == "~":
+            conditions.append(f"instr(lower({TEXTS[name]}), lower(?))")
+            values.append(value)
+        elif name in SEVERAL and sign in ("=", "!="):
+            conditions.append(("NOT " if sign == "!=" else "") + FILTERS[name])
+            values.append(value)
+        elif name in FIELDS or name in TEXTS or name in SEVERAL:
+            raise _misread(f"{name} cannot be compared by {sign}")
+        else:
+            raise _misread(f"there is no field {name[:100]}{nearest(name, [*FIELDS, *TEXTS, *SEVERAL])}")
+    return Query(" AND ".join(conditions), values, by)
+
+
+def _misread(reason: str) -> RequestRefused:
+    return RequestRefused(f"where: {reason}", code="no_filter", param="where")
 
 
 def query(given: Mapping[str, str]) -> Query:
@@ -130,7 +195,7 @@ def query(given: Mapping[str, str]) -> Query:
 
     Raises RequestRefused, naming the filter, if it is unknown or its value is not a number.
     """
-    conditions, values = [CURRENT], list[Any]()
+    conditions, values, by = [CURRENT], list[Any](), ""
     for name, value in given.items():
         if name in FLAGS:
             conditions.append(FLAGS[name])
@@ -140,19 +205,29 @@ def query(given: Mapping[str, str]) -> Query:
         elif name == "text":
             conditions.append("rows.id IN (SELECT rowid FROM texts WHERE texts MATCH ?)")
             values.append(words(value))
+        elif name == "where":
+            asked = parsed(value)
+            conditions += filter(None, [asked.where])
+            values += asked.values
+            by = asked.by
         elif name not in OTHERS:
             raise RequestRefused(f"there is no filter {name[:100]!r}", code="no_filter", param=name)
-    return Query(" AND ".join(conditions), values)
+    return Query(" AND ".join(conditions), values, by)
 
 
 def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return one page of matching rows, and the number of all. Raises RequestRefused as ``query`` does."""
+    """Return one page of matching rows, and the number of all; or, with ``group by``, of their groups.
+
+    Raises RequestRefused as ``query`` does.
+    """
     wanted = query(given)
     order = given.get("order", "newest")
     if order not in ORDERS:
         raise RequestRefused(f"order: there is none called {order[:100]!r}", code="no_order", param="order")
     offset = integer("offset", given.get("offset", "0"))
     limit = integer("limit", given.get("limit", str(PAGE)))
+    if wanted.by:
+        return _grouped(connection, wanted, offset, limit)
     (count,) = connection.execute(f"SELECT count(*) FROM rows WHERE {wanted.where}", wanted.values).fetchone()
     # Rows are long, so only their ids are sorted.
     rows = connection.execute(
@@ -161,6 +236,22 @@ def find(connection: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, 
         [*wanted.values, max(0, min(limit, PAGE)), max(0, offset)],
     )
     return {"count": count, "offset": offset, "rows": [listed(row) for row in rows]}
+
+
+def _grouped(connection: sqlite3.Connection, wanted: Query, offset: int, limit: int) -> dict[str, Any]:
+    """Return one page of groups, with the statistics of their rows: numbers in order, texts the largest group first."""
+    column = {**FIELDS, **TEXTS}[wanted.by]
+    grouped = (
+        f"SELECT {column} AS value, count(*) AS rows, avg({TOTAL}) AS reward, min({TOTAL}) AS lowest, "
+        f"max({TOTAL}) AS highest, avg(rows.tokens) AS tokens, avg(rows.failed_calls) AS failed_calls, "
+        f"avg(rows.error) AS errors FROM rows WHERE {wanted.where} GROUP BY 1"
+    )
+    (count,) = connection.execute(f"SELECT count(*) FROM ({grouped})", wanted.values).fetchone()
+    order = "value" if wanted.by in FIELDS else "rows DESC, value"
+    groups = connection.execute(
+        f"{grouped} ORDER BY {order} LIMIT ? OFFSET ?", [*wanted.values, max(0, min(limit, PAGE)), max(0, offset)]
+    )
+    return {"count": count, "offset": offset, "rows": [], "by": wanted.by, "groups": [dict(one) for one in groups]}
 
 
 def listed(row: sqlite3.Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,6 +178,9 @@ class ViewedRun:
         roles = [record.role for record in _roster(self.folder)]
         # An evaluation of a served model has no processes.
         evaluates = evaluates_only(roles) or "eval.endpoint.url" in config
+        running, began = launcher_of(self.folder) is not None, _changed(self)
+        # Times of steps and evaluations, of which a resumed run has some before its config was written again.
+        known = [*self._times(), *([time.time()] if running else [])]
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -185,14 +189,46 @@ class ViewedRun:
             "evaluates": evaluates,
             "steps": 0 if evaluates else wanted,
             "steps_done": done,
-            "running": launcher_of(self.folder) is not None,
+            "data": _named(config.get("data.path")),
+            "algorithm": ", ".join(str(config[key]) for key in ALGORITHM if config.get(key)),
+            "commit": self._commit(),
+            "started": min(known, default=began) if began else None,
+            "ended": max(known, default=None),
+            "running": running,
             "finished": is_recorded(self.folder) if evaluates else bool(wanted) and done >= wanted,
-            "began": _changed(self),
+            "began": began,
             "reward": self.metrics.last("reward/mean"),
             "evaluation": evaluations[-1].get("eval/reward") if evaluations else None,
             "trajectories": (self.folder / "trajectories").is_dir(),
             "problem": self.problem,
         }
+
+    def _times(self) -> list[float]:
+        """Return the Unix times of the first and the last step that was trained, as far as they are recorded."""
+        column = [at for at in self.metrics.columns.get("time", ()) if math.isfinite(at)]
+        return [min(self._first_s(column[0]), column[0]), column[-1]] if column else []
+
+    def _first_s(self, first: float) -> float:
+        """Return when the first step began."""
+        took = self.metrics.columns.get("time/step_s")
+        return first - took[0] if took and math.isfinite(took[0]) else first
+
+    def _commit(self) -> str:
+        """Return the commit that the run was started with; empty if its folder does not say."""
+        try:
+            found = msgspec.json.decode((self.folder / "machine.json").read_bytes())
+        except (OSError, *UNDECODABLE):
+            return ""
+        return str(found.get("commit", "")) if isinstance(found, dict) else ""
+
+
+ALGORITHM = ("algorithm.advantage", "algorithm.loss", "algorithm.correction")
+
+
+def _named(path: Any) -> str:
+    """Return the names of a run's data sets."""
+    parts = path if isinstance(path, list) else [path]
+    return ", ".join(str(part.get("path", "") if isinstance(part, dict) else part) for part in parts if part)
 
 
 class ViewedRuns:

@@ -84,6 +84,8 @@ class MachineRecord(msgspec.Struct, frozen=True):
     cores: float
     threads: int | None
     compute: Choice
+    # Of rl-async, as at the last start; empty if it is unknown.
+    commit: str = ""
 
     @property
     def lines(self) -> list[str]:

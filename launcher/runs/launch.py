@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +33,7 @@ from rl_async.insight.doctor import write_report
 from rl_async.insight.live_view import View
 from rl_async.insight.tail import last_record
 from rl_async.insight.terminal import say
+from rl_async.installation import commit
 from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
 from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_here, settle_here, write_machine
@@ -217,7 +219,7 @@ def held(config: RunConfig, folder: Path, *, unnamed: bool, resume: bool) -> Ite
 
 def note_machine(folder: Path, machine: MachineRecord) -> None:
     """Record in the run's folder its machine and the choices made for it, and print the choices."""
-    write_machine(folder, machine)
+    write_machine(folder, msgspec.structs.replace(machine, commit=commit()))
     for line in machine.lines:
         print(line, flush=True)
 

@@ -113,6 +113,47 @@ def test_a_curve_moves_while_the_run_trains(tab: Tab, runs: Path) -> None:
     page.get_by_text("3 / 2").wait_for()
 
 
+def test_a_run_is_described_and_its_reward_comes_first(tab: Tab, runs: Path) -> None:
+    page = tab.open("/run/first")
+    about = page.get_by_label("about the run")
+    for name in ("state", "model", "started"):
+        about.get_by_text(name, exact=True).wait_for()
+    about.get_by_text(str(runs / "model")).wait_for()
+    page.locator("figure canvas").first.wait_for()
+    assert page.locator("figcaption b").first.inner_text() == "reward"
+
+
+def test_a_click_on_a_head_sorts_either_way(tab: Tab) -> None:
+    page = tab.open("/trajectories/first")
+    page.get_by_role("button", name="tokens", exact=True).click()
+    longest = page.locator("tr.at", has_text="endless")
+    longest.wait_for()
+    page.locator("th[aria-sort=descending]", has_text="tokens").wait_for()
+    page.get_by_role("button", name="tokens ▼").click()
+    page.locator("th[aria-sort=ascending]", has_text="tokens").wait_for()
+    longest.wait_for(state="detached")
+
+
+def test_rows_are_filtered_and_grouped_by_what_is_written(tab: Tab) -> None:
+    page = tab.open("/trajectories/first")
+    field = page.get_by_label("filter", exact=True)
+    field.fill("partition = train and step >= 1 group by step")
+    field.press("Enter")
+    page.get_by_text("3 values of step").wait_for()
+    page.get_by_role("button", name="2", exact=True).click()
+    page.get_by_text("16 trajectories").wait_for()
+    assert field.input_value() == "partition = train and step >= 1 and step = 2"
+    field.fill("rewards > 1")
+    field.press("Enter")
+    page.locator("p.problem", has_text="reward").wait_for()
+    field.fill("")
+    field.press("Enter")
+    page.locator("p.problem").wait_for(state="detached")
+    # The browser itself tells of the refused request.
+    assert len(tab.complaints) == 1
+    tab.complaints.clear()
+
+
 def test_a_trajectory_is_found_by_what_was_said(tab: Tab) -> None:
     page = tab.open("/trajectories/first")
     page.get_by_text("trajectories", exact=False).first.wait_for()

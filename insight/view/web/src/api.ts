@@ -31,23 +31,24 @@ export const run = (name: string) => `runs/${encodeURIComponent(name)}`;
 export interface Loaded<T> {
   value: T | undefined;
   error: string;
+  stale: boolean; // the value is that of another path, whose labels it must not stand under
 }
 
 // Loads `path`, and again whenever `again` changes; the old value stays until the new one is there.
 export function useLoaded<T>(path: string | null, again: unknown = null): Loaded<T> {
-  const [state, setState] = useState<Loaded<T> & { path: string | null }>({ value: undefined, error: "", path: null });
+  const [state, setState] = useState<Omit<Loaded<T>, "stale"> & { path: string | null; of: string | null }>({ value: undefined, error: "", path: null, of: null });
   useEffect(() => {
     let current = path !== null;
     if (path === null) return;
     get<T>(path).then(
-      (value) => current && setState({ value, error: "", path }),
+      (value) => current && setState({ value, error: "", path, of: path }),
       (error: Error) => current && setState((old) => ({ ...old, error: error.message, path })),
     );
     return () => {
       current = false;
     };
   }, [path, again]);
-  return { value: state.value, error: state.path === path ? state.error : "" };
+  return { value: state.value, error: state.path === path ? state.error : "", stale: state.of !== path };
 }
 
 export interface OfRuns<T> {

@@ -26,8 +26,9 @@ export function smoothed(values: (number | null)[], weight: number): (number | n
   });
 }
 
-export function Chart({ title, series, height = 150, smooth = 0, log = false, open }: {
+export function Chart({ title, series, height = 150, smooth = 0, log = false, missing = "not in this run yet", open }: {
   title: string;
+  missing?: string;
   series: Series[];
   height?: number;
   smooth?: number;
@@ -63,7 +64,7 @@ export function Chart({ title, series, height = 150, smooth = 0, log = false, op
   return (
     <figure class="chart">
       <figcaption><b>{title}</b><span class="values" ref={values} /></figcaption>
-      {shown.length ? <div ref={holder} style={{ height: `${height}px` }} /> : <p class="quiet">not in this run yet</p>}
+      {shown.length ? <div ref={holder} style={{ height: `${height}px` }} /> : <p class="quiet">{missing}</p>}
     </figure>
   );
 }
@@ -104,7 +105,7 @@ function draw(element: HTMLElement, values: HTMLElement, series: Series[], heigh
       height,
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (_, low, high) => fitting(low, high) } },
       axes: [{ ...axis, size: 22, space: 60 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
       series: [{}, ...series.map((one) => line(one, false)), ...(smooth ? series.map((one) => line(one, true)) : [])],
       hooks: { setCursor: [tell], ready: [tell] },
@@ -112,6 +113,14 @@ function draw(element: HTMLElement, values: HTMLElement, series: Series[], heigh
     data,
     element,
   );
+}
+
+// The part of an axis that values take, with some room. uPlot would draw values that are all 0 on an axis from 0 to 100.
+export function fitting(low: number | null, high: number | null): [number, number] {
+  if (low === null || high === null) return [0, 1];
+  const room = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.06;
+  // Values that cannot be negative have no negative axis.
+  return [low >= 0 ? Math.max(0, low - room) : low - room, high <= 0 && low < 0 ? Math.min(0, high + room) : high + room];
 }
 
 function text(tag: string, name: string, content: string): HTMLElement {

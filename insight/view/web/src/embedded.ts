@@ -98,12 +98,40 @@ const orders: Record<string, (a: Row, b: Row) => number> = {
   failed_calls: (a, b) => b.failed_calls - a.failed_calls || b.step - a.step,
 };
 
+// What the columns of the list show, by which a click on a head sorts.
+const shown: Record<string, (row: Row) => string | number | null> = {
+  step: (row) => row.step,
+  group: (row) => row.grp,
+  reward: total,
+  prompt: (row) => row.prompt,
+  expected: (row) => row.expected,
+  answer: (row) => row.answer,
+  tokens: (row) => row.tokens,
+  masked: (row) => row.masked,
+  staleness: (row) => row.staleness,
+  end: (row) => row.finish,
+};
+
+// The order of a column, such as tokens_down; rows without a value come last.
+function byColumn(order: string): ((a: Row, b: Row) => number) | undefined {
+  const [, name = "", way] = /^(\w+)_(up|down)$/.exec(order) ?? [];
+  const value = shown[name];
+  if (!value) return undefined;
+  return (a, b) => {
+    const [one, two] = [value(a), value(b)];
+    if (one === two) return b.step - a.step || place(a, b);
+    if (one === null || two === null) return one === null ? 1 : -1;
+    return (one < two ? -1 : 1) * (way === "up" ? 1 : -1);
+  };
+}
+
 function page(run: EmbeddedRun, given: URLSearchParams): unknown {
   const wanted = [...given].filter(([name]) => name in tests);
   const rows = run.rows.filter((row) =>
     wanted.every(([name, value]) => tests[name]!(row, value, run.trajectories[keyOf(row)])),
   );
-  const order = orders[given.get("order") ?? "newest"];
+  const wantedOrder = given.get("order") ?? "newest";
+  const order = orders[wantedOrder] ?? byColumn(wantedOrder);
   if (order) rows.sort(order);
   const offset = Number(given.get("offset") ?? 0);
   const shown = rows.slice(offset, offset + Number(given.get("limit") ?? 100));

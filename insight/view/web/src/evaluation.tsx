@@ -15,7 +15,7 @@ import type { Change, Comparison, EvaluationLine, Evaluations, GroupRow, Interva
 export function EvaluationPage({ name, runs, place, change }: { name: string; runs: RunSummary[]; place: Place; change: Change | undefined }) {
   const [solved, setSolved] = useState(""); // empty: as the run says
   const again = `${change?.evaluations} ${change?.indexed?.indexed}`;
-  const { value, error } = useLoaded<Evaluations>(`${runPath(name)}/evaluations?${parameters({ solved })}`, again);
+  const { value, error, stale } = useLoaded<Evaluations>(`${runPath(name)}/evaluations?${parameters({ solved })}`, again);
   const steps = [...new Set((value?.table ?? []).map((line) => line.step))];
   const other = place.given.other || name;
   const others = useLoaded<Evaluations>(other === name ? null : `${runPath(other)}/evaluations?${parameters({ solved })}`);
@@ -25,12 +25,13 @@ export function EvaluationPage({ name, runs, place, change }: { name: string; ru
   const compared = runs.filter((run) => run.trajectories);
   const set = (given: Record<string, string>) => go({ ...place, given: { ...place.given, ...given } }, true);
   if (error) return <Missing why={visible(error)} to={{ page: "run", run: name }} title={<>the run {name}</>} />;
-  if (!value) return <main class="page"><p class="quiet">Loading …</p></main>;
+  if (!value || stale) return <main class="page"><p class="quiet">Loading …</p></main>;
   if (!value.table.length) return <main class="page"><p class="quiet">{whyNone(value, change)}</p></main>;
   return (
     <main class="page">
       {live && <div class="bar"><label>an episode passes with a reward of <input type="number" step="any" value={solved || `${value.solved}`} onChange={(event) => setSolved(event.currentTarget.value)} /></label></div>}
       {!live && <p>An episode passes with a reward of {number(value.solved)}.</p>}
+      <Unread change={change} />
       <Table lines={value.table} />
       <p class="quiet">Whiskers are 95 % intervals over tasks (Wilson for numbers between 0 and 1): several samples of one task are not independent evidence.</p>
       {(steps.length > 1 || compared.length > 1) && (
@@ -45,11 +46,18 @@ export function EvaluationPage({ name, runs, place, change }: { name: string; ru
           </h2>
           {others.error && <p class="problem">{others.error}</p>}
           {other !== name && others.value && !otherSteps.length && <p class="quiet">{other} has no evaluation in its index; open its own page first if it has just been added.</p>}
-          {before && after && <Compared name={name} other={other} before={before} after={after} again={again} />}
+          {before && after && !others.stale && <Compared name={name} other={other} before={before} after={after} again={again} />}
         </>
       )}
     </main>
   );
+}
+
+// What the index lacks, so that nobody takes its numbers for those of the whole run.
+function Unread({ change }: { change: Change | undefined }) {
+  const progress = change?.indexed;
+  if (!progress || progress.indexed >= progress.files) return null;
+  return <p class="problem" role="status">The index is being built: the numbers below are of {number(progress.indexed)} of {number(progress.files)} recorded files, and versions may be missing.</p>;
 }
 
 function whyNone(found: Evaluations, change: Change | undefined): string {
@@ -102,9 +110,9 @@ function Steps({ label, steps, value, set }: { label: string; steps: number[]; v
 function Compared({ name, other, before, after, again }: { name: string; other: string; before: string; after: string; again: string }) {
   const query = parameters({ before, after, with: other === name ? "" : other });
   const [opened, setOpened] = useState("");
-  const { value, error } = useLoaded<Comparison>(`${runPath(name)}/compare?${query}`, again);
+  const { value, error, stale } = useLoaded<Comparison>(`${runPath(name)}/compare?${query}`, again);
   if (error) return <p class="problem">{error}</p>;
-  if (!value) return null;
+  if (!value || stale) return <p class="quiet" role="status">Comparing …</p>;
   const [old, now] = [`version ${before}`, other === name ? `version ${after}` : `${other}, version ${after}`];
   return (
     <>

@@ -21,6 +21,15 @@ export function seconds(value: number | null | undefined): string {
   return value < 120 ? `${number(value)} s` : `${Math.round(value / 60)} min`;
 }
 
+// A long time, such as 3 h 20 min.
+export function lasted(value: number): string {
+  const minutes = Math.floor(value / 60);
+  if (minutes < 2) return seconds(value);
+  const hours = Math.floor(minutes / 60);
+  if (!hours) return `${minutes} min`;
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
 // Characters that a reader would not see, or that change the direction of what follows.
 // The selector that makes an emoji of a sign before it is none of them.
 const HIDDEN = /(?!\ufe0f)[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb\p{Default_Ignorable_Code_Point}]|(?<!\p{Extended_Pictographic})\ufe0f/gu;

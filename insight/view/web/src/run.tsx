@@ -1,29 +1,32 @@
 // The curves of a run, of several over each other, and their configs.
 
+import { Fragment } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, parameters, run as runPath, useKeys, useOfRuns, type OfRuns } from "./api";
 import { Chart, type Series } from "./charts";
-import { number } from "./format";
+import { lasted, number, visible } from "./format";
 import { go, type Place } from "./place";
 import type { Change, Column, Config, Evaluations, Metrics, RunSummary } from "./types";
 
 // What is worth a look first: a title, and metrics of which those that the run has are drawn in one card.
 const CARDS: [string, string[]][] = [
   ["reward", ["reward/mean"]],
+  ["entropy", ["loss/entropy"]],
+  ["perplexity of sampled tokens", ["correction/ppl_policy"]],
+  ["loss", ["loss/policy", "loss/train"]],
+  ["response tokens", ["rollout/response_tokens_mean"]],
   ["time per step (s)", ["time/step_s"]],
   ["waiting for a batch (s)", ["time/wait_batch_s"]],
   ["updating (s)", ["time/update_s"]],
   ["syncing weights (s)", ["time/sync_s"]],
   ["tokens per second", ["tokens/per_s"]],
   ["staleness, mean", ["staleness/mean"]],
-  ["loss", ["loss/policy", "loss/train"]],
   ["gradient norm", ["loss/grad_norm"]],
   ["KL between engine and trainer", ["correction/kl"]],
   ["effective sample size", ["correction/ess"]],
   ["share masked", ["correction/masked"]],
   ["mismatch after a publication", ["mismatch/mean"]],
   ["groups ready", ["queue/ready_groups"]],
-  ["response tokens", ["rollout/response_tokens_mean"]],
   ["failed tool calls", ["rollout/tool_errors_mean"]],
   [
     "failed attempts at episodes",
@@ -38,6 +41,8 @@ const CARDS: [string, string[]][] = [
   ["share of episodes out of time", ["rollout/timeout_fraction"]],
 ];
 const MOST = 24; // cards of a search
+// Why a card may be empty though steps were trained.
+const UNMEASURED: Record<string, string> = { entropy: "not measured while algorithm.entropy_coef is 0; the perplexity is" };
 
 interface Kept {
   epoch: number;
@@ -100,6 +105,7 @@ export function RunPage({ name, runs, others, changes, place }: {
   const [log, setLog] = useState(false);
   const field = useRef<HTMLInputElement>(null);
   const compared = [name, ...others.filter((other) => other !== name && runs.some((run) => run.name === other))];
+  const shown = runs.find((run) => run.name === name);
   const [names, setNames] = useState<string[]>([]);
   const cards = useMemo(() => chosen(search, names), [search, names]);
   const { values: kept, errors } = useMetrics(compared, cards.flatMap(([, keys]) => keys), changes);
@@ -125,6 +131,7 @@ export function RunPage({ name, runs, others, changes, place }: {
         <RunList runs={runs} compared={compared} name={name} toggle={toggle} />
       </aside>
       <section class="body">
+        {shown && <About run={shown} />}
         <div class="bar">
           <input ref={field} type="search" placeholder={`search ${names.length || ""} metrics  ( / )`} value={search} aria-label="search metrics"
             onInput={(event) => setSearch(event.currentTarget.value)} />
@@ -134,15 +141,37 @@ export function RunPage({ name, runs, others, changes, place }: {
         </div>
         <Problems errors={errors} />
         <div class="charts">
-          {!search && <EvaluationChart compared={compared} changes={changes} open={open("eval")} />}
-          {cards.map(([title, keys]) => (
-            <Chart key={title} title={title} smooth={smooth} log={log} series={seriesOf(compared, keys, kept)} open={open("train")} />
+          {cards.map(([title, keys], index) => (
+            <Fragment key={title}>
+              <Chart title={title} smooth={smooth} log={log} series={seriesOf(compared, keys, kept)} missing={UNMEASURED[title]} open={open("train")} />
+              {!search && !index && <EvaluationChart compared={compared} changes={changes} open={open("eval")} />}
+            </Fragment>
           ))}
         </div>
         {search && !cards.length && <p class="quiet">No metric has “{search}” in its name.</p>}
         <Configs compared={compared} />
       </section>
     </main>
+  );
+}
+
+// What the run is: the header of its page.
+function About({ run }: { run: RunSummary }) {
+  const state = run.running ? "running" : run.finished ? "finished" : "stopped";
+  const facts: [string, string, string?][] = [
+    ["state", run.steps ? `${state}, ${number(run.steps_done)} of ${number(run.steps)} steps` : state],
+    ["model", run.model],
+    ["data", run.data],
+    ["algorithm", run.algorithm],
+    ["mode", run.mode],
+    ["commit", run.commit.replace(/^([0-9a-f]{10})[0-9a-f]+/, "$1"), run.commit],
+    ["started", run.started ? new Date(run.started * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }) : ""],
+    ["duration", run.started && run.ended ? lasted(run.ended - run.started) : ""],
+  ];
+  return (
+    <dl class="facts about" aria-label="about the run">
+      {facts.map(([name, value, title]) => value && <div key={name}><dt>{name}</dt><dd title={title ?? value}>{visible(value)}</dd></div>)}
+    </dl>
   );
 }
 
@@ -157,6 +186,8 @@ function seriesOf(compared: string[], keys: string[], kept: Record<string, Kept>
   return compared.flatMap((one, index) =>
     keys.flatMap((key) => {
       const column = kept[one]?.columns[key];
+      // The trainer records 0 for an entropy that it did not compute.
+      if (key === "loss/entropy" && column?.every((value) => !value)) return [];
       return column ? [{ label: one, colour: runColour(index), xs: kept[one]!.steps, ys: column }] : [];
     }),
   );

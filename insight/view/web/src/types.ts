@@ -5,6 +5,11 @@ export interface RunSummary {
   folder: string;
   mode: string;
   model: string;
+  data: string;
+  algorithm: string;
+  commit: string; // of rl-async, as at the last start; empty: unknown
+  started: number | null; // Unix time
+  ended: number | null; // the newest thing recorded, or now while it runs
   steps: number; // 0: it only evaluates
   steps_done: number;
   running: boolean;
@@ -110,12 +115,27 @@ export interface Row {
   seconds: number | null;
   prompt: string;
   answer: string;
+  expected: string;
+}
+
+// Rows with the same value of the field that a filter groups by.
+export interface RowGroup {
+  value: string | number | null;
+  rows: number;
+  reward: number;
+  lowest: number;
+  highest: number;
+  tokens: number;
+  failed_calls: number;
+  errors: number;
 }
 
 export interface Page {
-  count: number;
+  count: number; // of groups, if it has any
   offset: number;
   rows: Row[];
+  by?: string;
+  groups?: RowGroup[];
   recorded?: number; // of a report: how many trajectories the run has
 }
 

@@ -85,6 +85,14 @@ def test_each_filter_finds_the_one_row_that_it_should(index: TrajectoryIndex, fi
         ({"reward_from": 1.25}, sum(row.reward == 1 for step in range(3) for row in make_rows(step))),
         ({"reward_to": 0.25}, sum(row.reward == 0 for step in range(3) for row in make_rows(step))),
         ({"task": "t4"}, 4),
+        ({"where": "step = 1"}, 16),
+        ({"where": "step >= 1 and step<2"}, 16),
+        ({"where": 'reward>=1.25 answer ~ "ANSWER 0"', "task": "t8"}, 1),
+        ({"where": "tool = shell"}, 47),
+        ({"where": "tool != shell and rule != token_k3"}, 1),
+        ({"where": 'task = "t4" end != nothing'}, 4),
+        ({"where": "group by step"}, 3),
+        ({"where": "step > 0 group by source"}, 1),
         ({"partition": "eval"}, 0),
     ],
 )
@@ -97,6 +105,28 @@ def test_pages_cover_everything_once_in_order(index: TrajectoryIndex) -> None:
     rows = [row for page in pages for row in page]
     assert rows == sorted(rows) and len(set(rows)) == 48
     assert found(index, limit=1) == [(2, 8, 0)], "the newest step comes first"
+
+
+def test_groups_have_the_statistics_of_their_rows(index: TrajectoryIndex) -> None:
+    with index.connect() as connection:
+        page = find(connection, {"where": "step > 0 group by step"})
+        rewards = [row["reward"] + row["turn_reward"] for row in find(connection, {"where": "step = 1"})["rows"]]
+    first = page["groups"][0]
+    assert [one["value"] for one in page["groups"]] == [1, 2] and (page["count"], page["rows"]) == (2, [])
+    assert (first["rows"], first["lowest"], first["highest"]) == (16, min(rewards), max(rewards))
+    assert first["reward"] == pytest.approx(sum(rewards) / 16)
+
+
+@pytest.mark.parametrize("column", ["tokens", "staleness", "answer", "masked", "group"])
+def test_any_column_sorts_either_way(index: TrajectoryIndex, column: str) -> None:
+    key = {"group": "grp"}.get(column, column)
+    with index.connect() as connection:
+        up, down = (
+            [row[key] for row in find(connection, {"order": f"{column}_{way}"})["rows"]] for way in ("up", "down")
+        )
+    known = [value for value in up if value is not None]
+    assert known == sorted(known) and up[len(known) :] == [None] * (len(up) - len(known))
+    assert [value for value in down if value is not None] == sorted(known, reverse=True)
 
 
 def test_a_row_has_what_lists_show(index: TrajectoryIndex) -> None:
@@ -336,7 +366,15 @@ def test_signs_of_scripts_without_spaces_are_words(run: Path, text: str, rows: i
 
 @pytest.mark.parametrize(
     "filters",
-    [{"nothing": 1}, {"step": "x"}, {"order": "random"}, {"text": " <> "}, {"offset": "a"}, {"text": "a " * 65}],
+    [
+        *({"nothing": 1}, {"step": "x"}, {"order": "random"}, {"text": " <> "}, {"offset": "a"}, {"text": "a " * 65}),
+        *(
+            {"where": text}
+            for text in ("rewards < 1", "reward < low", "reward", "reward ~ 1", "task < t4", "step = 1 or")
+        ),
+        *({"where": text} for text in ("group by nothing", "group by tool", 'task = "t4', "1 = 1; DROP TABLE rows")),
+        {"order": "nothing_up"},
+    ],
 )
 def test_what_is_no_filter_is_refused(index: TrajectoryIndex, filters: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused):

@@ -49,6 +49,21 @@ def test_columns_follow_a_run_through_a_resume(tmp_path: Path) -> None:
     assert again["epoch"] != more["epoch"] and columns.last("a") == 9.0 and columns.last("c") is None
 
 
+def test_a_run_says_what_it_is(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(
+        "data: {path: [{path: a.jsonl}, {path: b.jsonl, weight: 2}]}\nalgorithm: {advantage: grpo, loss: ppo}\n"
+    )
+    (folder / "machine.json").write_text('{"commit": "abc"}')
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    append(folder / "metrics.jsonl", {"step": 0, "time": 1000.0, "time/step_s": 8.0}, {"step": 1, "time": 1010.0})
+    run = ViewedRun("run", folder)
+    run.refresh()
+    told = run.summary()
+    assert (told["data"], told["algorithm"], told["commit"]) == ("a.jsonl, b.jsonl", "grpo, ppo", "abc")
+    assert (told["started"], told["ended"], told["running"]) == (992.0, 1010.0, False)
+
+
 def test_columns_of_a_file_that_is_replaced_by_a_shorter_one(tmp_path: Path) -> None:
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
     append(path, *({"step": step, "a": 1.0} for step in range(5)))
