@@ -41,6 +41,7 @@ PHASES: dict[str, Kind] = {
     "publishing": "sync",
     "checkpointing": "checkpoint",
     "reporting": "other",
+    "evaluating the final weights": "wait",
 }
 STATES: dict[str, Kind] = {"starting": "start", "restarting": "down", "failed": "down"}
 ENDED = ("restarting", "ended", "failed")

@@ -98,12 +98,12 @@ def is_unused(folder: Path) -> bool:
 def clear_unused(folder: Path) -> bool:
     """Delete what an earlier start that made no sample left in the folder, except its logs; return whether it did.
 
-    The caller holds the run. Raises UserError if the folder has come to hold more since ``new_run`` looked.
+    The caller holds the run. Raises UserError if samples were made there since ``new_run`` looked.
     """
-    if not folder.exists():
-        return False
-    if not is_unused(folder):
+    if begun(folder):
         raise UserError(f"--name: {folder} exists{_way_out(folder, may_resume=False)}")
+    if not (folder.exists() and is_unused(folder)):
+        return False
     left = [path for path in folder.iterdir() if path.name not in KEPT]
     # The config goes last: if this is interrupted, the folder is still recognised.
     for path in sorted(left, key=lambda path: path.name == "config.yaml"):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from rl_async.configs.derived import compute_type
 from rl_async.configs.schema.run import RunConfig
 from rl_async.messages import Version
-from rl_async.process.run_files import Phase, beat
+from rl_async.process.run_files import Phase, ProgressWriter, beat
 from rl_async.trainer.actor_critic import Models, compute_rates, device_name
 from rl_async.trainer.algorithms.algorithm import Algorithm
 from rl_async.trainer.algorithms.losses import KlController
@@ -60,6 +61,11 @@ class Run:
         beat(self.folder, self.rank, step, phase)
         self.profiler.at(step, phase)
         self.memory.at(phase)
+
+    def progress(self) -> Callable[[str, int, int], None]:
+        """Return a function that records how many of a pass's micro-batches are done, for the live view."""
+        write = ProgressWriter(self.folder, f"trainer-{self.rank}")
+        return lambda work, done, total: write(work, done, total, "micro-batches")
 
     def checkpoint(self, completed: int) -> None:
         """Begin to save. The source keeps earlier batches until ``retire`` finds the checkpoint durable."""
@@ -128,6 +134,7 @@ class Run:
         self.retire()
         self.stop.wait_for_step(False)
         if self.evaluations and self.tracking:
+            self.at(published.step - 1, "evaluating the final weights")
             timeout_s = self.config.trainer.batch_timeout_s
             for result in self.evaluations.finish(published.step, timeout_s, lambda: as_rank_0(True)):
                 # Trackers want steps that never decrease, and one value of a metric per step.

@@ -41,7 +41,7 @@ def train(run: Run) -> bool:
     """Train from ``run.start_step`` to ``trainer.steps``. False if it was asked to stop, saved and left early."""
     config, models, ranks = run.config, run.models, run.models.policy.data_parallel
     schedule = CheckpointSchedule(config)
-    published = begin(run)
+    published, progress = begin(run), run.progress()
     for step in range(run.start_step, config.trainer.steps):
         began = time.perf_counter()
         run.at(step, "waiting for a batch")
@@ -55,7 +55,7 @@ def train(run: Run) -> bool:
         run.publisher.before_train()
         has_device = time.perf_counter()
         began_update = tracing.now()
-        updated = update(models, batch, run.algorithm, config, run.kl.coef)
+        updated = update(models, batch, run.algorithm, config, run.kl.coef, progress)
         updated_at = time.perf_counter()
         metrics = updated.metrics
         metrics |= run.kl.after_step(metrics["loss/kl_reference"], sum(not h.baseline for h in batch.headers))

@@ -10,7 +10,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -36,6 +36,8 @@ from rl_async.trainer.ranks import DataParallel
 from rl_async.trainer.records import TokenOutcomes
 
 log = logging.getLogger("rl_async.trainer")
+# Called before each micro-batch with the pass, and how many of its micro-batches are done, of how many.
+OnMicroBatch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,14 @@ class Updated:
     tokens: TokenOutcomes
 
 
-def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig, kl_coef: float = 0.0) -> Updated:
+def update(
+    models: Models,
+    batch: Batch,
+    algorithm: Algorithm,
+    config: RunConfig,
+    kl_coef: float = 0.0,
+    on_micro_batch: OnMicroBatch = lambda work, done, total: None,
+) -> Updated:
     """Train on ``batch``. ``kl_coef`` is the weight of the KL to the reference in this step.
 
     Raises RewardsMissing if no episode has a reward, and TrainingDiverged naming the step and the batch's groups when a
@@ -69,7 +78,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
     trains_policy = config.critic is None or batch.step >= config.critic.warmup_steps
 
     sums = LossSums(ranks)
-    before = precompute(models, whole, micros, algorithm, sums, recomputes)
+    before = precompute(models, whole, micros, algorithm, sums, recomputes, on_micro_batch)
     whole = whole.without_masks(before.proximal)
     corrected = None
     if algorithm.decoupled:
@@ -97,7 +106,7 @@ def update(models: Models, batch: Batch, algorithm: Algorithm, config: RunConfig
         teacher=models.teacher if algorithm.divergence is not None else None,
     )
     critic = critic_update(ranks, inputs, config.critic)
-    metrics = train_minibatches(models, objective, critic, batch, minis, config, trains_policy)
+    metrics = train_minibatches(models, objective, critic, batch, minis, config, trains_policy, on_micro_batch)
 
     target = before.proximal
     if corrected is None:
@@ -242,6 +251,7 @@ def precompute(
     algorithm: Algorithm,
     sums: LossSums,
     recomputes: bool,
+    on_micro_batch: OnMicroBatch,
 ) -> Precomputed:
     """Run the forward passes without gradient that the algorithm asks for. A collective.
 
@@ -251,9 +261,15 @@ def precompute(
     def whole_batch(parts: Sequence[Tensor | None]) -> Tensor:
         return gather(sums.ranks, micros, [part for part in parts if part is not None], whole.rows)
 
+    def passed_by(work: str) -> Iterator[MicroBatch]:
+        for done, micro in enumerate(micros):
+            on_micro_batch(work, done, len(micros))
+            yield micro
+
     found = Precomputed(proximal=whole.behaviour)
     if algorithm.precompute or recomputes:
-        outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in micros]
+        work = "log-probabilities before the update"
+        outputs = [models.policy.forward(micro.tensors, algorithm.precompute) for micro in passed_by(work)]
         for micro, output in zip(micros, outputs, strict=True):
             sums.add_routes(micro, output)
         if recomputes:
@@ -265,13 +281,18 @@ def precompute(
         if "values" in algorithm.precompute:
             found = replace(found, values=whole_batch([o.values for o in outputs]))
     if models.reference is not None and not algorithm.whole_reference:
-        found = replace(found, reference=whole_batch([models.reference.forward(m.tensors).logprobs for m in micros]))
+        work = "log-probabilities of the reference"
+        passed = [models.reference.forward(micro.tensors).logprobs for micro in passed_by(work)]
+        found = replace(found, reference=whole_batch(passed))
     if models.endpoint is not None:
-        found = replace(found, teacher=whole_batch(models.endpoint.score([m.tensors for m in micros])))
+        found = replace(found, teacher=whole_batch(models.endpoint.score([micro.tensors for micro in micros])))
     if models.teacher is not None and algorithm.divergence is None:
-        found = replace(found, teacher=whole_batch([models.teacher.forward(m.tensors).logprobs for m in micros]))
+        work = "log-probabilities of the teacher"
+        passed = [models.teacher.forward(micro.tensors).logprobs for micro in passed_by(work)]
+        found = replace(found, teacher=whole_batch(passed))
     if models.critic is not None:
-        found = replace(found, values=whole_batch([models.critic.forward(m.tensors).values for m in micros]))
+        values = [models.critic.forward(micro.tensors).values for micro in passed_by("values of the critic")]
+        found = replace(found, values=whole_batch(values))
     return found
 
 
@@ -535,6 +556,7 @@ def train_minibatches(
     minis: Sequence[Sequence[MicroBatch]],
     config: RunConfig,
     trains_policy: bool,
+    on_micro_batch: OnMicroBatch,
 ) -> dict[str, float]:
     """Take every epoch's optimizer steps.
 
@@ -542,6 +564,7 @@ def train_minibatches(
     """
     requested = objective.algorithm.train_outputs
     losses, norms = torch.zeros(1, dtype=torch.float64), list[float]()
+    done, total = 0, config.trainer.epochs * sum(map(len, minis))
     for epoch in range(config.trainer.epochs):
         for number, (mini, parts) in enumerate(zip(batch.plan, minis, strict=True)):
             seed = hash((config.seed, batch.step, epoch, number))
@@ -549,6 +572,7 @@ def train_minibatches(
             try:
                 if critic is not None:
                     loss_fn = critic.wrap_loss(models.critic, loss_fn, parts, mini.rows)
+                loss_fn = counted(loss_fn, lambda micro, done=done: on_micro_batch("training", done + micro, total))
                 if trains_policy:
                     loss, norm = models.policy.step([part.tensors for part in parts], loss_fn, requested)
                 else:
@@ -563,10 +587,21 @@ def train_minibatches(
                 ) from error
             losses += loss
             norms.append(norm)
+            done += len(parts)
     losses -= critic.shared_loss() if critic else 0.0
     models.policy.data_parallel.all_reduce(losses)
     metrics = {"loss/policy": losses.item() / len(norms), "loss/grad_norm": sum(norms) / len(norms)}
     return metrics | (critic.metrics() if critic else {})
+
+
+def counted(loss_fn: LossFn, on_loss: Callable[[int], None]) -> LossFn:
+    """Return a loss that calls ``on_loss`` with the number of each micro-batch first."""
+
+    def count_and_compute(number: int, outputs: Outputs) -> Tensor:
+        on_loss(number)
+        return loss_fn(number, outputs)
+
+    return count_and_compute
 
 
 # --- Metrics

@@ -13,8 +13,11 @@ from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.launcher.plan.artifacts import needs_data, needs_model
 from rl_async.process.role import role_parser, run_role
+from rl_async.process.run_files import ProgressWriter
 
 Report = Callable[[str], None]
+# The process, and its piece of work that can take minutes.
+NAME, WARM_START = "prepare", "warm start"
 
 
 def prepare_data(config: RunConfig, report: Report) -> None:
@@ -28,8 +31,13 @@ def prepare_data(config: RunConfig, report: Report) -> None:
         make_data(config.data.make, folder)
 
 
-def prepare(config: RunConfig, report: Report) -> None:
+def prepare(config: RunConfig, report: Report, progress: ProgressWriter | None = None) -> None:
     """Write missing data, then make the missing model. Raises UserError if that is impossible."""
+
+    def on_step(step: int, check: int, loss: float) -> None:
+        if progress is not None:
+            progress(WARM_START, step, check, "steps to the next check of greedy reward", f"loss {loss:.3f}")
+
     prepare_data(config, report)
     if needs_model(config):
         makes = warm_start_of(config)
@@ -41,7 +49,7 @@ def prepare(config: RunConfig, report: Report) -> None:
         else:
             from rl_async.launcher.runs.tiny_model import make_model
 
-            make_model(config, makes, report)
+            make_model(config, makes, report, on_step)
         needs_model(config)
 
 
@@ -52,7 +60,10 @@ def main() -> int:
     parser = role_parser("launcher.runs.prepare", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="a resolved config.yaml")
     arguments = parser.parse_args()
-    return run_role("prepare", lambda: prepare(load_resolved(arguments.config), lambda line: print(line, flush=True)))
+    progress = ProgressWriter(arguments.config.parent, NAME)
+    return run_role(
+        NAME, lambda: prepare(load_resolved(arguments.config), lambda line: print(line, flush=True), progress)
+    )
 
 
 if __name__ == "__main__":

@@ -41,8 +41,16 @@ from rl_async.trainer.finetune.warm_start import WarmStartResult, warm_start
 from rl_async.transfer_queue.dataset import make_sources
 
 
-def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[str], None]) -> None:
-    """Train a tokenizer and a tiny model on the demonstrations up to the gate, and save both at ``model.path``."""
+def make_model(
+    config: RunConfig,
+    settings: WarmStartConfig,
+    report: Callable[[str], None],
+    on_step: Callable[[int, int, float], None],
+) -> None:
+    """Train a tokenizer and a tiny model on the demonstrations up to the gate, and save both at ``model.path``.
+
+    ``on_step`` is that of ``warm_start``.
+    """
     torch.set_num_threads(config.launcher.threads or 1)
     torch.manual_seed(settings.seed)
     demos = read_demos(settings.demos_path)
@@ -55,7 +63,9 @@ def make_model(config: RunConfig, settings: WarmStartConfig, report: Callable[[s
     _, held_out = make_sources(msgspec.structs.replace(config, eval=_greedy(config, settings)))
     if not held_out:
         raise UserError("data.eval_path: the warm start's gate needs held-out tasks")
-    result = warm_start(model, rows, lambda: greedy_reward(config, model, renderer, held_out), settings, report)
+    result = warm_start(
+        model, rows, lambda: greedy_reward(config, model, renderer, held_out), settings, report, on_step
+    )
     save(Path(config.model.path), model, tokenizer, settings, result)
     report(
         f"warm start: greedy reward {result.gate_reward:.2f} after {result.steps} steps, {result.seconds:.0f} s; "

@@ -4,6 +4,7 @@
     RUN/prometheus/NAME.json       addresses for Prometheus, in the format of ``file_sd_configs``
     RUN/memory.json                how much of a device's memory each process may have, by phase of a step
     RUN/ranks/RANK.json            the newest heartbeat of each trainer rank
+    RUN/progress/NAME.json         how far a process has come with a long piece of work
     RUN/timeline/WRITER.jsonl      which stage each lane entered and when; a stage lasts until the lane's next line
 
 The launcher plans the memory (``launcher/plan/memory.py``) and sets it on the engines; trainer ranks compare their
@@ -14,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, get_args
@@ -291,7 +292,14 @@ def read_timeline(run: Path) -> list[Entered]:
 
 
 Phase = Literal[
-    "starting", "waiting for a batch", "training", "meeting the ranks", "publishing", "checkpointing", "reporting"
+    "starting",
+    "waiting for a batch",
+    "training",
+    "meeting the ranks",
+    "publishing",
+    "checkpointing",
+    "reporting",
+    "evaluating the final weights",
 ]
 # In the order of a step.
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -329,6 +337,62 @@ def read_beats(run: Path) -> list[Beat]:
         with undamaged(file):
             found.append(msgspec.json.decode(file.read_bytes(), type=Beat))
     return sorted(found, key=lambda beat: beat.rank)
+
+
+PROGRESS_FOLDER = "progress"
+# A process writes its progress at most this often.
+PROGRESS_S = 1.0
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The work that a process has been at ``since`` a Unix time: ``done`` of ``total`` parts, such as micro-batches.
+
+    It was written at the time ``at``.
+    """
+
+    work: str
+    done: int
+    total: int
+    unit: str
+    since: float
+    at: float
+    about: str = ""
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds that the rest takes at the speed so far; None before the first part is done."""
+        return (self.at - self.since) / self.done * (self.total - self.done) if self.done else None
+
+
+class ProgressWriter:
+    """Writes the progress of the process ``name``, which is the only one to write its file."""
+
+    def __init__(self, run: Path, name: str, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = run / PROGRESS_FOLDER / f"{name}.json", clock
+        self._work, self._since, self._written = "", 0.0, 0.0
+
+    def __call__(self, work: str, done: int, total: int, unit: str, about: str = "") -> None:
+        """Record that ``done`` of ``total`` parts are done. Costs little more often than each PROGRESS_S."""
+        now = self._clock()
+        if work != self._work or done == 0:
+            self._work, self._since = work, now
+        elif now - self._written < PROGRESS_S:
+            return
+        self._written = now
+        self._path.parent.mkdir(exist_ok=True)
+        progress = Progress(work=work, done=done, total=total, unit=unit, since=self._since, at=now, about=about)
+        replace_file(self._path, msgspec.json.encode(progress) + b"\n")
+
+
+def read_progress(run: Path, name: str) -> Progress | None:
+    """Read the progress of a process, perhaps an earlier one of this name; None if it has written none.
+
+    Raises UserError for a damaged file.
+    """
+    path = run / PROGRESS_FOLDER / f"{name}.json"
+    with undamaged(path), suppress(FileNotFoundError):
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
+    return None
 
 
 def missing_ranks(beats: list[Beat], mine: int, states: dict[int, str]) -> list[Beat]:

@@ -17,7 +17,7 @@ from rl_async.insight.tail import last_record
 from rl_async.insight.view.trajectories import row_at
 from rl_async.launcher.plan.memory import read_shape
 from rl_async.model_files import read_object
-from rl_async.process.run_files import read_beats, read_budget
+from rl_async.process.run_files import read_beats, read_budget, read_progress
 from rl_async.recording import trained_file
 from rl_async.trainer.checkpoints import read_state
 from rl_async.trainer.finetune.loop import keep_lines
@@ -127,6 +127,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "schemas": ("tools.json", read_schemas),
     "budget": ("memory.json", read_budget),
     "heartbeat": ("ranks/0.json", read_beats),
+    "progress": ("progress/engine-0.json", lambda run: read_progress(run, "engine-0")),
     "evaluated": ("evaluations.jsonl", lambda run: is_evaluated(run, 3)),
     "lines of a finetune run": ("metrics.jsonl", lambda run: keep_lines(run / "metrics.jsonl", "step", 3)),
     "last record": ("metrics.jsonl", lambda run: last_record(run / "metrics.jsonl")),

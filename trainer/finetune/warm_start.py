@@ -55,9 +55,10 @@ def warm_start(
     check: Callable[[], float],
     config: WarmStartConfig,
     report: Callable[[str], None],
+    on_step: Callable[[int, int, float], None] = lambda step, next_check, loss: None,
 ) -> WarmStartResult:
     """Train ``model`` on demonstrations until ``check()``, its greedy reward on held-out tasks, reaches
-    ``config.gate``.
+    ``config.gate``. ``on_step`` is called with each step, the step of the next check, and the loss.
 
     Copying appears abruptly after 200 to more than 400 steps, depending on the seed, so no fixed number of steps is
     enough. A seed that copies but stays below the gate needs a smaller learning rate, which is halved when greedy
@@ -75,6 +76,7 @@ def warm_start(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        on_step(step, next_check(step, config), loss.item())
         if step >= config.min_steps and step % config.check_every == 0:
             reward = check()
             report(f"warm start: {step} steps, loss {loss.item():.3f}, greedy reward {reward:.2f} (gate {config.gate})")
@@ -85,6 +87,12 @@ def warm_start(
         f"the warm start reached a greedy reward of {plateau.best:.2f}, not warm_start.gate={config.gate}, in "
         f"warm_start.max_steps={config.max_steps} steps; raise warm_start.max_steps, or try another warm_start.seed"
     )
+
+
+def next_check(step: int, config: WarmStartConfig) -> int:
+    """Return the first step from ``step`` on after which the greedy reward is measured, or the last step."""
+    first = max(step, config.min_steps)
+    return min(config.max_steps, first + -first % config.check_every)
 
 
 def _loss(model: torch.nn.Module, rows: Sequence[TokenRow]) -> Tensor:

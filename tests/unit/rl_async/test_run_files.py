@@ -11,11 +11,13 @@ from rl_async.process.role import main_thread
 from rl_async.process.run_files import (
     TIMELINE_FOLDER,
     Beat,
+    ProgressWriter,
     TimelineReader,
     beat,
     enter,
     missing_ranks,
     read_beats,
+    read_progress,
     read_timeline,
 )
 
@@ -76,6 +78,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ranks" / "0.json").write_bytes(content)
     with pytest.raises(UserError, match=r"0\.json"):
         read_beats(tmp_path)
+
+
+def test_progress_is_written_now_and_then_and_tells_what_the_rest_takes(tmp_path: Path) -> None:
+    now, read = 100.0, lambda: read_progress(tmp_path, "trainer-0")
+    write = ProgressWriter(tmp_path, "trainer-0", lambda: now)
+    assert read() is None
+    for seconds, done, seen in ((0.0, 0, 0), (0.5, 1, 0), (2.0, 4, 4), (2.5, 5, 4)):
+        now = 100.0 + seconds
+        write("training", done, 12, "micro-batches")
+        found = read()
+        assert found is not None and (found.done, found.total, found.since) == (seen, 12, 100.0)
+    assert found.left_s == 4.0
+    # New work is written at once, and its time counts from there.
+    write("values", 0, 3, "micro-batches")
+    found = read()
+    assert found is not None and (found.work, found.since, found.left_s) == ("values", 102.5, None)
 
 
 def test_who_cannot_run_is_missing_before_who_is_behind_and_else_all_others_are() -> None:

@@ -102,6 +102,30 @@ def test_old_logprobs_are_computed_once_for_all_epochs_and_minibatches() -> None
     assert updated.metrics["loss/clip_fraction"] > 0
 
 
+def test_every_micro_batch_of_every_pass_is_counted() -> None:
+    rows = make_rows(0)
+    config = RunConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(path="none"),
+        trainer=TrainerConfig(minibatches=2, epochs=3, max_tokens_per_microbatch=64),
+    )
+    headers = [row.header() for row in rows]
+    batch = Batch(0, headers, plan_batch(headers, 0, config, 1, RowCost()), {row.key: row for row in rows})
+    passes = dict[str, list[tuple[int, int]]]()
+    policy = Table()
+
+    def note(work: str, done: int, total: int) -> None:
+        passes.setdefault(work, []).append((done, total))
+
+    update(Models(policy), batch, build(config), config, 0.0, note)  # type: ignore[arg-type]
+    looks = policy.events.count("look")
+    assert looks > 2
+    assert passes == {
+        "log-probabilities before the update": [(done, looks) for done in range(looks)],
+        "training": [(done, 3 * looks) for done in range(3 * looks)],
+    }
+
+
 @pytest.mark.parametrize(("correction", "given"), [("decoupled_geo_rs_token_tis", True), ("bypass_ppo_clip", False)])
 def test_estimators_see_what_the_correction_made_of_each_token(correction: str, given: bool) -> None:
     rows, seen = make_rows(0), []
