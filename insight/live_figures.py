@@ -3,10 +3,11 @@
 import gzip
 import itertools
 import math
+import shlex
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from rl_async.recording import trained_file
 from rl_async.transfer_queue import book as state_book
 
 BARS = "▁▂▃▄▅▆▇█"
+BLOCKS, MARK = " " + BARS, "○"
 UNSCORED = "reward/unscored_fraction"
 GIVEN_UP = "queue/dead_letters"
 # This many of the newest steps are compared with earlier ones. A run is slower if its steps take SLOWER times as long
@@ -77,6 +79,11 @@ class Speeds:
         if len(self._earlier["step_s"]) > EARLIER:
             self._earlier = {name: column[::2] for name, column in self._earlier.items()}
             self._every *= 2
+
+    @property
+    def newest_s(self) -> list[float]:
+        """The lengths of the newest steps, in seconds."""
+        return [seconds for seconds in self._newest["step_s"] if not math.isnan(seconds)]
 
     @property
     def slowdown(self) -> str:
@@ -156,6 +163,40 @@ def sparkline(values: Sequence[float], width: int, low: float = 0.0, high: float
     means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     span = max(high - low, 1e-12)
     return "".join(BARS[min(len(BARS) - 1, max(0, int((m - low) / span * len(BARS))))] for m in means)
+
+
+def scale_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range to draw rewards in: 0 to 1 if they lie there, else from their least to their largest."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high if high > low else low + 1.0)
+
+
+def curve(values: Sequence[float], marks: Mapping[int, float], width: int, height: int) -> list[str]:
+    """Draw values as columns of ``height`` lines with a scale, and ``marks`` by step as circles over them.
+
+    ``width`` counts the scale. There is a column for each step, or for each bucket of neighbouring steps.
+    """
+    there = {step: mark for step, mark in marks.items() if 0 <= step <= len(values)}
+    low, high = scale_of([*values, *there.values()])
+    labels = [f"{low + (high - low) * (height - 1 - row) / (height - 1):.2f}" for row in range(height)]
+    margin = max(map(len, labels))
+    count = max(1, min(width - margin - 1, len(values)))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    # Where a value or a mark stands, in eighths of a line from below.
+    eighths = [max(1, round((m - low) / (high - low) * 8 * height)) for m in means]
+    rows = []
+    for row in range(height):
+        below = 8 * (height - 1 - row)
+        line = [BLOCKS[min(8, max(0, eighth - below))] for eighth in eighths]
+        for step, mark in there.items():
+            if min(height - 1, int((high - mark) / (high - low) * height)) == row:
+                line[min(count - 1, step * count // max(1, len(values)))] = MARK
+        label = labels[row] if row in (0, height // 2, height - 1) else ""
+        rows.append(f"{label:>{margin}}▕{''.join(line)}".rstrip())
+    first, last = "0", str(len(values) - 1)
+    rows.append(" " * (margin + 1) + first + last.rjust(count - len(first)) if count > len(last) else "")
+    return rows
 
 
 def time_split(record: Record) -> dict[str, float]:
@@ -250,6 +291,7 @@ def summary_lines(
     rewards = history.values("reward")
     some = max(1, min(5, len(rewards) // 2))
     steps = "step" if some == 1 else f"{some} steps"
+    evaluations = held_out(folder)
     lines = [
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
         f"(mean of the last {steps}), {len(rewards)} steps",
@@ -258,12 +300,40 @@ def summary_lines(
         f"wall time: {seconds:.0f} s",
         f"run folder: {folder}",
     ]
-    evaluations = MetricsTail(folder / "evaluations.jsonl").read()
     if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        before = f"{first['eval/reward']:.3f} before, " if first["eval/step"] == 0 and last is not first else ""
-        lines.insert(1, f"held-out reward: {before}{last['eval/reward']:.3f} at version {last['eval/step']:.0f}")
+        last = max(evaluations)
+        before = f"{evaluations[0]:.3f} before, " if 0 in evaluations and last else ""
+        lines.insert(1, f"held-out reward: {before}{evaluations[last]:.3f} at version {last}")
     return lines
+
+
+def held_out(folder: Path) -> dict[int, float]:
+    """Return the held-out reward by the version of the weights; a resumed run replaces those of its later versions."""
+    found: dict[int, float] = {}
+    for evaluation in MetricsTail(folder / "evaluations.jsonl").read():
+        version = int(evaluation["eval/step"])
+        found = {step: reward for step, reward in found.items() if step < version}
+        found[version] = evaluation["eval/reward"]
+    return found
+
+
+def next_commands(folder: Path, *, trained: bool) -> list[str]:
+    """Name the three commands that most want next, with the folder of the ended run."""
+    run = shlex.quote(str(folder))
+    if not trained:
+        commands = {
+            f"rl-async doctor {run}": "says what happened",
+            f"tail -n 20 {run}/logs/*.log": "shows the ends of all logs",
+            "rl-async doctor": "checks this machine",
+        }
+    else:
+        commands = {
+            f"rl-async show {run}": "shows answers, token by token",
+            f"rl-async view {run}": "shows curves and trajectories in a browser",
+            f"rl-async export {run} {run}-model": "writes the trained model",
+        }
+    width = max(map(len, commands))
+    return ["next:", *(f"  {command:<{width}}  {about}" for command, about in commands.items())]
 
 
 def unplayed_lines(config: RunConfig, history: History, folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ keeps the earlier ones.
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -21,11 +21,12 @@ _ERROR = re.compile(r"error: |Fatal Python error|\S+ \S+ (ERROR|CRITICAL) ")
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process: waiting, starting, running, restarting, ended or failed."""
+    """The state of a process: waiting, starting, running, restarting, ended or failed, ``since`` a Unix time."""
 
     name: str
     state: str
     restarts: int = 0
+    since: float = field(default=0.0, compare=False)
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class Children:
         self, executor: Executor, folder: Path, lasting: Iterable[ProcessSpec], on_stop: StopHook | None = None
     ) -> None:
         self.executor = executor
-        self.states = {spec.name: ProcessState(spec.name, "waiting") for spec in lasting}
+        self.states = {spec.name: ProcessState(spec.name, "waiting", since=time.time()) for spec in lasting}
         self._newest: dict[str, Process] = {}
         # When the newest process of each name began, in monotonic seconds.
         self._began: dict[str, float] = {}
@@ -218,7 +218,9 @@ class Children:
     def set_state(self, name: str, state: str, restarts: int) -> None:
         """Record the state of a process, unless it is not one of ``lasting``."""
         if name in self.states:
-            self.states[name] = ProcessState(name, state, restarts)
+            new = ProcessState(name, state, restarts, time.time())
+            if new != self.states[name]:
+                self.states[name] = new
             self.write_roster()
 
     def write_roster(self) -> None:

@@ -586,7 +586,7 @@ class EnginePool:
         except (EngineLost, EngineRejected, TimeoutError) as error:
             member.missed_probes += 1
             if member.missed_probes == MAX_MISSED_PROBES and not member.gone.is_set():
-                reason = error or type(error).__name__
+                reason = str(error) or type(error).__name__
                 log.warning("%s missed %d probes: %s", member.engine_id, MAX_MISSED_PROBES, reason)
                 member.mark_gone()
             return

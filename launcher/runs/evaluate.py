@@ -60,7 +60,7 @@ def evaluate(config: RunConfig, name_or_path: str, solved: float, jsonl: Path | 
         try:
             keys, trains = client_keys(config, folder, "operator"), client_keys(config, folder, "trainer")
             with Supervisor(planned, executor, folder, keys) as supervisor:
-                await prepare(config, planned, supervisor, console)
+                await prepare(config, folder, planned, supervisor, console)
                 say(console, f"run folder: {folder}")
                 announce(config, folder, executor, console)
                 async with QueueClient(supervisor.address, role="trainer", name="evaluation", keys=trains) as queue:

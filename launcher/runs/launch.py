@@ -30,7 +30,7 @@ from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EXIT_FAILED, EXIT_SIGNAL, RlAsyncError, UserError
 from rl_async.insight.doctor import REPORT_FILE as DIAGNOSIS
 from rl_async.insight.doctor import write_report
-from rl_async.insight.live_view import View
+from rl_async.insight.live_view import View, show_progress
 from rl_async.insight.tail import last_record
 from rl_async.insight.terminal import say
 from rl_async.installation import commit
@@ -290,13 +290,14 @@ def naming_deletion(folder: Path) -> Iterator[None]:
         raise UserError(f"the folder of the run was deleted while it ran: {folder}; start it anew") from error
 
 
-async def prepare(config: RunConfig, planned: Plan, supervisor: Supervisor, console: Console) -> None:
-    """Make missing data and a missing model in a separate process, and print its lines.
+async def prepare(config: RunConfig, folder: Path, planned: Plan, supervisor: Supervisor, console: Console) -> None:
+    """Make missing data and a missing model in a separate process, and show its lines and its progress.
 
     Then check the chat format, since engines may take minutes to start before a worker does. Raises ConfigError.
     """
     if planned.prepare is not None and needs_preparation(config):
-        await supervisor.run_once(planned.prepare, lambda line: say(console, line))
+        async with shown(show_progress(folder, planned.prepare.name, console)):
+            await supervisor.run_once(planned.prepare, lambda line: say(console, line))
     await asyncio.to_thread(check_chat, config)
 
 
@@ -344,14 +345,14 @@ async def _run(config: RunConfig, folder: Path, planned: Plan, executor: Executo
     supervisor = Supervisor(planned, executor, folder, keys, on_trouble, on_stop)
     try:
         with supervisor:
-            await prepare(config, planned, supervisor, console)
+            await prepare(config, folder, planned, supervisor, console)
             await supervisor.children.beside(executor.allocate())
             say(console, f"run folder: {folder}")
             if kept := saved(folder):
                 say(console, f"resumed from the checkpoint of version {kept}")
             announce(config, folder, executor, console)
             states = supervisor.children.states
-            view = View(config, folder, states.values, lambda: supervisor.queue.status(), console)
+            view = View(config, folder, states.values, lambda: supervisor.queue, console)
             async with AsyncExitStack() as beside:
                 await beside.enter_async_context(shown(view.run()))
                 if config.tracking.view:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,16 @@ from rl_async.configs.load import load_config
 from rl_async.errors import QueueLost
 from rl_async.files import last_line
 from rl_async.insight.live_figures import (
+    MARK,
     History,
     RecordedConversation,
     arguments_text,
     bar,
     conversation_of,
+    curve,
+    held_out,
+    next_commands,
+    scale_of,
     sparkline,
     step_line,
     summary_lines,
@@ -30,7 +36,7 @@ from rl_async.insight.live_figures import (
 from rl_async.insight.live_view import ASK_S, REFRESH_S, View, render_conversation
 from rl_async.insight.roster import ProcessState
 from rl_async.insight.tail import LineTail
-from rl_async.messages import StatusReport, ToolCall, Turn, Version
+from rl_async.messages import EngineList, Inspection, StatusReport, ToolCall, Turn, Version, WorkerRecord
 
 STATUS = StatusReport(
     published=Version(),
@@ -173,6 +179,34 @@ def test_sparklines_show_the_shape_in_any_width() -> None:
     assert sparkline([], 10) == sparkline([1.0], 0) == ""
 
 
+def test_a_curve_fills_its_lines_from_below_and_marks_held_out_values() -> None:
+    assert curve([0.0, 0.5, 1.0], {3: 1.0}, 40, 4) == [
+        f"1.00▕  {MARK}",
+        "    ▕  █",
+        "0.33▕ ██",
+        "0.00▕▁██",
+        "     0 2",
+    ]
+    # As many steps as fit share a column.
+    lines = curve([i / 99 for i in range(100)], {}, 26, 3)
+    assert {len(line) for line in lines[:1]} == {26} and lines[-1].split() == ["0", "99"]
+
+
+def test_a_curve_of_rewards_outside_0_and_1_shows_its_range() -> None:
+    assert scale_of([0.2, 0.7]) == scale_of([]) == (0.0, 1.0)
+    assert scale_of([-2.0, 7.0]) == (-2.0, 7.0) and scale_of([5.0, 5.0]) == (5.0, 6.0)
+    lines = curve([-2.0, 7.0], {}, 40, 3)
+    assert lines[0].split("▕")[0].strip() == "7.00" and lines[2].split("▕")[0].strip() == "-2.00"
+
+
+def test_a_resume_replaces_the_evaluations_of_versions_that_it_trains_again(tmp_path: Path) -> None:
+    assert held_out(tmp_path) == {}
+    rows = [{"lineage": 0, "eval/step": step, "eval/reward": step / 10} for step in (0, 2, 4)]
+    rows.append({"lineage": 1, "eval/step": 2, "eval/reward": 0.9})
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert held_out(tmp_path) == {0: 0.0, 2: 0.9}
+
+
 def test_bars_have_the_width_asked_for() -> None:
     assert bar([1, 1, 2], 8) == "░░██▒▒▒▒"
     assert len(bar([0.1, 0.2, 0.7], 13)) == 13
@@ -243,6 +277,37 @@ def test_unscored_episodes_and_groups_given_up_are_told_by_each_step_and_at_the_
     assert "given up" not in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, STATUS))
 
 
+class FakeQueue:
+    """A queue with one report, or one that was lost; it has no engines."""
+
+    def __init__(self, report: StatusReport, lost: bool = False) -> None:
+        self._report, self._lost = report, lost
+
+    async def inspect(self) -> Inspection:
+        if self._lost:
+            raise QueueLost("no answer")
+        return inspection(self._report)
+
+    async def engines(self) -> EngineList:
+        if self._lost:
+            raise QueueLost("no answer")
+        return EngineList(revision=0, engines=[], published=Version())
+
+
+def inspection(report: StatusReport, workers: Sequence[WorkerRecord] = ()) -> Inspection:
+    return Inspection(
+        status=report,
+        group_size=16,
+        draining=False,
+        submitted=0,
+        oldest_lease=None,
+        ages_s={},
+        rates={},
+        dead_letters=[],
+        workers=list(workers),
+    )
+
+
 async def show(
     folder: Path,
     *,
@@ -251,17 +316,14 @@ async def show(
     trainer: str = "running",
     away_s: float = 0.0,
     report: StatusReport = STATUS,
+    warnings: Sequence[str] = (),
+    size: tuple[int, int] = (140, 30),
     **more: float,
 ) -> str:
-    """What the view prints while one step is trained."""
+    """Return what the view prints while one step is trained."""
     output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=140, height=50)
-
-    async def status() -> StatusReport:
-        if lost:
-            raise QueueLost("no answer")
-        return msgspec.structs.replace(report, unattended_s=away_s)
-
+    console = Console(file=output, force_terminal=terminal, width=size[0], height=size[1])
+    queue = FakeQueue(msgspec.structs.replace(report, unattended_s=away_s), lost)
     states = [
         ProcessState("queue", "running"),
         ProcessState("engine-0", "running", 1),
@@ -269,11 +331,18 @@ async def show(
     ]
     append(folder, record(0, 0.111))
     config = load_config("calculator", ["trainer.steps=40", *(["agent.gateway={}"] if away_s else [])], name="mine")
-    view = View(config, folder, lambda: states, status, console)
+    (folder / "logs").mkdir(exist_ok=True)
+    # Warnings of an earlier start are not shown again.
+    (folder / "logs" / "worker-1.log").write_text("10:00:00 agent-1 WARNING earlier\n")
+    view = View(config, folder, lambda: states, lambda: queue, console)
+    (folder / "logs" / "worker-0.log").write_text("".join(f"{line}\n" for line in warnings))
     running = asyncio.create_task(view.run())
     append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}, **more))
     write_conversation(folder, 1, "42")
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(60.0):
+        # One update shows everything, and the tasks beside it have begun before this one looks again.
+        while "(2 of 40 done)" not in output.getvalue():
+            await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -319,7 +388,14 @@ async def test_on_a_terminal_everything_is_shown(tmp_path: Path) -> None:
         "5 groups ready",
     ):
         assert part in text
-    for part in ("redelivered 3", "engine-0", "1,234", "what is 1+2?", "calculator(expression=1+2)", "42"):
+    for part in (
+        "3 failed samples played again",
+        "engine-0",
+        "1,234",
+        "what is 1+2?",
+        "calculator(expression=1+2)",
+        "42",
+    ):
         assert part in text
     assert "fenced" not in text
 
@@ -352,13 +428,36 @@ def test_the_summary_says_that_nobody_played_the_held_out_tasks(tmp_path: Path) 
     assert unplayed_lines(load_config("calculator", ["trainer.steps=2"]), history, tmp_path / "none") == []
 
 
-async def test_a_queue_that_does_not_answer_is_shown_as_such(tmp_path: Path) -> None:
-    assert "no answer" in await show(tmp_path, terminal=True, lost=True)
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_repeated_warnings_of_processes_reach_the_terminal_with_their_number(
+    tmp_path: Path, terminal: bool
+) -> None:
+    lost = [f"10:00:{i:02d} agent-0 WARNING request {i}.0: engine-0 was lost after {i} tokens" for i in range(12)]
+    text = await show(tmp_path, terminal=terminal, warnings=[*lost, "10:01:00 agent-0 INFO fine"])
+    assert "engine-0 was lost" in text and "12 times" in text
+    assert "fine" not in text and "earlier" not in text
+
+
+@pytest.mark.parametrize(("size", "drawn"), [((140, 40), True), ((140, 30), False), ((80, 40), False)])
+async def test_a_large_terminal_gets_a_curve_with_its_scale_and_held_out_values(
+    tmp_path: Path, size: tuple[int, int], drawn: bool
+) -> None:
+    (tmp_path / "evaluations.jsonl").write_text('{"lineage":0,"eval/step":1.0,"eval/reward":0.4}\n')
+    text = await show(tmp_path, terminal=True, size=size)
+    assert (MARK in text) is drawn and ("1.00▕" in text) is drawn
+    assert "0.400 at version 1" in text
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_last_lines_name_three_commands_with_the_folder_of_the_run(trained: bool) -> None:
+    head, *commands = next_commands(Path("my runs/mine"), trained=trained)
+    assert head == "next:" and len(commands) == 3
+    assert sum("'my runs/mine" in command for command in commands) == 3 - (not trained)
 
 
 async def test_a_queue_that_has_ended_with_the_run_lacks_nothing(tmp_path: Path) -> None:
     text = await show(tmp_path, terminal=True, lost=True, trainer="ended")
-    assert "closed, as training has ended" in text and "no answer" not in text
+    assert "closed, as training has ended" in text and "has not answered" not in text
 
 
 @pytest.mark.parametrize(
