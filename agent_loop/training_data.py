@@ -21,6 +21,7 @@ from rl_async.agent_loop.chat_formats.format import flat_calls
 from rl_async.agent_loop.chat_formats.format_registry import choose
 from rl_async.agent_loop.chat_formats.harmony import HarmonyFormat
 from rl_async.agent_loop.chat_formats.library import LibraryFormat
+from rl_async.agent_loop.chat_formats.printed_parts import PrintedParts
 from rl_async.agent_loop.chat_formats.render import ChatRenderer, nested, takes_arguments_as_text
 from rl_async.configs.derived import files_of
 from rl_async.configs.schema.data import DataSource
@@ -205,9 +206,6 @@ def _asked(conversation: list[Message]) -> list[Message]:
 
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Data sets have the reasoning of a turn under such keys, or as part of its content, up to this tag.
-_REASONING = re.compile("reasoning|thinking|thought")
-_THOUGHT = "</think>"
 
 
 class ChatTokens(NamedTuple):
@@ -229,8 +227,7 @@ class ChatEncoder:
         self._encode: Callable[[Chat], ChatTokens] = self._marked
         self._print: Callable[[Chat], str] = self._render
         self._takes_text = takes_arguments_as_text(self._print_past)
-        # Shapes of conversations that the template prints completely.
-        self._complete: set[str] = set()
+        self._parts = PrintedParts(lambda messages, tools: self._print(Chat(messages, tools, "")))
         if _MARKER.search(str(tokenizer.get_chat_template())):
             return
         self._encode = self._by_prefixes
@@ -259,27 +256,12 @@ class ChatEncoder:
         """
         try:
             tokens = self._encode(chat)
-            self._check_complete(chat)
+            self._parts.check(chat.messages, chat.tools, chat.place)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{chat.place}: the model's chat template refuses it: {error}") from error
         if not tokens.learned.any():
             raise DataError(f"{chat.place}: the chat template marks nothing of it as the assistant's")
         return tokens
-
-    def _check_complete(self, chat: Chat) -> None:
-        """Raise DataError for a part of a conversation that the template leaves out.
-
-        The check prints a conversation of the same shape with a mark in each place, once for all of that shape.
-        """
-        shape = _shape(chat)
-        if shape in self._complete:
-            return
-        marked, marks = _with_marks(chat)
-        printed = self._print(marked)
-        for mark, place, problem in marks:
-            if mark not in printed:
-                raise DataError(f"{chat.place}{place}: the chat template does not print {problem}")
-        self._complete.add(shape)
 
     def _marked(self, chat: Chat) -> ChatTokens:
         chat = self._escaped(chat)
@@ -373,64 +355,3 @@ class ChatEncoder:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         except (TypeError, ValueError) as error:
             raise jinja2.TemplateError(str(error)) from error
-
-
-class _Mark(NamedTuple):
-    """A text that a template must print, its place in a conversation, and the error if it is missing."""
-
-    text: str
-    place: str
-    problem: str
-
-
-def _shape(chat: Chat) -> str:
-    """Describe which parts the messages of a conversation have; conversations of one shape are printed alike."""
-    parts = [
-        (
-            message["role"],
-            bool(message["content"].strip()),
-            _THOUGHT in message["content"],
-            [bool(call["function"]["arguments"]) for call in message.get("tool_calls", ())],
-            _reasoning(message),
-        )
-        for message in chat.messages
-    ]
-    return json.dumps([parts, [sorted(tool) for tool in chat.tools]])
-
-
-def _reasoning(message: Message) -> list[str]:
-    return [key for key in message if _REASONING.match(key) and message[key]]
-
-
-def _with_marks(chat: Chat) -> tuple[Chat, list[_Mark]]:
-    """Return the conversation with marks in place of contents, reasoning, calls and tools, and these marks."""
-    marks: list[_Mark] = []
-
-    def mark(kind: str, place: str, problem: str) -> str:
-        marks.append(_Mark(f"zq{len(marks)}{kind}", place, problem))
-        return marks[-1].text
-
-    tools = []
-    for tool in chat.tools:
-        named = {"name": mark("tool", "", "tools; leave them out, or take a model whose template does")}
-        tools.append(tool | ({"function": tool["function"] | named} if "function" in tool else named))
-    messages = []
-    for number, message in enumerate(chat.messages):
-        place, role = f", message {number}", message["role"]
-        made = dict(message)
-        if message["content"].strip():
-            made["content"] = mark("content", place, f"a {role} message; change its role, or leave it out")
-            if _THOUGHT in message["content"]:
-                thought = mark("thought", place, "the reasoning of this turn; make a line that ends with it")
-                made["content"] = f"<think>\n{thought}\n{_THOUGHT}\n\n{made['content']}"
-        for key in _reasoning(message):
-            made[key] = mark("reasoning", place, f"{key}, the reasoning of this turn; make a line that ends with it")
-        if calls := message.get("tool_calls"):
-            hint = "the tool calls of this turn; write them into its content, as the model is to write them"
-            made["tool_calls"] = []
-            for call in calls:
-                name, value = mark("name", place, hint), mark("value", place, hint)
-                function = call["function"] | {"name": name, "arguments": {f"{value}key": value}}
-                made["tool_calls"].append(call | {"function": function})
-        messages.append(made)
-    return Chat(messages, tools, chat.place), marks

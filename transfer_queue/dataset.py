@@ -524,12 +524,14 @@ class _Source:
             raise DataError(f"{place}, column {problem}")
         return task
 
+    def every_task(self) -> Iterator[tuple[str, Task]]:
+        """Yield the tasks of all rows with the places of their prompts, for errors; generated ones are endless."""
+        for number, row in enumerate(self.rows if not self.rows.generated else ()):
+            yield f"{self.rows.name}, row {number}, column prompt", self._task(row, number, "")
+
     def check(self, length: PromptLength, longest: int) -> None:
         """Raise DataError for the first row that is not a task, or whose prompt has more than ``longest`` tokens."""
-        if self.rows.generated:
-            return
-        for number, row in enumerate(self.rows):
-            place, task = f"{self.rows.name}, row {number}, column prompt", self._task(row, number, "")
+        for place, task in self.every_task():
             try:
                 tokens = length(task)
             except DataError as error:
@@ -626,6 +628,12 @@ def check_first_rows(config: RunConfig) -> None:
                         source.at(number)
             except DataError as error:
                 raise DataError(f"{key}: {error}") from error
+
+
+def every_task(config: RunConfig) -> Iterator[tuple[str, Task]]:
+    """Yield the tasks of all files of a run with the places of their prompts. Raises DataError for a bad row."""
+    for source in (*_training_sources(config), *_held_out_sources(config, listed_code(config))):
+        yield from source.every_task()
 
 
 def first_task(config: RunConfig) -> Task:

@@ -28,7 +28,7 @@ ANSWERS = ("ground_truth", "answer", "final_answer", "solution", "target", "labe
 # What commands read other rows than tasks, by the columns that they need.
 OTHERS = {
     ("messages",): "conversations, for `rl-async sft`",
-    ("chosen", "rejected"): "preference pairs, for `rl-async reward-model`",
+    ("chosen", "rejected"): "preference pairs, for `rl-async dpo` and `rl-async reward-model`",
 }
 
 
@@ -59,7 +59,7 @@ def inspect(part: DataSource, config: RunConfig | None = None) -> Iterator[str]:
     tasks = list(_tasks(rows, part, count, columns))
     yield from _described(tasks)
     if config is not None:
-        yield from _rendered(tasks, config)
+        yield from _rendered(tasks, part.path, config)
     for task in tasks[:EXAMPLES]:
         yield f"--- {task.task_id}"
         yield from (f"{message['role']}: {message['content']}" for message in task.prompt)
@@ -150,8 +150,11 @@ def _counts(values: Iterable[str]) -> str:
     return ", ".join(f"{value} {count:,}" for value, count in Counter(values).most_common(10))
 
 
-def _rendered(tasks: Sequence[Task], config: RunConfig) -> Iterator[str]:
-    """Count tokens of prompts against the limit, and show the first prompt as the policy reads it."""
+def _rendered(tasks: Sequence[Task], path: str, config: RunConfig) -> Iterator[str]:
+    """Count tokens of prompts against the limit, and show the first prompt as the policy reads it.
+
+    Raises DataError for the first prompt with a part that the chat template leaves out.
+    """
     if not Path(config.model.path).is_dir():
         yield f"prompts are not rendered: model.path: there is no folder {config.model.path} yet"
         return
@@ -159,12 +162,15 @@ def _rendered(tasks: Sequence[Task], config: RunConfig) -> Iterator[str]:
     from transformers import PreTrainedTokenizerFast
 
     from rl_async.agent_loop.chat_formats.format_registry import load_format
+    from rl_async.agent_loop.chat_formats.printed_parts import check_prompts
 
     schemas = {} if config.agent.gateway is not None else schemas_of(config.agent.tools)
     limit, length = config.data.max_prompt_tokens, prompt_length(config, schemas)
     long = sum(length(task) > limit for task in tasks)
     yield f"prompts of more than data.max_prompt_tokens={limit} tokens: {long:,}"
     chat = load_format(config.model.path, config.agent)
+    if config.agent.gateway is None:
+        check_prompts(((f"{path}, row {n}, column prompt", task) for n, task in enumerate(tasks)), lambda: chat)
     token_ids = chat.prompt(tasks[0].prompt, [*schemas.values()])
     yield f"the first prompt as the policy reads it, {len(token_ids)} tokens:"
     yield str(PreTrainedTokenizerFast.from_pretrained(config.model.path).decode(token_ids))

@@ -41,7 +41,7 @@ from rl_async.launcher.plan.memory import STAGES, model_size
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.run_folder import begun, clear_unused, create, hold, hold_unnamed, note_sources, saved
-from rl_async.launcher.runs.rehearsal import Findings
+from rl_async.launcher.runs.rehearsal import Findings, check_printed
 from rl_async.launcher.sources import Fetched
 from rl_async.launcher.supervisor import Interrupted, Supervisor
 from rl_async.process.http_auth import make_tokens, token_file
@@ -293,12 +293,14 @@ def naming_deletion(folder: Path) -> Iterator[None]:
 async def prepare(config: RunConfig, folder: Path, planned: Plan, supervisor: Supervisor, console: Console) -> None:
     """Make missing data and a missing model in a separate process, and show its lines and its progress.
 
-    Then check the chat format, since engines may take minutes to start before a worker does. Raises ConfigError.
+    Then check the chat format, since engines may take minutes to start before a worker does, and that it prints all of
+    every prompt. Raises ConfigError and DataError.
     """
     if planned.prepare is not None and needs_preparation(config):
         async with shown(show_progress(folder, planned.prepare.name, console)):
             await supervisor.run_once(planned.prepare, lambda line: say(console, line))
     await asyncio.to_thread(check_chat, config)
+    await asyncio.to_thread(check_printed, config)
 
 
 def check_chat(config: RunConfig) -> None:

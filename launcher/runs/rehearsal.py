@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from rl_async.agent_loop.chat_formats.format import ChatFormat
 from rl_async.configs.derived import parts
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
@@ -89,9 +90,30 @@ def _rehearse(config: RunConfig, whole: bool) -> Findings:
         findings.lines.append(("data", f"{rows:,} rows, all readable, no prompt longer than {limit}"))
     task = _made_task(config) if made else first_task(config)
     if whole:
+        if not made:
+            check_printed(config)
         findings.lines += _prompt(config, task)
     asyncio.run(_try_rewards(config, task, whole, findings))
     return findings
+
+
+def check_printed(config: RunConfig) -> None:
+    """Raise DataError for the first prompt with a part that the model's chat template leaves out.
+
+    A model that is not a folder here cannot be checked, and agent programs render prompts themselves.
+    """
+    if config.rollout.replay or config.agent.gateway is not None or not Path(config.model.path).is_dir():
+        return
+    # Imported only here, since they import Transformers, which takes seconds, and PyArrow.
+    from rl_async.agent_loop.chat_formats.printed_parts import check_prompts
+    from rl_async.transfer_queue.dataset import every_task
+
+    def load() -> ChatFormat:
+        from rl_async.agent_loop.chat_formats.format_registry import load_format
+
+        return load_format(config.model.path, config.agent)
+
+    check_prompts(every_task(config), load)
 
 
 def _own_algorithm(config: RunConfig) -> bool:

@@ -1,6 +1,8 @@
 """Conversations and pairs are read from files, and become tokens."""
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
 from rl_async.agent_loop.toy_tasks import make_data, make_pairs
 from rl_async.agent_loop.training_data import Chat, ChatEncoder, read_chats, read_pairs, to_chat, to_pair
-from rl_async.configs.schema.data import DataSource
+from rl_async.configs.schema.data import DataConfig, DataSource, ModelConfig
+from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import ConfigError, DataError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.runs.rehearsal import check_printed
 from tests.support.tiny_models import KINDS, TEMPLATES, byte_tokenizer, sentencepiece_tokenizer
 from tests.unit.agent_loop.conftest import demos
 
@@ -343,12 +348,7 @@ CALL_ALONE = QWEN.replace(
         (MARKED, [MESSAGES[1], THINKING], [], "message 1"),
         (PLAIN, [MESSAGES[1], {"role": "assistant", "content": "3", "thinking": "add them"}], [], "message 1"),
         (QWEN, [MESSAGES[1], {"role": "tool", "content": "3"}, MESSAGES[4]], [], ""),
-        (
-            QWEN.replace("+ message.content + '\\n</tool_response>'", "+ '</tool_response>'"),
-            MESSAGES,
-            TOOLS,
-            "message 3",
-        ),
+        (RESULTS_LEFT_OUT, MESSAGES, TOOLS, "message 3"),
     ],
     ids=[
         *("calls", "calls, marked", "arguments", "content beside a call", "tools", "tools, marked"),
@@ -366,6 +366,40 @@ def test_what_the_template_leaves_out_is_refused(
         with pytest.raises(DataError) as caught:
             encoder.encode(conversation)
         assert f"line 7{place if place.startswith(':') else f', {place}'}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "place"),
+    [
+        (QWEN, [{"role": "developer", "content": "be brief"}, USER], "message 0"),
+        (QWEN, [USER, {"role": "system", "content": "be brief"}, USER], "message 1"),
+        (QWEN, [MESSAGES[1], THINKING, USER], "message 1"),
+        (QWEN3, [MESSAGES[1], THINKING, USER], "message 1"),
+        (NAMES_ALONE, MESSAGES[:4], "message 2"),
+        (RESULTS_LEFT_OUT, MESSAGES[:4], "message 3"),
+        (CALL_ALONE, [MESSAGES[1], MESSAGES[2] | {"content": "so"}, MESSAGES[3]], "message 1"),
+        # The chat format writes calls as text for templates without any.
+        (PLAIN, [MESSAGES[1], MESSAGES[2] | {"content": "so"}, MESSAGES[3]], ""),
+        (QWEN, MESSAGES[:5], ""),
+    ],
+    ids=[
+        *("developer", "a late system message", "reasoning", "past reasoning", "arguments", "results"),
+        *("content beside a call", "calls as text", "all is printed"),
+    ],
+)
+def test_a_prompt_with_a_part_that_the_template_leaves_out_is_refused(
+    template: str, prompt: list[dict[str, Any]], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer(template).save_pretrained(tmp_path / "model")
+    truth = {"ground_truth": "3"}
+    rows = [{"prompt": [USER], "reward_model": truth}, {"prompt": [*prompt, USER], "reward_model": truth}]
+    path, model = write(tmp_path / "p.jsonl", *rows), str(tmp_path / "model")
+    config = RunConfig(model=ModelConfig(path=model), data=DataConfig(path=path))
+    assert main(["data", "inspect", path, "--model", model]) == (2 if place else 0)
+    named = f"{path}, row 1, column prompt, {place}"
+    assert not place or named in capsys.readouterr().err
+    with pytest.raises(DataError, match=re.escape(named)) if place else nullcontext():
+        check_printed(config)
 
 
 def test_a_template_that_takes_arguments_as_text_gets_them_so() -> None:
