@@ -16,6 +16,7 @@ from rl_async.agent_loop.gateway.chat import (
     forceable,
     named,
     read_fields,
+    refuse_many_values,
     refused,
     stops_of,
     take_format,
@@ -78,6 +79,7 @@ class MessagesBody(msgspec.Struct):
 
 def read_count(body: bytes) -> ChatRequest:
     """Decode a request to count the tokens of a messages request; it has no ``max_tokens``."""
+    refuse_many_values(body)
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except UNDECODABLE as error:

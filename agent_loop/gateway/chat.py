@@ -19,6 +19,7 @@ from rl_async.agent_loop.chat_formats.format import Answer
 from rl_async.configs.schema.rollout import UnsupportedFields
 from rl_async.errors import RequestRefused
 from rl_async.files import UNDECODABLE
+from rl_async.json_values import has_more_values
 from rl_async.rollout_server.json_schemas import without_unknown_formats
 
 log = logging.getLogger("rl_async.gateway")
@@ -27,6 +28,8 @@ log = logging.getLogger("rl_async.gateway")
 COUNTED = 1000
 # A request may have so many fields: clients choose their names, and each is looked up.
 MOST_FIELDS = 256
+# A request may have so many JSON values: parsing them holds up all episodes, by some 80 ms.
+MOST_VALUES = 200_000
 # Logs and refusals quote so many characters of a name or value.
 SHOWN = 80
 
@@ -332,13 +335,25 @@ class ChatRequest(NamedTuple):
 def read_fields(body: bytes, kind: type[Body]) -> tuple[dict[str, Any], Body]:
     """Decode a request's body: all of its fields, and those that have an effect.
 
-    Raises RequestRefused, whose ``param`` names the field that is not of its type.
+    Raises RequestRefused, whose ``param`` names the field that is not of its type, and for too many values.
     """
+    refuse_many_values(body)
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         return fields, msgspec.convert(fields, kind)
     except UNDECODABLE as error:
         raise unreadable(error) from error
+
+
+def refuse_many_values(text: bytes | str, param: str | None = None) -> None:
+    """Raise RequestRefused if JSON at the place ``param`` of a request has more than MOST_VALUES values."""
+    if has_more_values(text.encode(errors="replace") if isinstance(text, str) else text, MOST_VALUES):
+        raise RequestRefused(
+            f"{param or 'the body'}: more than {MOST_VALUES} JSON values; send fewer messages, parts or members",
+            code="body_too_large",
+            status=413,
+            param=param,
+        )
 
 
 def unreadable(error: Exception) -> RequestRefused:

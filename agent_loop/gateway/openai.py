@@ -20,6 +20,7 @@ from rl_async.agent_loop.gateway.chat import (
     named,
     not_supported,
     read_fields,
+    refuse_many_values,
     refused,
     stops_of,
     take_format,
@@ -150,6 +151,7 @@ def _call(body: ToolCallBody, place: str) -> FunctionCall:
     name, arguments = body.function.name, body.function.arguments or "{}"
     if not name:
         raise refused(f"{place}.function.name", "the name is empty")
+    refuse_many_values(arguments, f"{place}.function.arguments")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except UNDECODABLE as error:

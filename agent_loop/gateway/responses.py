@@ -28,6 +28,7 @@ from rl_async.agent_loop.gateway.chat import (
     named,
     not_supported,
     read_fields,
+    refuse_many_values,
     refused,
     take_format,
     text_of,
@@ -310,6 +311,7 @@ def _call(item: Item, place: str) -> FunctionCall:
     arguments = item.arguments or "{}"
     if not item.name:
         raise refused(f"{place}.name", "a function_call needs the name of the function")
+    refuse_many_values(arguments, f"{place}.arguments")
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except UNDECODABLE as error:

@@ -29,7 +29,14 @@ from rl_async import tracing
 from rl_async.agent_loop.chat_formats.format import reasoning_and_answer
 from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.gateway import anthropic, completions, openai, responses
-from rl_async.agent_loop.gateway.chat import ChatRequest, Completion, Event, UnobeyedFields, unreadable
+from rl_async.agent_loop.gateway.chat import (
+    ChatRequest,
+    Completion,
+    Event,
+    UnobeyedFields,
+    refuse_many_values,
+    unreadable,
+)
 from rl_async.agent_loop.gateway.gateway_episode import Asked, GatewayEpisode, Release, task_view
 from rl_async.agent_loop.gateway.open_episodes import Ending, OpenEpisodes
 from rl_async.agent_loop.run_worker import cancel_on_signals
@@ -361,6 +368,7 @@ class GatewayServer:
     async def _body(self, request: Request, kind: type[T]) -> T:
         """Decode the JSON body; an empty one counts as ``{}``. Raises RequestRefused if it does not fit ``kind``."""
         body = await self._bytes(request) or b"{}"
+        await off_loop(len(body), refuse_many_values, body)
         try:
             return await off_loop(len(body), msgspec.json.decode, body, type=kind)
         except UNDECODABLE as error:

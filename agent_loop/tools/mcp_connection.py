@@ -35,6 +35,7 @@ from pydantic import ValidationError
 
 from rl_async.agent_loop.tools.mcp_toolbox import Listed, McpServer, ToolFailed
 from rl_async.errors import ConfigError, McpServerLost
+from rl_async.json_values import PIECE, JsonValues
 from rl_async.process import guard
 from rl_async.process.kernel import kill_marked
 
@@ -43,7 +44,6 @@ log = logging.getLogger("rl_async.agent_loop")
 # A message may have so many bytes. Of a longer line so many are skipped before the session ends.
 MOST_BYTES = 16 << 20
 MOST_SKIPPED = 4 * MOST_BYTES
-PIECE = 1 << 16
 # The id of a refused line is looked for at both of its ends.
 ID_BYTES = 1 << 10
 # A server has so long to end by itself once its input is closed, and as long again after SIGTERM.
@@ -63,30 +63,20 @@ class Measure:
 
     def __init__(self, label: str, most: int) -> None:
         self._label, self._most = label, most
-        self._bytes = self._values = 0
-        self._quoted = self._escaped = False
+        self._bytes, self._values = 0, JsonValues()
 
     def add(self, piece: bytes) -> None:
         """Count a piece. Raises TooLarge, naming the server and the bound."""
         self._bytes += len(piece)
         if self._bytes > MOST_BYTES:
             raise TooLarge(f"{self._label} answered with more than {MOST_BYTES} bytes")
-        if self._escaped and piece:
-            piece, self._escaped = piece[1:], False
-        # Backslashes stand in strings alone, and each escapes one character.
-        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        self._escaped = plain.endswith(b"\\")
-        parts = plain.split(b'"')
-        outside = b"".join(parts[self._quoted :: 2])
-        self._quoted ^= len(parts) % 2 == 0
-        # Each value but the first of a container follows a comma, each first one the container's bracket.
-        self._values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        if self._values > self._most:
+        self._values.add(piece)
+        if self._values.count > self._most:
             raise TooLarge(f"{self._label} answered with more than {self._most} JSON values")
 
     def end_line(self) -> None:
         """Note the end of a line, which no string of JSON contains."""
-        self._quoted = self._escaped = False
+        self._values.end_line()
 
 
 class BoundedBody(httpx2.AsyncByteStream):

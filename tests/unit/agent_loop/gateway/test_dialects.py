@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl_async.agent_loop.gateway import anthropic, openai
+from rl_async.agent_loop.gateway import anthropic, completions, openai
 from rl_async.agent_loop.gateway import responses as responses_requests
 from rl_async.agent_loop.gateway.anthropic import MessageStream
-from rl_async.agent_loop.gateway.chat import ChatMessage, ChatRequest, Completion, FunctionCall
+from rl_async.agent_loop.gateway.chat import MOST_VALUES, ChatMessage, ChatRequest, Completion, FunctionCall
 from rl_async.agent_loop.gateway.openai import ChatStream
 from rl_async.errors import RequestRefused
 
@@ -578,3 +578,38 @@ def test_a_format_whose_schema_is_no_object_is_refused_by_its_place() -> None:
         (field,) = fields
         assert refused.value.code == "invalid_request" and refused.value.param.startswith(field)
         assert refused.value.param.endswith("schema") and refused.value.status == 400
+
+
+MANY: dict[str, Any] = {"metadata": [[]] * MOST_VALUES}
+CALL = {"name": "f", "arguments": json.dumps(MANY)}
+
+
+def read_response(body: bytes) -> Any:
+    return responses_requests.read_request(body, {})
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "param"),
+    [
+        (openai.read_request, {"messages": [], **MANY}, None),
+        (completions.read_request, {"prompt": "x", **MANY}, None),
+        (anthropic.read_request, {"messages": [], "max_tokens": 1, **MANY}, None),
+        (anthropic.read_count, {"messages": [], **MANY}, None),
+        (read_response, {"input": "x", **MANY}, None),
+        (
+            openai.read_request,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": CALL}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (read_response, {"input": [{"type": "function_call", **CALL}]}, "input[0].arguments"),
+    ],
+    ids=["chat", "completions", "messages", "count", "responses", "arguments", "arguments of responses"],
+)
+def test_a_body_that_would_be_parsed_for_long_is_refused(read: Any, body: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        read(msgspec.json.encode(body))
+    assert (refused.value.status, refused.value.code, refused.value.param) == (413, "body_too_large", param)
+
+
+def test_commas_and_brackets_of_a_text_are_no_values() -> None:
+    assert chat(messages=[{"role": "user", "content": "[{," * MOST_VALUES}]).messages
