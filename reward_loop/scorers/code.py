@@ -1,7 +1,8 @@
 """The scorer ``code``: runs the program of an answer against the hidden tests of its task, in a sandbox.
 
 Expected outputs never enter the sandbox: they are compared out here with the program's output or result. Tests that are
-code do enter it, and run in the program's own process.
+code do enter it, and run beside the program: in a process that it cannot look into where they only call its functions,
+else in its own.
 """
 
 import ast
@@ -19,13 +20,14 @@ from rl_async.configs.schema.reward import CodeConfig
 from rl_async.errors import DataError
 from rl_async.reward_loop.api import Conversation, Score, ScorerFailed
 from rl_async.reward_loop.scorers import code_driver
-from rl_async.reward_loop.scorers.code_driver import MARK, MISSING, canonical, shortened
+from rl_async.reward_loop.scorers.code_driver import INSEPARABLE, MARK, MISSING, canonical, shortened
 from rl_async.reward_loop.scorers.code_tests import (
     Asserts,
     Call,
     Pair,
     Test,
     TestFunction,
+    certain_checks,
     parse_tests,
     rewrite,
     same_text,
@@ -35,12 +37,17 @@ from rl_async.reward_loop.scorers.code_tests import (
 from rl_async.sandbox.api import Result, Sandbox, SandboxLost, SandboxRefused, Workspace
 
 DRIVER = Path(code_driver.__file__).read_text()
+BESIDE, APART = f"{DRIVER}\nmain()\n", f"{DRIVER}\nmain_apart()\n"
 # With more tests than this, only the sum of their times and the longest are recorded.
 MOST_TIMED = 16
 
 
 class _ModuleMissing(Exception):
     """Tests import a module that the sandbox does not have; the message is its name."""
+
+
+class _Inseparable(Exception):
+    """Tests give the program something that cannot leave their process."""
 
 
 class CodeScorer:
@@ -90,36 +97,50 @@ class CodeScorer:
         for test in tests:
             if end <= time.monotonic():
                 break
-            workspace = await self._sandbox.open()
+            seconds = min(self._config.test_timeout_s * test.checks, end - time.monotonic())
+            began = time.monotonic()
             try:
-                seconds = min(self._config.test_timeout_s * test.checks, end - time.monotonic())
-                if seconds <= 0:
-                    break
-                began = time.monotonic()
-                passed = await self._passed(workspace, program, test, imports, seconds)
-                times += [(time.monotonic() - began) / test.checks] * test.checks
-            finally:
-                await workspace.close()
+                passed = await self._in_workspace(program, test, imports, seconds, apart=True)
+            except _Inseparable:
+                seconds = max(0.0, min(seconds, end - time.monotonic()))
+                passed = await self._in_workspace(program, test, imports, seconds, apart=False)
+            times += [(time.monotonic() - began) / test.checks] * test.checks
             results += passed
             if not all(passed) and self._config.all_or_nothing:
                 break
         return results, times
 
-    async def _passed(
-        self, workspace: Workspace, program: str, test: Test, imports: list[dict[str, str]], seconds: float
+    async def _in_workspace(
+        self, program: str, test: Test, imports: list[dict[str, str]], seconds: float, *, apart: bool
     ) -> list[bool]:
-        """Run a test's process; return whether each of its checks passed. Raises _ModuleMissing if the tests
-        import a module that the sandbox lacks."""
+        workspace = await self._sandbox.open()
+        try:
+            return await self._passed(workspace, program, test, imports, seconds, apart=apart)
+        finally:
+            await workspace.close()
+
+    async def _passed(
+        self,
+        workspace: Workspace,
+        program: str,
+        test: Test,
+        imports: list[dict[str, str]],
+        seconds: float,
+        *,
+        apart: bool,
+    ) -> list[bool]:
+        """Run a test's process, ``apart`` from the program if the test allows it; return whether each of its checks
+        passed. Raises _ModuleMissing if the tests import a module that the sandbox lacks, and _Inseparable."""
         try:
             if isinstance(test, Pair) and test.after is None:
                 result = await workspace.run("python", program, stdin=test.stdin.encode(), seconds=seconds)
                 return [_ended_well(result) and same_text(result.stdout.decode(errors="replace"), test.stdout)]
-            told = await asyncio.to_thread(_told, test)
+            told = await asyncio.to_thread(_told, test, apart=apart)
             given = {"program": program, "imports": imports, "seconds": self._config.test_timeout_s, **told.given}
             stdin = json.dumps(given).encode() + b"\n"
             if isinstance(test, Pair):
                 stdin += test.stdin.encode()
-            result = await workspace.run("python", DRIVER, stdin=stdin, seconds=seconds)
+            result = await workspace.run("python", APART if told.apart else BESIDE, stdin=stdin, seconds=seconds)
         # No process can be started with this program.
         except SandboxRefused:
             return [False] * test.checks
@@ -130,7 +151,9 @@ class CodeScorer:
         found = [report.removeprefix(told.secret) for report in reports if report.startswith(told.secret)]
         if missing := [line for line in found if line.startswith(MISSING)]:
             raise _ModuleMissing(missing[0].removeprefix(MISSING))
-        passed = _passed_parts(found, told.expected)
+        if INSEPARABLE in found:
+            raise _Inseparable
+        passed = _passed_parts(found, told.expected, told.certain)
         if isinstance(test, Asserts):
             return [part in passed for part in test.checked]
         if isinstance(test, TestFunction):
@@ -144,14 +167,20 @@ class CodeScorer:
 
 
 class _Told(NamedTuple):
-    """A test as the driver reads it, the secret that its reports begin with, and the expected values, kept here."""
+    """A test as the driver reads it, the secret that its reports begin with, and the expected values, kept here.
+
+    ``certain``: the numbers of expected values that each part of a test must have found to pass. ``apart``: whether the
+    program runs in a process of its own.
+    """
 
     given: dict[str, Any]
     secret: str = ""
     expected: dict[int, str] = {}  # noqa: RUF012  never changed
+    certain: dict[int, set[int]] = {}  # noqa: RUF012  never changed
+    apart: bool = False
 
 
-def _told(test: Test) -> _Told:
+def _told(test: Test, *, apart: bool) -> _Told:
     """Return a test for the driver, with a new secret, which a program would have to find before it could forge one."""
     script = isinstance(test, Pair)
     code = test.after if isinstance(test, Pair) else test
@@ -160,9 +189,11 @@ def _told(test: Test) -> _Told:
     assert code is not None and not isinstance(code, Pair)
     rewritten, secret = rewrite(tuple(code.statements)), secrets.token_hex()
     checked = set(code.checked) if isinstance(code, Asserts) else set[int]()
-    own = None
+    own, certain = None, certain_checks(rewritten.statements)
     if isinstance(code, TestFunction):
         own = {"group": code.group, "name": code.name, "unittest": code.unittest}
+        certain = certain_checks(rewritten.statements, code.name, code.group)
+    apart = apart and not script and rewritten.called is not None
     given = {
         "statements": [[text, number in checked] for number, text in enumerate(rewritten.statements)],
         "mentioned": rewritten.mentioned,
@@ -171,24 +202,30 @@ def _told(test: Test) -> _Told:
         "secret": secret,
         "test": own,
         "script": script,
+        "names": rewritten.called,
     }
     expected = {number: shortened(canonical(value)) for number, value in rewritten.expected.items()}
-    return _Told(given, secret, expected)
+    return _Told(given, secret, expected, certain, apart)
 
 
-def _passed_parts(reports: list[str], expected: dict[int, str]) -> set[int]:
-    """Return the numbers of the statements that ended, and passed at least one check and all they made.
+def _passed_parts(reports: list[str], expected: dict[int, str], certain: dict[int, set[int]]) -> set[int]:
+    """Return the numbers of the statements that ended, and passed at least one check and all they made, of these all
+    that are ``certain``, since "ok" may be forged where the program has found the secret.
 
     A test function has the number 0.
     """
     told: dict[str, set[int]] = {"ok": set(), "failed": set(), "done": set()}
+    right: dict[int, set[int]] = {}
     for report in reports:
         part, kind, *more = ast.literal_eval(report)
         if kind == "seen":
             number, values = more
             kind = "ok" if expected[number] in values else "failed"
+            if kind == "ok":
+                right.setdefault(part, set()).add(number)
         told[kind].add(part)
-    return (told["ok"] & told["done"]) - told["failed"]
+    passed = (told["ok"] & told["done"]) - told["failed"]
+    return {part for part in passed if right.get(part, set()) >= certain.get(part, set())}
 
 
 def _returned(said: str, expected: Any) -> bool:

@@ -722,6 +722,8 @@ class Rewritten(NamedTuple):
     statements: list[str]
     expected: dict[int, Any]
     mentioned: list[str]
+    # If not None, tests only call these names of the program, so that it can run in a process of its own.
+    called: list[str] | None
 
 
 @functools.lru_cache(32)
@@ -733,9 +735,87 @@ def rewrite(statements: tuple[str, ...]) -> Rewritten:
     mentioned |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     mentioned |= {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     mentioned |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    rewriter = _Rewriter(Checks([node for tree in trees for node in tree.body]))
+    body = [node for tree in trees for node in tree.body]
+    alone = called_alone(body)
+    rewriter = _Rewriter(Checks(body))
     told = [ast.unparse(ast.fix_missing_locations(rewriter.visit(tree))) for tree in trees]
-    return Rewritten(told, rewriter.expected, sorted(mentioned))
+    return Rewritten(told, rewriter.expected, sorted(mentioned), alone)
+
+
+# Modules that tests may import where the program runs in a process of its own: none reaches into a process.
+_APART = {
+    *("bisect", "cmath", "collections", "collections.abc", "copy", "datetime", "decimal", "fractions", "functools"),
+    *("heapq", "itertools", "json", "math", "numbers", "operator", "pytest", "re", "solution", "statistics", "string"),
+    *("typing", "unittest"),
+}
+_INWARD = {"globals", "locals", "vars", "eval", "exec", "input", "__import__", "random", "sys", "mock", "patch"}
+_INWARD |= {"redirect_stdout", "redirect_stderr", "capsys", "capfd", "monkeypatch", "getsource"}
+
+
+def called_alone(body: Sequence[ast.stmt]) -> list[str] | None:
+    """Return the program's names that tests use; None unless they do no more with them than call them.
+
+    Classes of the program, other values and attributes of its names, coroutines and patches need its process.
+    """
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    names = names_of(body).free
+    for node in nodes:
+        match node:
+            case ast.Import():
+                if not all(alias.name in _APART - {"solution"} for alias in node.names):
+                    return None
+            case ast.ImportFrom():
+                if node.level or node.module not in _APART or any(alias.name == "*" for alias in node.names):
+                    return None
+                if node.module == "solution":
+                    names |= {alias.name for alias in node.names}
+            case ast.ClassDef():
+                methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+                if node not in body or not any(name.startswith("test") for name in methods):
+                    return None
+            case ast.AsyncFunctionDef() | ast.Await() | ast.AsyncFor() | ast.AsyncWith():
+                return None
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.alias(name=name):
+                if name in _INWARD:
+                    return None
+            case ast.Constant(value="solution"):
+                return None
+    passed = {id(part) for node in nodes if isinstance(node, ast.Call) for part in (node.func, *node.args)}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in names:
+            of_class = node.id[:1].isupper() and node.id != "Solution"
+            if of_class or id(node) not in passed or not isinstance(node.ctx, ast.Load):
+                return None
+    return sorted(names)
+
+
+def certain_checks(statements: Sequence[str], name: str = "", group: str = "") -> dict[int, set[int]]:
+    """Return the numbers of ``__seen__`` that a test must reach to pass, by statement; of a test function under 0."""
+    body = [ast.parse(text).body for text in statements]
+    functions = {n.name: n.body for part in body for n in part if isinstance(n, ast.FunctionDef)}
+    if name:
+        classes = {n.name: n.body for part in body for n in part if isinstance(n, ast.ClassDef)}
+        methods = {n.name: n.body for n in classes.get(group, []) if isinstance(n, ast.FunctionDef)}
+        return {0: _certain((methods if group else functions).get(name, []), functions)}
+    return {number: _certain(part, functions) for number, part in enumerate(body)}
+
+
+def _certain(body: Sequence[ast.stmt], functions: Mapping[str, list[ast.stmt]]) -> set[int]:
+    """Return the numbers in the statements before the first that may lead elsewhere, and in functions they call."""
+    found = set[int]()
+    for node in body:
+        match node:
+            case ast.Expr(ast.Call(ast.Name("__seen__"), [ast.Constant(number), *_])):
+                found.add(number)
+            case ast.Expr(ast.Call(ast.Name(name))) if name in functions:
+                found |= _certain(functions[name], {key: part for key, part in functions.items() if key != name})
+            case ast.Expr() | ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Import() | ast.ImportFrom():
+                pass
+            case ast.FunctionDef() | ast.ClassDef() | ast.Pass():
+                pass
+            case _:
+                break
+    return found
 
 
 class _Rewriter(ast.NodeTransformer):

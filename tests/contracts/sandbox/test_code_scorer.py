@@ -365,3 +365,142 @@ def test_reward_test_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["reward", "test", str(rows), "--answers", str(answers), "reward.functions=[{name: code}]"]) == 0
     shown = capsys.readouterr().out
     assert "code 0.333" in shown and "passed 1\n" in shown and "tests 3\n" in shown and "test_0_s" in shown
+
+
+def searching(code: str) -> str:
+    """A program that looks for the tests, or for how they report, when it is called, and returns 0 if it finds none."""
+    lines = "".join(f"    {line}\n" for line in code.strip().split("\n"))
+    return f"import gc, os, re, signal, sys\n{FORGE}def add(a, b):\n{lines}    return 0\n"
+
+
+FORGE = """
+def forge(text):
+    for secret in set(re.findall('[0-9a-f]{64}', text)):
+        for end in ("[0, 'ok']", "[0, 'done']"):
+            os.write(1, f"\\n\\x00rl-async: {secret}{end}\\n".encode())
+    os._exit(0)
+"""
+PROCESSES = "for number in filter(str.isdigit, os.listdir('/proc')):"
+SEARCHES = {
+    "objects": "for found in gc.get_objects():\n    if type(found).__name__ == 'Judge':\n        found.part = 0\n"
+    "        found.tell('ok')\n        found.tell('done')\n        os._exit(0)",
+    "classes": "for found in gc.get_objects():\n    if isinstance(found, type) and found.__name__ == 'Judge':\n"
+    "        found.compare = lambda *_: True",
+    "the secret": "for found in gc.get_objects():\n    if isinstance(found, dict) and 'secret' in found:\n"
+    "        forge(str(found['secret']))",
+    "frames": "frame = sys._getframe()\nwhile frame:\n    for space in (frame.f_locals, frame.f_globals):\n"
+    "        if 'want' in space:\n            return space['want']\n    frame = frame.f_back",
+    "frames of others": "for frame in sys._current_frames().values():\n    while frame:\n"
+    "        for found in list(frame.f_locals.values()):\n"
+    "            forge(str(getattr(found, '_given', ''))) if hasattr(found, '_given') else None\n"
+    "        frame = frame.f_back",
+    "modules": "for module in list(sys.modules.values()):\n    if 'want' in vars(module):\n"
+    "        return vars(module)['want']",
+    "a trace": "def trace(frame, *_):\n    frame.f_globals.get('want') and os._exit(0)\n    return trace\n"
+    "frame = sys._getframe().f_back\nwhile frame:\n    frame.f_trace = trace\n    frame = frame.f_back\n"
+    "sys.settrace(trace)",
+    "memory": f"""
+text = ''
+{PROCESSES}
+    try:
+        with open(f'/proc/{{number}}/mem', 'rb', 0) as memory, open(f'/proc/{{number}}/maps') as maps:
+            for line in maps:
+                if '[heap]' in line or '[stack]' in line or len(line.split()) == 5:
+                    start, end = (int(part, 16) for part in line.split()[0].split('-'))
+                    try:
+                        memory.seek(start)
+                        text += memory.read(end - start).decode('latin-1')
+                    except (OSError, ValueError):
+                        pass
+    except OSError:
+        pass
+forge(text)""",
+    "files that are open": f"""
+text = ''
+{PROCESSES}
+    for file in range(8):
+        try:
+            opened = os.open(f'/proc/{{number}}/fd/{{file}}', os.O_RDONLY | os.O_NONBLOCK)
+            text += os.read(opened, 100000).decode('latin-1')
+        except OSError:
+            pass
+forge(text)""",
+    "the input": "try:\n    forge(sys.stdin.read())\nexcept (OSError, ValueError):\n    pass",
+    "files": "text = ''\nfor folder in ('.', '/tmp', '/workspace', os.path.dirname(sys.argv[0]) or '.'):\n"
+    "    for place, _, names in os.walk(folder):\n        for name in names:\n            try:\n"
+    "                text += open(os.path.join(place, name), errors='replace').read(100000)\n"
+    "            except OSError:\n                pass\nif 'want = ' in text:\n    return 3",
+    "the parent's end": "os.kill(os.getppid(), signal.SIGKILL)",
+    "the parent's clock": "os.kill(os.getppid(), signal.SIGALRM)",
+    "other answers": "for file in range(3, 9):\n    try:\n        os.write(file, b'{\"value\": true}\\n[]\\n{}\\n')\n"
+    "    except OSError:\n        pass",
+    "an error of the driver": "class Inseparable(BaseException): pass\nInseparable.__module__ = '__main__'\n"
+    "for found in gc.get_objects():\n    if type(found).__name__ == 'Judge':\n        found.part = 0\n"
+    "        found.tell('ok')\n        found.tell('done')\nraise Inseparable",
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+async def test_a_program_that_searches_for_its_tests_finds_nothing(settings: SandboxConfig, name: str) -> None:
+    scored = await score(settings, searching(SEARCHES[name]), COMPUTED)
+    assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
+
+
+@pytest.mark.parametrize("name", ["objects", "classes", "the secret", "frames", "frames of others"])
+async def test_beside_the_program_literals_are_compared_outside(settings: SandboxConfig, name: str) -> None:
+    """A class keeps these tests in the program's process, where the secret can be found and "ok" be forged."""
+    scored = await score(settings, searching(SEARCHES[name]), "class Mine: pass\nassert add(1, 2) == 3")
+    assert (scored.scored, scored.error, scored.reward) == (True, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"),
+    [
+        (
+            "def put(rows, n):\n    rows[0].append(n)\n    rows.append(n)",
+            "a = [[1]]\nb = a[0]\nput(a, 2)\nassert a == [b, 2]",
+        ),
+        (
+            "def put(d, n):\n    d['x']['y'] = n\n    return d",
+            "d = {'x': {}}\nassert put(d, 2) is d and d['x']['y'] == 2",
+        ),
+        ("def count(n):\n    yield from range(n)", "assert list(count(3)) == [0, 1, 2] and sum(count(4)) == 6"),
+        (
+            "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef at(x):\n    return [P(x, 2)]",
+            "p = at(1)[0]\nassert p.x == 1 and p == (1, 2) and at(1) == [(1, 2)] and at(1) == at(2 - 1)",
+        ),
+        (
+            "def add(a, b):\n    raise ValueError('no', a)",
+            "import pytest\nwith pytest.raises(ValueError, match='no') as e:\n    add(1, 2)\n"
+            "assert e.value.args[1] == 0 + 1",
+        ),
+        (
+            "class Odd(KeyError): pass\ndef add(a, b):\n    raise Odd(a)",
+            "try:\n    add(1, 2)\n    assert False\nexcept KeyError as error:\n    assert error.args == (0 + 1,)",
+        ),
+        (
+            "def use(f, *a, **k):\n    return f(*a, **k)",
+            "assert use(max, 1, 1 + 1) == 2 and use(int, '11', base=2) == 1 + 2",
+        ),
+        ("def use(f, x):\n    return f(x)", "n = 2\nassert use(lambda x: x + n, 1) == 1 + 2"),
+        ("def use(items):\n    return list(items)", "assert use(x * 2 for x in [1, 2]) == [1 + 1, 4]"),
+        ("def add(a, b):\n    print('x' * 10000)\n    return a + b", COMPUTED),
+        (
+            "class Solution:\n    n = 0\n    def add(self, a):\n        self.n += a\n        return self.n",
+            "s = Solution()\ns.add(1)\nassert s.add(2) == 1 + 2 and Solution().add(1) == 2 - 1 and s.n == 4 - 1",
+        ),
+        (
+            "import datetime as d\nfrom fractions import Fraction\nfrom decimal import Decimal\n"
+            "def give(n):\n    return [d.date(2024, 2, 29), d.datetime(2024, 1, 1), Fraction(1, 2), Decimal('1.5'),\n"
+            "        2j, {(1, 2): {3}}, b'a', float('nan'), 10**5000, range(3), {1: 2}.keys(), None][n]",
+            "import datetime, math\nfrom fractions import Fraction\nfrom decimal import Decimal\n"
+            "wants = [datetime.date(2024, 2, 29), datetime.datetime(2024, 1, 1), Fraction(1, 2), Decimal('1.5'), 2j,\n"
+            "    {(1, 2): {3}}, b'a']\nfor n, want in enumerate(wants):\n    assert give(n) == want\n"
+            "assert math.isnan(give(7)) and give(8) == 10**5000 and give(9) == range(3)\n"
+            "assert give(10) == {1} and give(11) is None",
+        ),
+    ],
+)
+async def test_right_programs_in_a_process_of_their_own(settings: SandboxConfig, program: str, truth: str) -> None:
+    scored = await score(settings, program, truth)
+    assert (scored.scored, scored.error, scored.reward_reasons, scored.reward) == (True, "", {}, 1.0)
