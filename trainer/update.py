@@ -266,6 +266,9 @@ def precompute(
             on_micro_batch(work, done, len(micros))
             yield micro
 
+    def scored(model: Reference, work: str) -> Tensor:
+        return whole_batch([model.forward(micro.tensors).logprobs for micro in passed_by(work)])
+
     found = Precomputed(proximal=whole.behaviour)
     if algorithm.precompute or recomputes:
         work = "log-probabilities before the update"
@@ -281,15 +284,11 @@ def precompute(
         if "values" in algorithm.precompute:
             found = replace(found, values=whole_batch([o.values for o in outputs]))
     if models.reference is not None and not algorithm.whole_reference:
-        work = "log-probabilities of the reference"
-        passed = [models.reference.forward(micro.tensors).logprobs for micro in passed_by(work)]
-        found = replace(found, reference=whole_batch(passed))
+        found = replace(found, reference=scored(models.reference, "log-probabilities of the reference"))
     if models.endpoint is not None:
         found = replace(found, teacher=whole_batch(models.endpoint.score([micro.tensors for micro in micros])))
     if models.teacher is not None and algorithm.divergence is None:
-        work = "log-probabilities of the teacher"
-        passed = [models.teacher.forward(micro.tensors).logprobs for micro in passed_by(work)]
-        found = replace(found, teacher=whole_batch(passed))
+        found = replace(found, teacher=scored(models.teacher, "log-probabilities of the teacher"))
     if models.critic is not None:
         values = [models.critic.forward(micro.tensors).values for micro in passed_by("values of the critic")]
         found = replace(found, values=whole_batch(values))
@@ -572,7 +571,7 @@ def train_minibatches(
             try:
                 if critic is not None:
                     loss_fn = critic.wrap_loss(models.critic, loss_fn, parts, mini.rows)
-                loss_fn = counted(loss_fn, lambda micro, done=done: on_micro_batch("training", done + micro, total))
+                loss_fn = counted(loss_fn, functools.partial(on_micro_batch, "training"), done, total)
                 if trains_policy:
                     loss, norm = models.policy.step([part.tensors for part in parts], loss_fn, requested)
                 else:
@@ -594,11 +593,11 @@ def train_minibatches(
     return metrics | (critic.metrics() if critic else {})
 
 
-def counted(loss_fn: LossFn, on_loss: Callable[[int], None]) -> LossFn:
-    """Return a loss that calls ``on_loss`` with the number of each micro-batch first."""
+def counted(loss_fn: LossFn, on_loss: Callable[[int, int], None], done: int, total: int) -> LossFn:
+    """Return a loss that first calls ``on_loss`` with the micro-batches done before, and with their total."""
 
     def count_and_compute(number: int, outputs: Outputs) -> Tensor:
-        on_loss(number)
+        on_loss(done + number, total)
         return loss_fn(number, outputs)
 
     return count_and_compute

@@ -1045,7 +1045,7 @@ def unpacked(said: Any, found: Callable[[dict[str, Any]], Any]) -> Any:
         # A defaultdict's function stays where it is, and its pairs equal a dict's.
         return pairs if kind is collections.defaultdict else kind(pairs)
     if kind in (bytes, bytearray):
-        return kind.fromhex(content)  # type: ignore[attr-defined]
+        return kind.fromhex(content)
     return kind(*(unpacked(part, found) for part in content))
 
 

@@ -805,7 +805,7 @@ def _certain(body: Sequence[ast.stmt], functions: Mapping[str, list[ast.stmt]]) 
     found = set[int]()
     for node in body:
         match node:
-            case ast.Expr(ast.Call(ast.Name("__seen__"), [ast.Constant(number), *_])):
+            case ast.Expr(ast.Call(ast.Name("__seen__"), [ast.Constant(int(number)), *_])):
                 found.add(number)
             case ast.Expr(ast.Call(ast.Name(name))) if name in functions:
                 found |= _certain(functions[name], {key: part for key, part in functions.items() if key != name})

@@ -395,7 +395,9 @@ def test_a_prompt_with_a_part_that_the_template_leaves_out_is_refused(
     rows = [{"prompt": [USER], "reward_model": truth}, {"prompt": [*prompt, USER], "reward_model": truth}]
     path, model = write(tmp_path / "p.jsonl", *rows), str(tmp_path / "model")
     config = RunConfig(model=ModelConfig(path=model), data=DataConfig(path=path))
-    assert main(["data", "inspect", path, "--model", model]) == (2 if place else 0)
+    given = tmp_path / "mine.yaml"
+    given.write_text(json.dumps({"model": {"path": model}, "data": {"path": path, "max_prompt_tokens": 10_000}}))
+    assert main(["data", "inspect", "--config", str(given)]) == (2 if place else 0)
     named = f"{path}, row 1, column prompt, {place}"
     assert not place or named in capsys.readouterr().err
     with pytest.raises(DataError, match=re.escape(named)) if place else nullcontext():

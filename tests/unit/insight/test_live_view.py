@@ -341,7 +341,7 @@ async def show(
     write_conversation(folder, 1, "42")
     async with asyncio.timeout(60.0):
         # One update shows everything, and the tasks beside it have begun before this one looks again.
-        while "(2 of 40 done)" not in output.getvalue():
+        while "(2 of 40 done)" not in output.getvalue():  # noqa: ASYNC110 - the view has no event of it
             await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
