@@ -256,7 +256,10 @@ class Router(Generic[C]):
         self._random = random.Random()
         # The usual length of a request in seconds, on engines that are not slow.
         self._usual_s = 0.0
-        self._fastest: tuple[float, float | None] = (-math.inf, None)
+        # The pace of the fastest engine at the last request, and those by version, which are cached for a while.
+        self._fastest: float | None = None
+        self._paces: dict[Version, float | None] = {}
+        self._paces_until = -math.inf
 
     def choose(
         self,
@@ -303,15 +306,18 @@ class Router(Generic[C]):
     def ended(self, member: PoolMember[C], seconds: float) -> None:
         """Record the length of a request on an engine, to estimate how long waiting for another one pays."""
         member.took_s = seconds
-        if member.pace.slowness(self._fastest[1]) < SLOW:
+        if member.pace.slowness(self._fastest) < SLOW:
             self._usual_s += (NEWEST if self._usual_s else 1.0) * (seconds - self._usual_s)
 
     def _fastest_of(self, members: Collection[PoolMember[C]], version: Version, now: float) -> float | None:
         """Return the pace of the fastest engine that serves ``version``, cached for a while if there are many."""
-        if len(members) <= CANDIDATES or now >= self._fastest[0]:
+        if len(members) <= CANDIDATES or now >= self._paces_until:
+            self._paces, self._paces_until = {}, now + FASTEST_EVERY_S
+        if version not in self._paces:
             paces = [m.pace.seconds for m in members if m.serves(version, now)]
-            self._fastest = now + FASTEST_EVERY_S, min((pace for pace in paces if pace is not None), default=None)
-        return self._fastest[1]
+            self._paces[version] = min((pace for pace in paces if pace is not None), default=None)
+        self._fastest = self._paces[version]
+        return self._fastest
 
 
 def expire(read: asyncio.Timeout) -> None:

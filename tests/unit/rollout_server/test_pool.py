@@ -11,7 +11,7 @@ from rl_async.errors import EngineLost, EngineRejected
 from rl_async.messages import EngineList, EngineRecord, Sampling, Version, VersionRun
 from rl_async.rollout_server import pool as pool_module
 from rl_async.rollout_server.api import EngineLoad, GenerateRequest, GenerateResult
-from rl_async.rollout_server.pool import EnginePool
+from rl_async.rollout_server.pool import CANDIDATES, EVIDENCE, EnginePool, PoolMember, Router
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 
@@ -100,6 +100,22 @@ async def test_engines_without_the_version_get_no_traffic() -> None:
         assert len((await pool.generate(request(), session="s")).token_ids) == 3
     assert not engines["old"].seen
     assert not engines["none"].seen
+
+
+def test_of_many_engines_those_with_a_new_version_are_not_slow_beside_faster_ones_without_it() -> None:
+    router: Router[FakeEngine] = Router()
+    members = []
+    for number in range(CANDIDATES + 2):
+        is_new = number >= CANDIDATES
+        record = EngineRecord(engine_id=f"{number}", url="", kind="embedded", version=V1 if is_new else Version())
+        members.append(PoolMember(record, FakeEngine(f"{number}", lose), 8))
+        for _ in range(2 * EVIDENCE):
+            members[-1].pace.hear(1, 0.2 if is_new else 0.02, 0.0)
+    old = router.choose(members, request(Version()), "s", 0.0)
+    assert old is not None
+    router.ended(old, 60.0)
+    new = router.choose(members, request(V1), "t", 0.1, members, waited_s=0.0)
+    assert new is not None and new.serves(V1, 0.1)
 
 
 async def test_waiters_are_woken_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
