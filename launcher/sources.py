@@ -239,10 +239,12 @@ _UNREADABLE = (
 def folder_of(file: Path) -> Path:
     """Return the folder for the converted GGUF file.
 
-    Its name contains a checksum of the file's content and of the versions of the packages that convert it.
+    Its name contains a checksum of the file's content and of the versions of the packages that convert it, this one
+    included.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    found = {one: [d.version for d in metadata.distributions(name=one)] for one in ("transformers", "gguf")}
+    packages = ("transformers", "gguf", "rl-async")
+    found = {one: [d.version for d in metadata.distributions(name=one)] for one in packages}
     made = hashlib.sha256(f"{_checksum(file)} {found}".encode()).hexdigest()
     return cache / "rl-async" / "models" / f"{file.stem}-{made[:12]}"
 

@@ -42,14 +42,15 @@ def tokenizer_of(run: Path, model: str) -> TokenTexts:
             None, f"token texts: there is no {TOKENIZER} in {run}/checkpoints/*/model or {model or 'a model'}"
         )
     try:
-        return TokenTexts(_decode_of(file, file.stat().st_mtime_ns))
+        stat = file.stat()
+        return TokenTexts(_decode_of(file, (stat.st_mtime_ns, stat.st_size)))
     # The library raises nothing more specific.
     except Exception as error:
         return TokenTexts(None, f"token texts: {file} cannot be read: {error}")
 
 
 @lru_cache(maxsize=4)
-def _decode_of(file: Path, changed: int) -> Decode:
+def _decode_of(file: Path, changed: tuple[int, int]) -> Decode:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

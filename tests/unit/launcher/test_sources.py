@@ -238,7 +238,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("package", ["transformers", "gguf"])
+@pytest.mark.parametrize("package", ["transformers", "gguf", "rl-async"])
 def test_a_gguf_file_is_converted_again_by_another_version(tmp_path: Path, cache: Path, package: str) -> None:
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF")

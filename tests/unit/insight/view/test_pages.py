@@ -163,6 +163,12 @@ def test_a_tokenizer_is_found_in_the_run_or_beside_it_once_it_is_there(tmp_path:
         os.utime(folder / "tokenizer.json", (1, 1))
         found = tokenizer_of(run, "models/small")
         assert found.decode is not None and found.decode(tokenizer.encode("né").ids) == "né" and not found.problem
+    # A copy keeps the time of the original, but hardly its size, too.
+    tokenizer.add_tokens(["<added>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    os.utime(folder / "tokenizer.json", (1, 1))
+    replaced = tokenizer_of(run, "models/small")
+    assert replaced.decode is not None and replaced.decode(tokenizer.encode("<added>").ids) == "<added>"
 
 
 def test_bytes_that_are_no_text_are_shown_as_far_as_they_go() -> None:
