@@ -58,6 +58,7 @@ KEYS = (
 OTHER_KEYS = (Key("max_prompt_length", "data.max_prompt_tokens"),)
 AGGREGATION = {
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
+    "luspo": "seq-mean-token-sum",
     **dict.fromkeys(("bnpo", "dapo", "cispo"), "token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
 }
@@ -372,7 +373,7 @@ def _loss(t: Translation) -> None:
         high -= 1.0
     t.put("algorithm.clip_high", high, "epsilon_high", "epsilon")
     if kind not in AGGREGATION:
-        t.notes.append(f"loss_type={kind} has no counterpart; choose algorithm.loss")
+        t.missing.append(f"the loss loss_type={kind}; write it as algorithm.loss=path.py:name")
         return
     loss = kind if kind in ("cispo", "sapo") else ("gspo" if level == "sequence" else "ppo")
     t.put("algorithm.loss", loss, "loss_type", "importance_sampling_level")

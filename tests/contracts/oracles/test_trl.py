@@ -1,9 +1,9 @@
 """TRL's GRPO loss, whole: the policy loss, its aggregation, the weights of the engine's mismatch and the KL; and the
 divergence of its GKDTrainer and the losses of its DPOTrainer.
 
-What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an aggregation, `delta` is `clip_dual`,
-`importance_sampling_level=sequence` is `gspo`; one advantage per row, as TRL has it. TRL computes advantages inside the
-generation of completions, where they cannot be called.
+What corresponds: `loss_type` grpo, bnpo, dapo and dr_grpo are `ppo` under an aggregation, luspo is `gspo` under one,
+`delta` is `clip_dual`, `importance_sampling_level=sequence` is `gspo`; one advantage per row, as TRL has it. TRL
+computes advantages inside the generation of completions, where they cannot be called.
 
 Conversions, each at its place below:
 - `delta` bounds r alone, `clip_dual` r A: the same while delta is above 1 + clip_high.
@@ -12,7 +12,7 @@ Conversions, each at its place below:
   weights of a row's tokens are equal. If not, TRL gives each token the gradient of their mean, ours (as verl) its own.
 - `sapo`: TRL rounds temperatures to float32; these need no rounding.
 - k3 has no cap in TRL: differences to the reference stay within 2.5.
-- No counterpart here: `luspo`, `vespo`, off-policy sequence masks, bias-corrected KL, masks of the top entropies.
+- No counterpart here: `vespo`, off-policy sequence masks, bias-corrected KL, masks of the top entropies.
 """
 
 import random
@@ -33,12 +33,14 @@ ROWS, WIDTH = 6, 12
 AGGREGATION: dict[str, Aggregation] = {
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
     "bnpo": "token-mean",
     "dapo": "token-mean",
     "cispo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
-KINDS = [(loss_type, "token") for loss_type in AGGREGATION] + [("grpo", "sequence")]
+BY_ROW = [("grpo", "sequence"), ("luspo", "sequence")]
+KINDS = [(loss_type, "token") for loss_type in AGGREGATION if loss_type != "luspo"] + BY_ROW
 
 
 def draw_batch(generator: torch.Generator, number: int) -> Tensors:
