@@ -1,7 +1,8 @@
 """Serves the page on runs, its files and JSON (``rl-async view``), and writes it with a run into one file (``report``).
 
 The printed address contains a token and sets a cookie, so that no link or history entry of the page has the token. As
-on every server of a run, a request must use an allowed host name, which stops DNS rebinding, and have no ``Origin``.
+on every server of a run, a request must use an allowed host name, which stops DNS rebinding, and have no ``Origin``,
+except that the page itself, whose origin is that host, may talk to a run's policy.
 Only ``diagnosis`` contacts a run's processes; it has them write their stacks on request, or if a process is silent or
 late. A report contains the page's script and style, and a policy with their hashes lets nothing else run or load. Its
 data is JSON without any ``<``.
@@ -20,11 +21,13 @@ GET /api/runs/RUN/trajectories           filters of queries.py, order, offset, l
 GET /api/runs/RUN/trajectories/KEY       one trajectory with everything about its tokens
 GET /api/runs/RUN/groups/PARTITION-STEP-GROUP  ?sample=N: the conversations of a group, or of one sample
 GET /api/events                          server-sent events: the new state of each run that changed
+POST /api/runs/RUN/chat                  {conversation, text}: the parts of an answer of the run's policy, lines of JSON
 """
 
 import asyncio
 import base64
 import hashlib
+import re
 import secrets
 import signal
 import sqlite3
@@ -36,7 +39,7 @@ from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -44,6 +47,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from rl_async.errors import RequestRefused, UserError
+from rl_async.files import UNDECODABLE
 from rl_async.insight.diagnosis import diagnose, needs_stacks
 from rl_async.insight.doctor import observe
 from rl_async.insight.timeline import newest_updates, window
@@ -53,9 +57,12 @@ from rl_async.insight.view.queries import integer, number
 from rl_async.insight.view.runs import ViewedRun, ViewedRuns
 from rl_async.insight.view.trajectories import TokenTexts, row_at, rows_in, story, tokenizer_of
 from rl_async.process.http_auth import Access, App, Headers, Receive, Scope, Send
-from rl_async.process.http_server import application, server_of
+from rl_async.process.http_server import application, read_body, server_of
 from rl_async.process.role import bind, heeded, watch_lifeline
 
+CHAT = re.compile(r"/api/runs/[^/]+/chat")
+# The longest words to a policy, in bytes.
+SAID_BYTES = 1 << 20
 # The path that the token is appended to.
 OPEN = "/open/"
 SECURITY_HEADERS = (
@@ -84,14 +91,22 @@ class PageAccess(Access):
 
     def refusal(self, method: str, path: str, address: str | None, headers: Headers) -> tuple[int, str] | None:
         """Return the status and the reason for refusing a request; None if it may pass."""
-        given = list(headers)
+        given, talks = list(headers), method == "POST" and CHAT.fullmatch(path) is not None
+        if talks:
+            # Pages of other servers on this machine get the cookie, too: only their origin tells them apart.
+            own = [b"http://" + value for name, value in given if name == b"host"]
+            if [value for name, value in given if name == b"origin"] != own or len(own) != 1:
+                return 403, "only the page itself may talk to a run"
+            if (b"content-type", b"application/json") not in given:
+                return 403, "the body must be JSON"
+            given = [(name, value) for name, value in given if name != b"origin"]
         offered = path.removeprefix(OPEN) if path.startswith(OPEN) else self._of_cookie(given)
         if offered:
             given.append((b"authorization", b"Bearer " + offered.encode()))
         refused = super().refusal(method, path, address, given)
         if refused is not None:
             return 403, refused[1] if refused[0] == 403 else "open the address that `rl-async view` printed"
-        return None if method in ("GET", "HEAD") else (403, "this page changes nothing")
+        return None if talks or method in ("GET", "HEAD") else (403, "this page changes nothing")
 
     def _of_cookie(self, headers: Headers) -> str:
         for name, value in headers:
@@ -139,11 +154,28 @@ STACKS_S = 15.0
 GROUP = 64
 
 
-class ViewServer:
-    """Handles the routes. Functions that read files run on threads."""
+class Talks(Protocol):
+    """Conversations with the policies of runs."""
 
-    def __init__(self, runs: ViewedRuns, access: PageAccess) -> None:
-        self._runs, self._access = runs, access
+    def say(self, run: Path, name: str, text: str) -> AsyncIterator[bytes]:
+        """Yield the lines of an answer in the conversation ``name``; an empty name begins one."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Words(msgspec.Struct, forbid_unknown_fields=True):
+    """What is said in a conversation; an empty one is new."""
+
+    text: str
+    conversation: str = ""
+
+
+class ViewServer:
+    """Handles the routes. Functions that read files run on threads. Without ``talks``, nobody can talk to a run."""
+
+    def __init__(self, runs: ViewedRuns, access: PageAccess, talks: Talks | None = None) -> None:
+        self._runs, self._access, self._talks = runs, access, talks
         self._indexer = Indexer()
         self._diagnoses: dict[str, tuple[float, bytes]] = {}
         self._diagnosing = asyncio.Lock()
@@ -168,6 +200,7 @@ class ViewServer:
                 "GET /api/runs": self._list,
                 "GET /api/events": self._events,
                 "GET /api/runs/{run}/diagnosis": self._diagnosis,
+                **({"POST /api/runs/{run}/chat": self._chat} if self._talks is not None else {}),
                 **{f"GET /api/runs/{{run}}/{path}": self._on_thread(answer) for path, answer in answers.items()},
             }
         )
@@ -279,6 +312,16 @@ class ViewServer:
                 self._diagnoses[run.name] = time.monotonic() + lasts, body
         return Response(body, media_type="application/json")
 
+    async def _chat(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._runs.named, request.path_params["run"])
+        try:
+            words = msgspec.json.decode(await read_body(request, SAID_BYTES), type=Words)
+        except UNDECODABLE as error:
+            raise RequestRefused(f"the body is not {{text, conversation}}: {error}", code="no_words") from None
+        assert self._talks is not None
+        lines = self._talks.say(run.folder, words.conversation, words.text)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
     async def _events(self, request: Request) -> Response:
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
@@ -350,8 +393,8 @@ def _json(value: Any) -> Response:
 HOST = "127.0.0.1"
 
 
-def serve(places: Sequence[Path], port: int) -> None:
-    """Serve the runs in ``places`` on the loopback interface; port 0 stands for a free one.
+def serve(places: Sequence[Path], port: int, talks: Talks | None = None) -> None:
+    """Serve the runs in ``places`` on the loopback interface; port 0 stands for a free one. ``talks`` is closed.
 
     Prints the address to open. Raises UserError for a place without runs, or if the port is taken.
     """
@@ -364,7 +407,7 @@ def serve(places: Sequence[Path], port: int) -> None:
     print("only this machine can open it; Ctrl-C ends it", file=sys.stderr)
 
     async def run() -> None:
-        server = ViewServer(runs, access)
+        server = ViewServer(runs, access, talks)
         http, ended_by = server_of(SecurityHeaders(server.application()), access), list[int]()
 
         def hang_up() -> None:
@@ -378,6 +421,8 @@ def serve(places: Sequence[Path], port: int) -> None:
             await http.serve(sockets=[listener])
         finally:
             server.close()
+            if talks is not None:
+                await talks.close()
         if ended_by:
             raise SystemExit(128 + signal.SIGHUP)
 

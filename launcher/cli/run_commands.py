@@ -183,8 +183,9 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 def _view(arguments: argparse.Namespace) -> int:
     from rl_async.insight.view.page import serve
+    from rl_async.launcher.runs.chat import Chats
 
-    serve(arguments.runs, arguments.port)
+    serve(arguments.runs, arguments.port, Chats())
     return 0
 
 

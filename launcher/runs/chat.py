@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat, Message
-from rl_async.agent_loop.chat_formats.format_registry import load_format
 from rl_async.agent_loop.episode import Episode
 from rl_async.agent_loop.tools.mcp_toolbox import McpToolbox
 from rl_async.agent_loop.tools.tool_registry import (
@@ -38,7 +37,7 @@ from rl_async.errors import ProtocolError, QueueLost, RlAsyncError, UserError
 from rl_async.insight.doctor import launcher_of
 from rl_async.insight.terminal import printable, say
 from rl_async.insight.view.trajectories import REPLACEMENT, token_texts, tokenizer_of
-from rl_async.launcher.plan.artifacts import check_model_folder
+from rl_async.launcher.plan.artifacts import check_model_folder, checkpoints
 from rl_async.launcher.plan.machine import settle_here
 from rl_async.launcher.sources import model_folder
 from rl_async.messages import LeasedGroup, Task, Version
@@ -209,7 +208,10 @@ async def open_subject(place: str, preset: str | None, overrides: Sequence[str] 
         else:
             config = _roomy(load_resolved(run / CONFIG, overrides), None)
             about, live = f"the current weights of {place}", True
-        chat = load_format(config.model.path, config.agent)
+        # Importing transformers takes seconds.
+        from rl_async.agent_loop.chat_formats.format_registry import load_format
+
+        chat = await asyncio.to_thread(load_format, config.model.path, config.agent)
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-async-mcp-"))
         toolbox = await stack.enter_async_context(connect_servers(config.agent, Path(logs), "chat"))
         if live:
@@ -231,6 +233,8 @@ def _of_model(folder: Path, preset: str | None) -> list[str]:
 
 
 def _export(run: Path, folder: Path) -> int:
+    if not checkpoints(run):
+        raise UserError(f"{run} does not run, and has no checkpoint")
     # Importing torch takes seconds.
     from rl_async.trainer.export import export
 
@@ -311,6 +315,11 @@ class HeldSubject:
             raise UserError("the conversation is over; begin a new one")
         return task.result()
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, perhaps because its run did."""
+        return self._task.done()
+
     async def close(self) -> None:
         """Close the subject."""
         self._over.set()
@@ -328,6 +337,78 @@ def _ended_run() -> Iterator[None]:
     else:
         return
     raise UserError("the run has ended; give the command again to talk to its newest checkpoint") from ended
+
+
+Opening = Callable[[str, str | None], contextlib.AbstractAsyncContextManager[Subject]]
+# The page keeps so many conversations.
+CONVERSATIONS = 16
+
+
+class Chats:
+    """The conversations of the page (``insight.view.page.Talks``), with one run at a time and one answer at a time."""
+
+    def __init__(self, opening: Opening = open_subject) -> None:
+        self._opening = opening
+        self._run: Path | None = None
+        self._held: HeldSubject | None = None
+        self._conversations: dict[str, Conversation] = {}
+        self._answering = asyncio.Lock()
+
+    async def say(self, run: Path, name: str, text: str) -> AsyncIterator[bytes]:
+        """Yield lines of JSON: about the conversation, parts of the answer (``Said``), or an error.
+
+        An empty ``name`` begins a conversation. The answer ends with its reader.
+        """
+        lines = asyncio.Queue[bytes]()
+        task = asyncio.create_task(self._answer(run, name, text, lambda part: lines.put_nowait(_line_of(part))))
+        task.add_done_callback(lambda _: lines.put_nowait(b""))
+        try:
+            while line := await lines.get():
+                yield line
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _answer(self, run: Path, name: str, text: str, tell: Callable[[Any], None]) -> None:
+        try:
+            async with self._answering:
+                held = await self._of(run)
+                subject = await held.subject()
+                if not name:
+                    name = secrets.token_hex(8)
+                    self._conversations[name] = Conversation(subject)
+                    for oldest in list(self._conversations)[:-CONVERSATIONS]:
+                        await self._conversations.pop(oldest).close()
+                if name not in self._conversations:
+                    raise UserError("this conversation is over; begin a new one")
+                tools = list(subject.config.agent.tools)
+                tell({"conversation": name, "about": subject.about, "tools": tools})
+                await held.during(self._conversations[name].say(text, tell))
+        except RlAsyncError as error:
+            tell({"error": str(error)})
+
+    async def _of(self, run: Path) -> HeldSubject:
+        """Return the subject of a run, after closing that of another run or of the same run before it ended."""
+        if self._held is None or self._held.over or self._run != run:
+            await self.close()
+            self._run, self._held = run, HeldSubject(self._opening(str(run), None))
+        return self._held
+
+    async def close(self) -> None:
+        """End all conversations."""
+        for conversation in self._conversations.values():
+            await conversation.close()
+        self._conversations.clear()
+        if self._held is not None:
+            # A subject that ended by itself has been told of.
+            with contextlib.suppress(RlAsyncError):
+                await self._held.close()
+        self._held = None
+
+
+def _line_of(part: Any) -> bytes:
+    return msgspec.json.encode(part) + b"\n"
 
 
 HELP = "/new begins a new conversation, /p shows the tokens of each answer with their probabilities, Ctrl-D ends"

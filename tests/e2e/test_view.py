@@ -154,6 +154,17 @@ def test_rows_are_filtered_and_grouped_by_what_is_written(tab: Tab) -> None:
     tab.complaints.clear()
 
 
+def test_a_run_that_cannot_be_talked_to_says_why(tab: Tab) -> None:
+    """Conversations themselves are tested with models, in tests/unit/launcher/runs/test_chat.py."""
+    page = tab.open("/chat/first")
+    page.get_by_label("say").fill("hello")
+    page.get_by_label("say").press("Enter")
+    page.get_by_text("hello").wait_for()
+    page.locator("p.problem", has_text="checkpoint").wait_for()
+    page.get_by_role("button", name="new conversation").click()
+    page.get_by_text("hello").wait_for(state="detached")
+
+
 def test_a_trajectory_is_found_by_what_was_said(tab: Tab) -> None:
     page = tab.open("/trajectories/first")
     page.get_by_text("trajectories", exact=False).first.wait_for()
@@ -347,9 +358,10 @@ def test_what_an_address_names_and_there_is_not_is_told_with_a_link_back(
 def test_every_page_fits_its_window(browser: Any, address: str, size: str, scheme: str) -> None:
     tab = Tab(browser, address, size, scheme)
     places = ("run/first?with=other", "trajectories/first", "trajectory/first/train-2-8-0-0?token=4")
-    for place in (*places, "group/first/train-1-4", "evaluation/first"):
+    grouped = "trajectories/first?where=group%20by%20step"
+    for place in (*places, grouped, "group/first/train-1-4", "evaluation/first", "chat/first"):
         page = tab.open(f"/{place}")
-        page.locator("main :is(canvas, table, article)").first.wait_for()
+        page.locator("main :is(canvas, table, article, textarea)").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), place
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(json.loads(ground.replace("rgb(", "[").replace(")", "]"))) < 380) is (scheme == "dark")

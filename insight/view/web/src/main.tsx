@@ -3,6 +3,7 @@
 import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, live, useChanges, useKeys } from "./api";
+import { ChatPage } from "./chat";
 import { EvaluationPage } from "./evaluation";
 import { FlowPage } from "./flow";
 import { number, visible } from "./format";
@@ -13,7 +14,7 @@ import { GroupPage } from "./group";
 import { address, go, Missing, parse } from "./place";
 import type { RunSummary } from "./types";
 
-const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", ...(live && { flow: "Flow" }) };
+const PAGES = { run: "Run", trajectories: "Trajectories", evaluation: "Evaluation", ...(live && { flow: "Flow", chat: "Chat" }) };
 const PLACES = [...Object.keys(PAGES), "trajectory", "group"];
 
 function App() {
@@ -80,6 +81,7 @@ function App() {
       {shown === "group" && <GroupPage name={name} place={at} />}
       {shown === "evaluation" && <EvaluationPage name={name} runs={runs} place={at} change={changes[name]} />}
       {shown === "flow" && live && <FlowPage name={name} running={summary?.running ?? false} />}
+      {shown === "chat" && live && <ChatPage name={name} />}
     </>
   );
 }
@@ -106,7 +108,7 @@ function State({ run }: { run: RunSummary }) {
 
 function Keys() {
   const keys: [string, string][] = [
-    ["1 – 4", "pages"],
+    ["1 – 5", "pages"],
     ["/", "search"],
     ["j  k", "next and previous row or turn"],
     ["Enter", "open"],

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,17 @@ from tests.support.recordings import HOSTILE, make_run, write_evaluation, write_
 TOKEN = "t" * 43
 
 
+class Parrot:
+    """Repeats what is said, and from which conversation."""
+
+    async def say(self, run: Path, name: str, text: str) -> AsyncIterator[bytes]:
+        for part in (run.name, name, text):
+            yield json.dumps(part).encode() + b"\n"
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
 class Page:
     """A browser that has opened the page of the runs in ``folder``."""
 
@@ -42,20 +53,30 @@ class Page:
 
         def make() -> Any:
             access = PageAccess(TOKEN, 1)
-            self.views.append(ViewServer(ViewedRuns([folder]), access))
+            self.views.append(ViewServer(ViewedRuns([folder]), access, Parrot()))
             return server_of(SecurityHeaders(self.views[0].application()), access), None
 
         self._served = Served(make)
         self.cookie = f"rl-async-view-1={TOKEN}"
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         """Request a path with these headers alone; the status, headers in lower case, and the body."""
         connection = http.client.HTTPConnection("127.0.0.1", self._served.port, timeout=60)
-        connection.request(method, path, headers=headers)
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        body = answer.read()
+        read = answer.read()
         connection.close()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, read
+
+    def say(self, body: bytes, path: str = "/api/runs/a/chat", **changed: str) -> tuple[int, bytes]:
+        """Talk to the run ``a`` as the page does, with some headers changed; an empty one is left out."""
+        own = f"127.0.0.1:{self._served.port}"
+        headers = {"Host": own, "Origin": f"http://{own}", "Cookie": self.cookie, "Content-Type": "application/json"}
+        headers = {name: value for name, value in (headers | changed).items() if value}
+        status, _, answer = self.ask(path, "POST", body, **headers)
+        return status, answer
 
     def get(self, path: str) -> Any:
         """Request JSON as the page does."""
@@ -136,6 +157,42 @@ def test_nobody_else_is_let_in(page: Page, path: str, headers: dict[str, str]) -
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
 def test_nothing_can_be_changed(page: Page, method: str) -> None:
     assert page.ask("/api/runs", method, Cookie=page.cookie)[0] == 403
+
+
+def test_the_page_itself_may_talk_to_a_run(page: Page) -> None:
+    status, answer = page.say(b'{"text": "hi", "conversation": "c"}')
+    assert (status, answer.split()) == (200, [b'"a"', b'"c"', b'"hi"'])
+    status, answer = page.say(b'{"text": "hi"}', Host="localhost:9", Origin="http://localhost:9")
+    assert status == 200, "the port may be forwarded"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"Origin": ""},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "http://other.example"},
+        {"Origin": "https://127.0.0.1"},
+        {"Host": "rebound.example", "Origin": "http://rebound.example"},
+        {"Cookie": ""},
+        {"Cookie": "rl-async-view-1=wrong"},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": ""},
+        {"path": "/api/runs/a/config"},
+        {"path": "/api/runs/a/chat/more"},
+        {"path": "/api/runs"},
+    ],
+    ids=str,
+)
+def test_no_other_page_may_talk_to_a_run(page: Page, changed: dict[str, str]) -> None:
+    assert page.say(b'{"text": "hi"}', **changed)[0] == 403
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"text": 1}', b'{"text": "a", "run": "b"}', b"\xff"])
+def test_words_that_are_none_are_refused(page: Page, body: bytes) -> None:
+    assert page.say(body)[0] == 400
+    assert page.say(b'{"text": "hi"}', "/api/runs/none/chat")[0] == 404
 
 
 @pytest.mark.parametrize("path", ["/", "/app.js", "/app.css", "/icon.svg", "/api/runs", "/nothing"])

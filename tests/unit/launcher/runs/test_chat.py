@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import io
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from rl_async.configs.load import dump, from_values
 from rl_async.configs.schema.data import WarmStartConfig
 from rl_async.errors import EXIT_USER, QueueLost, UserError
 from rl_async.launcher.cli.__main__ import main
-from rl_async.launcher.runs.chat import Conversation, HeldSubject, Said, Subject
+from rl_async.launcher.runs.chat import Chats, Conversation, HeldSubject, Said, Subject
 from rl_async.rollout_server.api import GenerateRequest, GenerateResult, Heard
 from tests.unit.agent_loop.fakes import ScriptedEngine, run_config
 from tests.unit.launcher.runs.test_replay_episode import renderer_in
@@ -114,11 +116,79 @@ def test_lines_of_standard_input_are_answered(
     assert 1 <= len(re.findall(r"\[[01]\.\d\d\]", capsys.readouterr().out)) <= 8
 
 
+async def test_the_page_continues_a_conversation_and_says_what_prevents_it(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    opened = list[str]()
+
+    @contextlib.asynccontextmanager
+    async def opening(place: str, preset: str | None) -> AsyncIterator[Subject]:
+        opened.append(place)
+        yield subject(renderer, ["5", "6", "7"])
+
+    chats = Chats(opening)
+
+    async def say(run: str, name: str, text: str) -> list[dict[str, Any]]:
+        return [json.loads(line) async for line in chats.say(tmp_path / run, name, text)]
+
+    about, *first = await say("a", "", "2+3?")
+    assert about["about"] == "a script" and "".join(part.get("text", "") for part in first) == "5"
+    name = about["conversation"]
+    assert "".join(part.get("text", "") for part in await say("a", name, "3+3?")) == "6"
+    assert [*(await say("b", name, "3+3?"))[0]] == ["error"], "another run has other conversations"
+    assert (await say("b", "", "2+3?"))[0]["conversation"] != name
+    await chats.close()
+    assert opened == [str(tmp_path / run) for run in ("a", "b")]
+
+
+async def test_an_answer_ends_with_its_reader(renderer: ChatRenderer) -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    class Slow(Streaming):
+        async def generate(
+            self, request: GenerateRequest, *, session: str, heard: Heard | None = None
+        ) -> GenerateResult:
+            asked.set()
+            try:
+                return await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    @contextlib.asynccontextmanager
+    async def opening(place: str, preset: str | None) -> AsyncIterator[Subject]:
+        found = subject(renderer, [])
+        found.source = Slow(renderer, [])
+        yield found
+
+    chats = Chats(opening)
+    lines = chats.say(Path("run"), "", "2+3?")
+    assert b"conversation" in await anext(lines)
+    await asked.wait()
+    await lines.aclose()
+    assert ended.is_set()
+    await chats.close()
+
+
+async def test_the_page_says_that_a_run_has_no_weights_yet(model: Path, tmp_path: Path) -> None:
+    ended_run(model, tmp_path / "run")
+    chats = Chats()
+    lines = [json.loads(line) async for line in chats.say(tmp_path / "run", "", "hi")]
+    await chats.close()
+    assert [[*line] for line in lines] == [["error"]]
+
+
+def ended_run(model: Path, folder: Path) -> None:
+    """Make the folder of a run that has ended without a checkpoint."""
+    config = msgspec.structs.replace(
+        from_values({"model": {"path": str(model)}, "data": {"path": "none"}}), name=folder.name
+    )
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump(config))
+
+
 def test_what_cannot_be_talked_to_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", str(tmp_path / "nothing")]) == EXIT_USER
-    config = msgspec.structs.replace(from_values({"model": {"path": str(model)}, "data": {"path": "none"}}), name="run")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(dump(config))
+    ended_run(model, tmp_path / "run")
     assert main(["chat", str(tmp_path / "run"), "--config", "calculator"]) == EXIT_USER
     assert "--config" in capsys.readouterr().err
     # It has ended, and has no checkpoint.
