@@ -27,6 +27,7 @@ from rl_async.files import DAMAGE, UNDECODABLE, replace_file
 from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
 from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
+from rl_async.launcher.plan.outputs import check_disk, check_trackers
 from rl_async.launcher.plan.planning import THREADS, Plan, assign_devices, engine_place, engines, plan
 from rl_async.process.role import own_module
 from rl_async.reward_loop.model_client import read_api_key
@@ -296,8 +297,9 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     """Plan for this machine, or for a cluster with ``gpus`` GPUs, whose nodes check their engines later.
 
     Raises UserError if this machine lacks a file, a package, a required GPU or a judge's key, if the first rows of the
-    data are not tasks, if the model cannot be divided, quantised or replayed as configured, if an engine cannot reach
-    the GPUs that it takes weights from, or if a device has too little memory.
+    data are not tasks, if a tracker is not installed or has no credentials, if the model cannot be divided, quantised
+    or replayed as configured, if an engine cannot reach the GPUs that it takes weights from, or if a device or the disk
+    has too little room.
     """
     elsewhere = gpus is not None
     gpus = count_gpus() if gpus is None else gpus
@@ -305,16 +307,14 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
         raise UserError("model.device=gpu, but no GPU is visible; use auto or cpu")
     if config.eval.endpoint is not None:
         raise UserError("eval.endpoint: a run evaluates its own policy; `rl-async eval` evaluates an endpoint")
-    needs_preparation(config)
+    check_inputs(config)
     check_trainer(config, gpus)
-    if config.rollout.replay:
-        needed_groups(config)
-    else:
-        check_data(config)
-        check_api_keys(config)
+    if not elsewhere:
+        check_trackers(config)
     if not elsewhere and not config.rollout.replay:
         check_engines(config, on_gpus=False)
     size = model_size(config)
+    check_disk(config, folder, size)
     if size is not None:
         if size.experts:
             check_experts(config, gpus)
@@ -328,6 +328,16 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     if not elsewhere:
         capacity = gpu_bytes() if gpus and config.model.device != "cpu" else machine_bytes()
     return plan(config, folder, size=size, gpus=gpus, capacity=capacity, resume=resume)
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise UserError for a model, a recording or first rows that the run could not use, or a judge without its key."""
+    needs_preparation(config)
+    if config.rollout.replay:
+        needed_groups(config)
+    else:
+        check_data(config)
+        check_api_keys(config)
 
 
 def settle_here(
