@@ -11,11 +11,11 @@ A loss gets micro-batches. An advantage and a correction may average over the wh
 tokens over a mini-batch, so they get these whole and padded; only for them does a batch need memory for rows times the
 longest row. Every loader raises ConfigError naming the key, the function, and the problem: the function is missing or
 raises, or its result has a wrong shape or type, is not finite, has no gradient, learns from rows without a reward, or
-depends on values where the mask is false.
+depends on values where the mask is false; or it changes its inputs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -123,6 +123,17 @@ GARBAGE = (0.0, 7.0)
 REWARDS = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.0], dtype=torch.float64)
 
 
+def _tensors(arguments: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among arguments, and those in fields of the others, each with a name for messages."""
+    for number, argument in enumerate(arguments, 1):
+        if isinstance(argument, Tensor):
+            yield f"argument {number}", argument
+            continue
+        for field in fields(argument):
+            if isinstance(value := getattr(argument, field.name), Tensor):
+                yield f"x.{field.name}", value
+
+
 @dataclass(frozen=True)
 class Trial:
     """A user's object and the config key that names it."""
@@ -142,12 +153,19 @@ class Trial:
         return loaded
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the function on a tiny batch. Raises ConfigError for any exception of it."""
+        """Call the function on a tiny batch. Raises ConfigError for any exception of it, and for a changed input."""
+        before = {name: tensor.detach().clone() for name, tensor in _tensors(arguments)}
         try:
-            return function(*arguments)
+            result = function(*arguments)
         # The user's code may raise anything, and the error must name the function.
         except Exception as error:
             raise self.error(f"raised {type(error).__name__} on a tiny batch: {error}") from error
+        changed = [name for name, tensor in _tensors(arguments) if not torch.equal(tensor, before[name])]
+        if changed:
+            raise self.error(
+                f"changes {', '.join(changed)} in place, which the rest of the step still needs; compute a new tensor"
+            )
+        return result
 
     def tensor(self, value: object, shape: torch.Size, dtype: torch.dtype | None = None, name: str = "") -> Tensor:
         """Return a tensor of this shape and type or, without ``dtype``, floating and finite. Raises ConfigError."""
