@@ -122,7 +122,6 @@ def make_data(
         sample = draw(kind.demonstrated or kind.sample)
         conversations.append([*_prompt(kind, sample), *kind.demonstrate(sample, random_source)])
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     _write(target / "train.parquet", [_row(name, "train", i, s) for i, s in enumerate(train_samples)])
     _write(target / "test.parquet", [_row(name, "test", i, s) for i, s in enumerate(test_samples.values())])
     if conversations:
@@ -149,9 +148,7 @@ def make_pairs(name: str, folder: str | Path, *, pairs: int = 16384, held_out: i
         chosen, rejected = make_pair(sample, random_source)
         prompt = [{"role": "user", "content": sample.prompt}]
         rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    _write(target / "pairs.parquet", rows)
+    _write(Path(folder) / "pairs.parquet", rows)
 
 
 def _held_out(kind: ToyTaskKind, random_source: random.Random, count: int) -> dict[str, ToyTask]:
@@ -189,6 +186,7 @@ def _row(name: str, split: str, index: int, sample: ToyTask) -> dict[str, Any]:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the file atomically, since another process may be waiting for it to appear."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as partial:
         pq.write_table(pa.Table.from_pylist(rows), partial)
 

@@ -73,6 +73,15 @@ class Settled(NamedTuple):
     content: str = ""
 
 
+class SampledTurn(NamedTuple):
+    """A turn sampled after ``prompt_ids`` with these ``tools``, perhaps unfinished. It ends before any of ``stops``."""
+
+    token_ids: Sequence[int]
+    prompt_ids: Sequence[int] = ()
+    tools: Sequence[dict[str, Any]] = ()
+    stops: Sequence[str] = ()
+
+
 class ChatFormat(Protocol):
     """Renders messages to token ids and reads sampled ones, with one tokenizer.
 

@@ -22,11 +22,12 @@ from rl_async.agent_loop.chat_formats.format import (
     CannotBridge,
     Message,
     ParsedCall,
+    SampledTurn,
     Settled,
     before_stops,
     without_beginnings,
 )
-from rl_async.agent_loop.chat_formats.render import CACHE_BYTES, TokenizerFormat, nested
+from rl_async.agent_loop.chat_formats.render import TokenizerFormat, nested
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
 
@@ -46,12 +47,12 @@ class HarmonyFormat(TokenizerFormat):
 
     name = "gpt-oss"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         known = tokenizer.get_vocab()
         if missing := [token for token in map("<|{}|>".format, _TOKENS) if token not in known]:
             raise ValueError(f"the tokenizer is not of the family {self.name}: it has no {', '.join(missing)}")
         ids = {name: known[f"<|{name}|>"] for name in _TOKENS}
-        super().__init__(tokenizer, cache_bytes)
+        super().__init__(tokenizer)
         self._ids = ids
         self.stop_token_ids = sorted((ids["return"], ids["call"]))
 
@@ -60,17 +61,9 @@ class HarmonyFormat(TokenizerFormat):
         ended = bool(token_ids) and token_ids[-1] == self._ids["return"]
         return self.decode(token_ids[:-1] if ended else token_ids)
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a sampled turn up to the first of the texts ``stops``. ``tools`` make no difference to this format."""
+    def _parse(self, turn: SampledTurn) -> Answer:
         reasoning, said, calls = list[str](), list[str](), list[ParsedCall]()
-        for number, part in enumerate(self._parts(token_ids)):
+        for number, part in enumerate(self._parts(turn.token_ids)):
             recipient, channel = _RECIPIENT.search(part.header), _CHANNEL.search(part.header)
             if recipient is not None:
                 calls.append(_call(recipient[1], part))
@@ -81,24 +74,17 @@ class HarmonyFormat(TokenizerFormat):
                 reasoning.append(part.body)
             else:
                 said.append(part.body)
-        content = before_stops("".join(said).strip(), stops)
+        content = before_stops("".join(said).strip(), turn.stops)
         text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
         return Answer(text, content, calls, "".join(reasoning).strip())
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def _settled(self, turn: SampledTurn) -> Settled:
         """Settle the texts of channels, as far as no stop string may come; calls are in other channels."""
         # The turn ends at a stop string, which may be in any channel.
-        if any(stop in self.turn_text(token_ids) for stop in stops):
+        if any(stop in self.turn_text(turn.token_ids) for stop in turn.stops):
             return Settled()
         reasoning, said = list[str](), list[str]()
-        parts = list(self._parts(token_ids))
+        parts = list(self._parts(turn.token_ids))
         for number, part in enumerate(parts):
             channel = _CHANNEL.search(part.header)
             if _RECIPIENT.search(part.header) is not None:
@@ -108,7 +94,7 @@ class HarmonyFormat(TokenizerFormat):
             elif number == 0 and channel is None and (part.ended or len(parts) > 1):
                 said.append(part.header)
         thought, text = ("".join(texts).lstrip() for texts in (reasoning, said))
-        return Settled(without_beginnings(thought, stops), without_beginnings(text, stops))
+        return Settled(without_beginnings(thought, turn.stops), without_beginnings(text, turn.stops))
 
     def bridge(
         self,

@@ -19,6 +19,7 @@ from rl_async.agent_loop.chat_formats.format import (
     CannotBridge,
     Message,
     ParsedCall,
+    SampledTurn,
     TooLong,
     before_stops,
     text_size,
@@ -108,19 +109,12 @@ class LibraryFormat(TokenizerFormat):
         except (ValueError, TypeError, KeyError):
             return None
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
-        found = self._renderer.parse_response(list(token_ids), tools=[*tools] or None, prompt_ids=[*prompt_ids] or None)
-        offered = {tool.get("function", tool).get("name") for tool in tools}
+    def _parse(self, turn: SampledTurn) -> Answer:
+        prompt, tools = [*turn.prompt_ids] or None, [*turn.tools] or None
+        found = self._renderer.parse_response(list(turn.token_ids), tools=tools, prompt_ids=prompt)
+        offered = {tool.get("function", tool).get("name") for tool in turn.tools}
         calls = [_call(call, offered) for call in found.tool_calls]
-        content = before_stops(found.content, stops)
+        content = before_stops(found.content, turn.stops)
         text = "\n".join([*filter(None, [content]), *(call.raw for call in calls)])
         return Answer(text, content, calls, found.reasoning_content or "")
 

@@ -6,15 +6,22 @@ letters and digits.
 
 import hashlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 import msgspec
 from transformers import PreTrainedTokenizerFast
 
-from rl_async.agent_loop.chat_formats.format import Answer, CallSyntax, Message, ParsedCall, Settled, read_object
-from rl_async.agent_loop.chat_formats.render import CACHE_BYTES, ChatRenderer
+from rl_async.agent_loop.chat_formats.format import (
+    Answer,
+    CallSyntax,
+    Message,
+    ParsedCall,
+    SampledTurn,
+    Settled,
+    read_object,
+)
+from rl_async.agent_loop.chat_formats.render import ChatRenderer
 from rl_async.files import UNDECODABLE
 from rl_async.messages import CallProblem
 
@@ -31,20 +38,13 @@ class MistralFormat(ChatRenderer):
     Past reasoning stays in the context, as it was sampled.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int = CACHE_BYTES) -> None:
-        super().__init__(tokenizer, name="mistral", syntax=MISTRAL, cache_bytes=cache_bytes)
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer, name="mistral", syntax=MISTRAL)
         self.plain_turns = self.plain_turns and _THINK not in str(tokenizer.chat_template)
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a sampled turn up to the first of the texts ``stops``. Reasoning contains no calls."""
-        found = super().parse(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
+    def _parse(self, turn: SampledTurn) -> Answer:
+        """Read a turn, whose reasoning contains no calls."""
+        found = super()._parse(turn)
         thought = _THOUGHT.match(found.text)
         if thought is None:
             return found
@@ -52,19 +52,12 @@ class MistralFormat(ChatRenderer):
         calls = parse(text)
         return Answer(text, text.partition(CALLS)[0].rstrip() if calls else text, calls, thought[1].strip())
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def _settled(self, turn: SampledTurn) -> Settled:
         """Settle as other templates' formats do, but nothing if the answer may have begun with reasoning."""
-        begun = self.turn_text(token_ids).lstrip()[: len(_THINK)]
+        begun = self.turn_text(turn.token_ids).lstrip()[: len(_THINK)]
         if _THINK.startswith(begun):
             return Settled()
-        return super().settled(token_ids, prompt_ids=prompt_ids, tools=tools, stops=stops)
+        return super()._settled(turn)
 
     def call_opening(self, name: str = "") -> list[int]:
         """Return the opening of a turn that calls ``name``, or nothing if turns may begin with reasoning."""

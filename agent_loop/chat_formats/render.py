@@ -26,6 +26,7 @@ from rl_async.agent_loop.chat_formats.format import (
     Answer,
     CallSyntax,
     Message,
+    SampledTurn,
     Settled,
     TooLong,
     before_stops,
@@ -104,7 +105,6 @@ class TokenizerFormat(ABC):
         printed = self._render(self._escaped(messages, sampled), self._tokens.escape(tools), generate=True)
         return self._encode_printed(printed, limit)
 
-    @abstractmethod
     def parse(
         self,
         token_ids: Sequence[int],
@@ -114,6 +114,7 @@ class TokenizerFormat(ABC):
         stops: Sequence[str] = (),
     ) -> Answer:
         """Read a turn sampled after ``prompt_ids``, up to the first of the texts ``stops``. ``tools`` were offered."""
+        return self._parse(SampledTurn(token_ids, prompt_ids, tools, stops))
 
     def settled(
         self,
@@ -123,6 +124,14 @@ class TokenizerFormat(ABC):
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Settled:
+        """Read a turn that is still being sampled, as far as no further token changes the result of `parse`."""
+        return self._settled(SampledTurn(token_ids, prompt_ids, tools, stops))
+
+    @abstractmethod
+    def _parse(self, turn: SampledTurn) -> Answer:
+        """Read a turn up to the first of its stop strings."""
+
+    def _settled(self, turn: SampledTurn) -> Settled:
         """Settle nothing before the end of the turn."""
         return Settled()
 
@@ -352,42 +361,27 @@ class ChatRenderer(TokenizerFormat):
         closing = [] if ended else [self.end_of_turn]
         return closing + self.delta(messages, sampled=sampled, limit=limit - len(closing))
 
-    def parse(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Answer:
-        """Read a sampled turn up to the first of the texts ``stops``. ``tools`` make no difference to this format."""
-        text, reasoning = before_stops(self.turn_text(token_ids), stops), ""
+    def _parse(self, turn: SampledTurn) -> Answer:
+        text, reasoning = before_stops(self.turn_text(turn.token_ids), turn.stops), ""
         if self._thinks:
-            reasoning, text = split_reasoning(text, opened=self._opened(prompt_ids))
+            reasoning, text = split_reasoning(text, opened=self._opened(turn.prompt_ids))
         calls = self._syntax.parse(text)
         return Answer(text, text.partition(self._syntax.call_start)[0].rstrip() if calls else text, calls, reasoning)
 
-    def settled(
-        self,
-        token_ids: Sequence[int],
-        *,
-        prompt_ids: Sequence[int] = (),
-        tools: Sequence[dict[str, Any]] = (),
-        stops: Sequence[str] = (),
-    ) -> Settled:
+    def _settled(self, turn: SampledTurn) -> Settled:
         """Settle the text before anything that may become a stop string, the end of reasoning or, with ``tools``, a
         call."""
-        text, reasoning = without_beginnings(before_stops(self.turn_text(token_ids), stops), stops), ""
+        text, reasoning = without_beginnings(before_stops(self.turn_text(turn.token_ids), turn.stops), turn.stops), ""
         if self._thinks:
             begun = text.lstrip()
             if THINK_START.startswith(begun):
                 return Settled()
-            if begun.startswith(THINK_START) or self._opened(prompt_ids):
+            if begun.startswith(THINK_START) or self._opened(turn.prompt_ids):
                 if THINK_END not in begun:
                     return Settled(without_beginnings(begun.removeprefix(THINK_START), [THINK_END]).lstrip())
                 reasoning, text = split_reasoning(text, opened=True)
         start = self._syntax.call_start
-        if tools and start:
+        if turn.tools and start:
             text = without_beginnings(text.partition(start)[0], [start])
         return Settled(reasoning, text)
 
