@@ -115,7 +115,6 @@ class MessageLines:
         tools: Sequence[dict[str, Any]] = (),
         stops: Sequence[str] = (),
     ) -> Answer:
-        """Read a turn."""
         said = _last_said(token_ids)
         return Answer(_with_calls(said), said.content, [_parsed(call) for call in said.tool_calls], said.reasoning)
 

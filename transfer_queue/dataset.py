@@ -569,7 +569,6 @@ class TaskStream:
         return task
 
     def cursor(self) -> bytes:
-        """Return the position after the last task taken, opaque to the queue."""
         return msgspec.msgpack.encode(_Cursor(self._drawn, [len(s.rows) for s in self._sources], self._owed))
 
     def seek(self, cursor: bytes) -> None:

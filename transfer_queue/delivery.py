@@ -113,7 +113,6 @@ class Counted:
         return str(self.taken).encode()
 
     def seek(self, cursor: bytes) -> None:
-        """Continue from a cursor."""
         self.taken = int(cursor)
 
 

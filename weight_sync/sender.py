@@ -786,7 +786,6 @@ class RankShipment:
         run_in_threads([end.leave for end in self._ends], THREAD)
 
     def close(self) -> None:
-        """Leave the groups; may be called twice."""
         for end in self._ends:
             end.close(self._key)
 

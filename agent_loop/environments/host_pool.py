@@ -79,39 +79,33 @@ class _Hosted:
 
 
 class HostedSession(_Hosted):
-    """An environment without roles."""
+    """An `OpenEnvironment` without roles."""
 
     async def reset(self) -> list[Message]:
-        """Return the environment's first messages."""
         return self._begun.messages
 
     def tools(self) -> Sequence[CallableTool]:
-        """Return the environment's tools."""
         return self._tools("")
 
     async def reward(self) -> Score | None:
-        """Return the episode's reward."""
         score: Score | None = await self._judged(Score | None)
         return score
 
 
 class HostedGame(_Hosted, OpenGame):
-    """A game of several roles."""
+    """An `OpenGame`."""
 
     def __init__(self, host: "HostLink", instance: int, begun: host_wire.Begun, timeout_s: float) -> None:
         super().__init__(host, instance, begun, timeout_s)
         self.roles = begun.roles
 
     async def reset(self) -> tuple[Step, list[Message]]:
-        """Return the step to the role that speaks first, and the game's first messages."""
         return Step(to=self._begun.to), self._begun.messages
 
     def tools(self) -> Mapping[str, Sequence[CallableTool]]:
-        """Return the tools of each role."""
         return {role: self._tools(role) for role in self.roles}
 
     async def reward(self) -> Mapping[str, Score]:
-        """Return the reward of each role."""
         scores: dict[str, Score] = await self._judged(dict[str, Score])
         return scores
 

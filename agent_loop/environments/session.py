@@ -198,26 +198,22 @@ class UserSession:
 
 
 class Session(UserSession):
-    """A session of an environment without roles (``interface.Environment``)."""
+    """The `OpenEnvironment` of an environment without roles (``interface.Environment``)."""
 
     async def reset(self) -> list[Message]:
-        """Begin the episode; return the messages to append to the task's prompt."""
         if not self._has("reset"):
             return []
         return self._messages("reset", await self._call(self._environment, "reset"))
 
     def tools(self) -> Sequence[CallableTool]:
-        """Return the environment's tools."""
         return self._environment.tools() if self._has("tools") else ()
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the answer to a turn, and its observation as messages, which are empty if the episode is over."""
         if not self._has("step"):
             return Step(done=True), []
         return self._answer("step", await self._call(self._environment, "step", answer))
 
     async def reward(self) -> Score | None:
-        """Return the episode's reward; None if the environment gives none, 0 if it gives rewards to turns alone."""
         if not self._has("reward"):
             return Score(0.0) if self._has("step") else None
         return self._score(await self._call(self._environment, "reward"))
@@ -250,7 +246,6 @@ class GameSession(UserSession, OpenGame):
         self._told = set[str]()
 
     async def reset(self) -> tuple[Step, list[Message]]:
-        """Begin the episode; return a step ``to`` the role that speaks first, and the messages to it."""
         first: Any = Step(to=self.roles[0])
         if self._has("reset"):
             first = await self._call(self._environment, "reset")
@@ -259,7 +254,6 @@ class GameSession(UserSession, OpenGame):
         return self._next("reset", first)
 
     def tools(self) -> Mapping[str, Sequence[CallableTool]]:
-        """Return the tools of each role."""
         tools = self._environment.tools() if self._has("tools") else ()
         if not isinstance(tools, Mapping):
             return dict.fromkeys(self.roles, tools)
@@ -268,11 +262,9 @@ class GameSession(UserSession, OpenGame):
         return {role: tools.get(role, ()) for role in self.roles}
 
     async def step(self, answer: str) -> tuple[Step, list[Message]]:
-        """Return the game's answer to the role that spoke, a step ``to`` the next role, and the messages to that."""
         return self._next("step", await self._call(self._environment, "step", answer))
 
     async def reward(self) -> Mapping[str, Score]:
-        """Return the reward of each role; 0 if the game gives rewards to turns alone."""
         reward: Any = 0.0
         if self._has("reward"):
             reward = await self._call(self._environment, "reward")

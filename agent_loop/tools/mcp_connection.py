@@ -288,7 +288,7 @@ logging.getLogger("mcp.client.streamable_http").setLevel(logging.CRITICAL)
 
 
 class SdkConnection:
-    """A session, held open by a task of its own, since the SDK's contexts must end in the task that entered them."""
+    """A `Connection` held open by a task of its own: the SDK's contexts must end in the task that entered them."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -305,16 +305,13 @@ class SdkConnection:
 
     @property
     def lost(self) -> bool:
-        """Whether no call can succeed any more."""
         return self._task.done() or self._over.is_set() or self._status != 0
 
     @property
     def ended(self) -> bool:
-        """Whether the session and the server's processes have ended."""
         return self._task.done()
 
     async def opened(self) -> None:
-        """Wait until the session has begun. Raises McpServerLost if it does not."""
         try:
             async with asyncio.timeout(self._server.config.start_timeout_s):
                 either: list[asyncio.Future[Any]] = [self._client, self._task]
@@ -330,7 +327,6 @@ class SdkConnection:
             raise McpServerLost(f"{self._server.label} {await self._task}{self._server.said()}")
 
     async def tools(self) -> list[Listed]:
-        """Ask for the server's tools. Raises McpServerLost, or ConfigError for an answer that cannot be used."""
         self._most_values = MOST_VALUES_LISTED
         try:
             return await self._tools(self._client.result())
@@ -356,7 +352,6 @@ class SdkConnection:
                 return found
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a tool. Raises ToolFailed, after which ``lost`` tells whether the session is over."""
         try:
             answer = await self._client.result().call_tool(name, arguments)
         except MCPError as error:
@@ -376,7 +371,6 @@ class SdkConnection:
         return error.code == CONNECTION_CLOSED and self._server.label not in error.message
 
     def close(self) -> None:
-        """End the session soon; ``closed`` waits for it."""
         self._over.set()
         if self._client.done():
             asyncio.get_running_loop().call_later(CLOSE_S, self._scope.cancel)

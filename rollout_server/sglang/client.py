@@ -206,8 +206,8 @@ PAUSE_MODES = {"keep": "retract", "abort": "abort"}
 
 
 class SglangEngine:
-    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx responses and for features that SGLang
-    lacks, EngineLost for any other failure.
+    """The `EngineControl` of one engine at ``url``. Methods raise EngineRejected for 4xx responses and for features
+    that SGLang lacks, EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights; ``token`` is the run's.
@@ -274,7 +274,6 @@ class SglangEngine:
         await self._http.call("POST", "/pause_generation", {"mode": PAUSE_MODES[mode]})
 
     async def resume(self) -> None:
-        """Continue decoding after ``pause``."""
         await self._http.call("POST", "/continue_generation", {})
 
     async def workers(self) -> int:
@@ -345,7 +344,6 @@ class SglangEngine:
         await self._control("/update_weight_version", VersionBody(new_version=str(version)))
 
     async def version(self) -> Version | None:
-        """Return the version that the engine serves; None before its first update."""
         name = self._http.decode(await self._http.call("GET", "/model_info"), ModelInfo).weight_version
         return None if name is None or name == NO_VERSION else parse_version(self.url, name, self._read_version)
 
@@ -391,11 +389,9 @@ class SglangEngine:
         )
 
     async def health(self) -> bool:
-        """Return whether the engine answers its health probe in time."""
         return await self._http.healthy()
 
     async def close(self) -> None:
-        """Close the connections to the engine."""
         await self._http.close()
 
     async def _leave(self, group: str) -> None:

@@ -266,8 +266,8 @@ class _Checksums(msgspec.Struct):
 
 
 class VllmEngine:
-    """Client of one engine at ``url``. Methods raise EngineRejected for 4xx responses, SchemaRejected for those about a
-    request's JSON schema, and EngineLost for any other failure.
+    """The `EngineControl` of one engine at ``url``. Methods raise EngineRejected for 4xx responses, SchemaRejected for
+    those about a request's JSON schema, and EngineLost for any other failure.
 
     ``timeout_s`` bounds every call; a caller with a shorter deadline cancels it. ``read_version`` parses the engine's
     names of its weights; ``token`` is the run's. Up to ``max_coalesced`` requests for one prompt, made at the same
@@ -371,11 +371,9 @@ class VllmEngine:
         await self._http.call("POST", "/pause", params={"mode": mode})
 
     async def resume(self) -> None:
-        """Continue decoding after ``pause``."""
         await self._http.call("POST", "/resume")
 
     async def workers(self) -> int:
-        """Return the number of workers that hold parts of the weights."""
         return self._http.decode(await self._http.call("GET", "/get_world_size"), _WorldSize).world_size
 
     async def boxes(self, tensors: Mapping[str, list[int]]) -> list[list[list[Box]]] | None:
@@ -385,7 +383,6 @@ class VllmEngine:
         return None if None in results else [boxes for boxes in results if boxes is not None]
 
     async def init_transfer(self, init: InitInfo) -> None:
-        """Join a weight-transfer group with all workers, leaving any earlier one."""
         await self._http.call("POST", "/init_weight_transfer_engine", InitTransferBody(init))
 
     async def start_update(self, staged: bool = False) -> None:
@@ -406,15 +403,12 @@ class VllmEngine:
             await self._http.call(*start, params=params)
 
     async def update(self, info: UpdateInfo) -> None:
-        """Receive and load the bucket that ``info`` describes."""
         await self._http.call("POST", "/update_weights", UpdateWeightsBody(info))
 
     async def finish_update(self, version: Version) -> None:
-        """End the update after the last bucket, and name the weights ``version``."""
         await self._http.call("POST", "/finish_weight_update", FinishUpdateBody(str(version)))
 
     async def version(self) -> Version | None:
-        """Return the version that the engine serves; None before its first update."""
         info = self._http.decode(await self._http.call("GET", "/weight_info"), _WeightInfo)
         if info.weight_version is None or info.weight_version == "default":
             return None
@@ -431,7 +425,6 @@ class VllmEngine:
         await self._http.call("POST", "/sleep", params={"level": str(level), "mode": "keep"})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate again the memory that ``sleep`` freed; ``tags`` are ``weights``, ``kv_cache`` or both."""
         await self._http.call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
 
     async def is_sleeping(self) -> bool:
@@ -474,11 +467,9 @@ class VllmEngine:
         return [(key, float(value)) for key, value in pairs]
 
     async def health(self) -> bool:
-        """Return whether the engine answers its health probe in time."""
         return await self._http.healthy()
 
     async def close(self) -> None:
-        """Close the connections to the engine."""
         await self._http.close()
 
 

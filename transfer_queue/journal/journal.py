@@ -215,7 +215,7 @@ class Payloads:
 
 
 class MemoryJournal:
-    """The store's own memory is the record of transitions; payloads are kept beside it. Both end with the process."""
+    """A `Journal` without a record but the store's own memory. Payloads are kept beside it, until the process ends."""
 
     outgrown = False
 
@@ -232,15 +232,12 @@ class MemoryJournal:
         self._payloads.free(freed_by(transition))
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Keep the rows of one sample until its group is freed."""
         self._payloads.put(group, sample, rows)
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether the journal holds rows of this sample."""
         return self._payloads.get(group, sample, 0) is not None
 
     def get(self, key: RowKey) -> Frame | None:
-        """Return one row, or None if the journal does not hold it."""
         return self._payloads.get(*key)
 
     def flush(self) -> None:
@@ -745,7 +742,6 @@ class SqliteJournal:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def append(self, transition: t.Transition) -> None:
-        """Queue the transition for the next ``flush``."""
         self._pending.append((self._seq, type(transition).__name__, _encode(transition)))
         self._seq += 1
         freed = freed_by(transition)
@@ -762,14 +758,12 @@ class SqliteJournal:
                     self._placed.pop((group, sample), None)
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Queue the rows for the next ``flush``, unless the journal holds them."""
         places = self._places.setdefault(group, {})
         if sample not in places:
             places[sample] = self._segments.add(rows)
             self._placed[group, sample] = _encode(places[sample])
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether the journal holds rows of this sample."""
         return sample in self._places.get(group, {})
 
     def get(self, key: RowKey) -> Frame | None:

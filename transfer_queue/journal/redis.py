@@ -291,7 +291,6 @@ class RedisJournal:
     # --- recording --------------------------------------------------------------------------------------------------
 
     def append(self, transition: Transition) -> None:
-        """Queue the transition for the next ``flush``."""
         self._pending.append((type(transition).__name__, _encode(transition)))
         freed = freed_by(transition)
         if freed is None:
@@ -305,7 +304,6 @@ class RedisJournal:
                     self._unlinked.append(place.key)
 
     def put(self, group: int, sample: int, rows: Sequence[Frame]) -> None:
-        """Queue the rows for the next ``flush``, unless the journal holds them."""
         samples = self._places.setdefault(group, {})
         if sample in samples:
             return
@@ -318,7 +316,6 @@ class RedisJournal:
         self._placed[field] = _sealed(f"places {field}", _encode(place))
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether the journal holds rows of this sample."""
         return sample in self._places.get(group, {})
 
     def get(self, key: RowKey) -> Frame | None:

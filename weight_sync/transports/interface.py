@@ -26,7 +26,7 @@ MEMORY, NETWORK = "memory", "network"
 
 
 class NearestSender:
-    """Sends to the ``workers`` of each engine, who meet as gloo's do. Two buckets of ``bucket_bytes`` must fit."""
+    """A `Sender` to the ``workers`` of each engine, who meet as gloo's do. Two buckets of ``bucket_bytes`` must fit."""
 
     def __init__(
         self,
@@ -67,25 +67,21 @@ class NearestSender:
             self._gloo.connect()
 
     def stage(self, bucket: Bucket) -> UpdateInfo:
-        """Stage a bucket as the chosen transport does."""
         return self._chosen.stage(bucket)
 
     def send(self, bucket: Bucket) -> None:
-        """Transfer a staged bucket."""
         self._chosen.send(bucket)
 
     def unstage(self) -> None:
-        """Release the oldest staged bucket."""
         self._chosen.unstage()
 
     def close(self) -> None:
-        """Give the memory back, and leave the group."""
         self._memory.close()
         self._gloo.close()
 
 
 class NearestReceiver:
-    """The engine's side; the constructor joins."""
+    """The engine's `Receiver`; the constructor joins."""
 
     def __init__(self, info: InitInfo) -> None:
         store = store_of(info)
@@ -98,11 +94,9 @@ class NearestReceiver:
         self._chosen: GlooReceiver | SharedMemoryReceiver = SharedMemoryReceiver(info) if near else GlooReceiver(info)
 
     def receive(self, info: UpdateInfo) -> Tensor:
-        """Return the bytes of one bucket, uint8[nbytes], valid until the next call."""
         return self._chosen.receive(info)
 
     def close(self) -> None:
-        """Leave the transfer."""
         self._chosen.close()
 
 

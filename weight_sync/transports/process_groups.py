@@ -231,7 +231,6 @@ class GlooSender:
         self._in_flight[0].wait()
 
     def unstage(self) -> None:
-        """Release the oldest broadcast and the bucket that it refers to."""
         if self._in_flight:
             self._in_flight.popleft()
 
