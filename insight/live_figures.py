@@ -294,7 +294,7 @@ def summary_lines(
     evaluations = held_out(folder)
     lines = [
         f"reward: {mean(rewards[:some]):.3f} (mean of the first {steps}) -> {mean(rewards[-some:]):.3f} "
-        f"(mean of the last {steps}), {len(rewards)} steps",
+        f"(mean of the last {steps}), {len(rewards)} step{'s' * (len(rewards) != 1)}",
         f"staleness: at most {max(history.values('staleness'), default=0.0):.0f} (bound {bound})",
         *failures,
         f"wall time: {seconds:.0f} s",

@@ -81,8 +81,9 @@ STATE_COLOURS = {"running": "green", "starting": "yellow", "restarting": "yellow
 INDENT = 10
 # At most so many kinds of warnings are shown at once, and at the end.
 MOST_WARNINGS = 4
-# A terminal at least so large has room for a curve of this height.
-WIDE, HIGH, CURVE = 100, 34, 8
+# A terminal at least so large has room for a curve of this height, once there are some steps to draw.
+WIDE, HIGH, CURVE = 100, 34, 9
+SOME_STEPS = 2
 MARKUP = re.compile(r"<tool_call>.*?(</tool_call>|$)", re.DOTALL)
 ROLE_COLOURS = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -365,7 +366,7 @@ class View:
     def _add_rewards(self, table: Table, rewards: list[float], evaluations: dict[int, float]) -> None:
         """Add the curve of the rewards, or one line of it if the terminal is small."""
         numbers = f"{rewards[-1]:.3f}, last five {mean(rewards[-5:]):.3f}"
-        if self._console.width >= WIDE and self._console.height >= HIGH:
+        if self._console.width >= WIDE and self._console.height >= HIGH and len(rewards) >= SOME_STEPS:
             width = min(self._console.width - 24, 140)
             marks = f"; {MARK} held out" if evaluations else ""
             lines = curve(rewards, evaluations, width, CURVE)

@@ -5,6 +5,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rl_async.process.run_files import ProgressWriter
 Report = Callable[[str], None]
 # The process, and its piece of work that can take minutes.
 NAME, WARM_START = "prepare", "warm start"
+REPORT_S = 10.0
 
 
 def prepare_data(config: RunConfig, report: Report) -> None:
@@ -32,11 +34,19 @@ def prepare_data(config: RunConfig, report: Report) -> None:
 
 
 def prepare(config: RunConfig, report: Report, progress: ProgressWriter | None = None) -> None:
-    """Write missing data, then make the missing model. Raises UserError if that is impossible."""
+    """Write missing data, then make the missing model. Raises UserError if that is impossible.
+
+    The progress of the warm start goes to ``progress`` or, without one, is reported each REPORT_S.
+    """
+    reported = time.monotonic()
 
     def on_step(step: int, check: int, loss: float) -> None:
+        nonlocal reported
         if progress is not None:
             progress(WARM_START, step, check, "steps to the next check of greedy reward", f"loss {loss:.3f}")
+        elif time.monotonic() - reported >= REPORT_S:
+            reported = time.monotonic()
+            report(f"warm start: {step} of {check} steps to the next check of greedy reward, loss {loss:.3f}")
 
     prepare_data(config, report)
     if needs_model(config):

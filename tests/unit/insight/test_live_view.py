@@ -277,6 +277,19 @@ def test_unscored_episodes_and_groups_given_up_are_told_by_each_step_and_at_the_
     assert "given up" not in "\n".join(summary_lines(History(), tmp_path, 1.0, 1, STATUS))
 
 
+class Output(io.StringIO):
+    """A terminal's output; ``shown`` is set once a text was written to it."""
+
+    def __init__(self, wanted: str) -> None:
+        super().__init__()
+        self._wanted, self.shown = wanted, asyncio.Event()
+
+    def write(self, text: str) -> int:
+        if self._wanted in text:
+            self.shown.set()
+        return super().write(text)
+
+
 class FakeQueue:
     """A queue with one report, or one that was lost; it has no engines."""
 
@@ -321,7 +334,7 @@ async def show(
     **more: float,
 ) -> str:
     """Return what the view prints while one step is trained."""
-    output = io.StringIO()
+    output = Output("(2 of 40 done)")
     console = Console(file=output, force_terminal=terminal, width=size[0], height=size[1])
     queue = FakeQueue(msgspec.structs.replace(report, unattended_s=away_s), lost)
     states = [
@@ -340,9 +353,9 @@ async def show(
     append(folder, record(1, 0.777, **{"eval/reward": 0.66, "queue/ready_groups": 4.0, "tokens/per_s": 1234.0}, **more))
     write_conversation(folder, 1, "42")
     async with asyncio.timeout(60.0):
-        # One update shows everything, and the tasks beside it have begun before this one looks again.
-        while "(2 of 40 done)" not in output.getvalue():  # noqa: ASYNC110 - the view has no event of it
-            await asyncio.sleep(0.01)
+        # One update shows everything. The tasks beside it have begun when this one goes on.
+        await output.shown.wait()
+        await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
