@@ -455,15 +455,6 @@ def check_megatron() -> None:
         )
 
 
-def check_trackers(config: RunConfig) -> None:
-    """Raise UserError unless the packages of the configured trackers are installed."""
-    for name in config.tracking.backends:
-        if name not in ("jsonl", "console") and find_spec(name) is None:
-            raise UserError(
-                f"tracking.backends: {sys.executable} has no {name}; install it with `pip install 'rl-async[{name}]'`"
-            )
-
-
 def check_kernels(config: RunConfig, gpus: int) -> None:
     """Raise UserError unless the configured kernels are installed and there is a GPU for them."""
     if config.trainer.kernels != "liger":
