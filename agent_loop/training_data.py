@@ -68,6 +68,8 @@ def to_chat(row: dict[str, Any], place: str) -> Chat:
     if row.get("functions"):
         raise DataError(f"{place}: functions is OpenAI's old form; write tools")
     messages = row.get("messages")
+    if messages is None and row.get("chosen") is not None:
+        raise DataError(f"{place}: a preference pair, not a conversation; `rl-async dpo` trains on pairs")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: needs `messages`, a list of {{role, content}}, got {messages!r:.80}")
     chat = for_templates(to_messages(messages, place))

@@ -42,12 +42,13 @@ class _Trial(msgspec.Struct):
 
 
 def rehearse(config: RunConfig, *, whole: bool) -> Findings:
-    """Try the user's own loss, advantage, correction and reward functions.
+    """Try the user's own loss, advantage, correction and reward functions, and compare a teacher's tokenizer.
 
     With ``whole`` also read all rows, try the built-in rewards that need no server, and render the first prompt.
     Raises ConfigError naming the key, or the row, that the run could not use.
     """
-    if not (whole or _own_algorithm(config) or any(_own_terms(config))):
+    teacher = config.algorithm.teacher is not None and config.algorithm.teacher.path is not None
+    if not (whole or teacher or _own_algorithm(config) or any(_own_terms(config))):
         return Findings()
     limit_s = SLACK_S + 2 * config.reward.timeout_s
     what = "trying the algorithm, the reward and the data"
@@ -76,6 +77,11 @@ def _rehearse(config: RunConfig, whole: bool) -> Findings:
         from rl_async.trainer.algorithms.algorithm import build
 
         build(config)
+    teacher = config.algorithm.teacher
+    if teacher is not None and teacher.path is not None and Path(config.model.path).is_dir():
+        from rl_async.trainer.teacher import check_tokenizer
+
+        check_tokenizer(teacher, config.model.path)
     if config.rollout.replay:
         return findings
     # Imported only here, since it imports PyArrow, and the launcher imports this module.

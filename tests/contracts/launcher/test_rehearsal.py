@@ -59,6 +59,19 @@ def test_a_reward_that_cannot_score_some_answers_is_a_warning_and_others_are_sho
     assert [text.partition(":")[0] for _, text in findings.lines] == ["mine.py", "mine.py"]
 
 
+def test_a_teacher_with_another_tokenizer_is_found_before_the_run_starts(tmp_path: Path, model_folder: Path) -> None:
+    teacher = shutil.copytree(model_folder, tmp_path / "teacher")
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, two = list(vocabulary)[-2:]
+    tokenizer["model"]["vocab"] |= {one: vocabulary[two], two: vocabulary[one]}
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1"}]}) + "\n")
+    given = [f"model.path={model_folder}", "data.path=train.jsonl", "data.make=null", "data.eval_path=null"]
+    with pytest.raises(ConfigError, match=r"^algorithm\.teacher\.path: "):
+        rehearse(load_config("calculator", [*given, f"algorithm.teacher.path={teacher}"]), whole=False)
+
+
 def test_nothing_is_started_for_a_run_without_code_of_its_own() -> None:
     findings = rehearse(load_config("calculator"), whole=False)
     assert (findings.lines, findings.warnings) == ([], [])

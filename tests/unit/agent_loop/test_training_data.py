@@ -41,6 +41,7 @@ def write(path: Path, *lines: Any) -> str:
         ('{"messages": [', r"c\.jsonl, line 3: not a JSON object"),
         ("[1]", r"c\.jsonl, line 3: not a JSON object"),
         ({"text": "x"}, r"line 3: needs `messages`"),
+        ({"prompt": "x", "chosen": "a", "rejected": "b"}, r"line 3: .*dpo"),
         ({"messages": []}, r"line 3: needs `messages`"),
         ({"messages": [USER]}, "line 3: no assistant turn"),
         ({"messages": [ANSWER]}, "line 3: begins with the assistant"),
