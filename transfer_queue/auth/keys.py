@@ -80,7 +80,9 @@ def _make(folder: Path, pairs: list[tuple[Path, Path, str]]) -> list[Path]:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         return [secret for secret, public, role in pairs if _make_pair(secret, public, role)]
     except OSError as error:
-        raise UserError(f"cannot write keys into {folder}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write keys into {folder}: {error.strerror}; see that there is room and that it can be written"
+        ) from error
 
 
 def _make_pair(secret: Path, public: Path, role: str) -> bool:
