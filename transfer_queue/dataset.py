@@ -326,7 +326,8 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
     """
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {short(reward_model)}")
+        fitting = "" if "reward_model" in row else _fitting(row)
+        raise DataError(f"{place}, column reward_model: needs a ground_truth, got {short(reward_model)}{fitting}")
     truth = reward_model["ground_truth"]
     extra = row.get("extra_info")
     if extra is not None and not isinstance(extra, dict):
@@ -350,6 +351,21 @@ def to_task(row: dict[str, Any], place: str, task_id: str) -> Task:
         priority=_priority(row, extra or {}, place),
     )
     return _sent(task, place)
+
+
+# Names that data sets give to the question and to the answer.
+_QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
+_ANSWERS = ("answer", "solution", "ground_truth", "target", "output", "response", "label")
+
+
+def _fitting(row: dict[str, Any]) -> str:
+    """Name the columns of a row that has no ground truth, and the templates that would make tasks of such rows."""
+    question, answer = (next((name for name in known if name in row), "COLUMN") for known in (_QUESTIONS, _ANSWERS))
+    prompt = "" if "prompt" in row else f"prompt: '{{{question}}}', "
+    return (
+        f"; the row has {', '.join(sorted(row)) or 'no columns'}; name those to use, as in data.path=[{{path: FILE, "
+        f"{prompt}ground_truth: '{{{answer}}}'}}]"
+    )
 
 
 def as_messages(value: Any, place: str, column: str, *, role: str = "user") -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from rl_async.launcher.plan.environments import try_environment
     from rl_async.launcher.plan.machine import check_inputs
     from rl_async.launcher.plan.mcp_servers import try_mcp_servers
-    from rl_async.launcher.plan.outputs import check_trackers
+    from rl_async.launcher.plan.outputs import check_logins, check_trackers
     from rl_async.launcher.plan.user_code import check_user_code
     from rl_async.launcher.run_folder import continuation, new_run, resumed_run, unfinished
     from rl_async.launcher.runs.rehearsal import Findings, rehearse
@@ -88,6 +88,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         # Files and trackers are looked at first, since this takes no time, and the rest fails without them.
         check_inputs(config)
         check_trackers(config)
+        check_logins(config)
         try_environment(config)
         findings = rehearse(config, whole=arguments.dry_run)
         for line in findings.warnings:

@@ -27,7 +27,7 @@ from rl_async.files import DAMAGE, UNDECODABLE, replace_file
 from rl_async.installation import BESIDE_ENGINES, install_beside_engine, version
 from rl_async.launcher.plan.artifacts import check_data, needs_preparation
 from rl_async.launcher.plan.memory import ModelSize, model_size, read_shape, tiny_shape
-from rl_async.launcher.plan.outputs import check_disk, check_trackers
+from rl_async.launcher.plan.outputs import check_disk, check_logins, check_trackers
 from rl_async.launcher.plan.planning import THREADS, Plan, assign_devices, engine_place, engines, plan
 from rl_async.process.role import own_module
 from rl_async.reward_loop.model_client import read_api_key
@@ -310,7 +310,7 @@ def plan_here(config: RunConfig, folder: Path, *, resume: bool = False, gpus: in
     check_inputs(config)
     check_trainer(config, gpus)
     if not elsewhere:
-        check_trackers(config)
+        check_logins(config)
     if not elsewhere and not config.rollout.replay:
         check_engines(config, on_gpus=False)
     size = model_size(config)

@@ -7,6 +7,7 @@ import configparser
 import netrc
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,26 +20,28 @@ from rl_async.launcher.plan.memory import ModelSize
 
 # A float32 weight and AdamW's two moments of it, in bytes. Checkpoints may hold the weights twice.
 SAVED_BYTES = 12
-PACKAGES: dict[TrackerName, str] = {
-    "tensorboard": "tensorboard",
-    "swanlab": "swanlab",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-}
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker that is not installed here, or that would ask who logs in."""
+    """Raise UserError unless the packages of the configured trackers are installed."""
     for name in config.tracking.backends:
-        if name not in PACKAGES:
+        if name in ("jsonl", "console"):
             continue
-        found = find_spec(PACKAGES[name])
-        # A folder of this name in the working directory, which wandb makes, is found as a package without a file.
+        found = find_spec(name)
+        # A folder of this name in the working directory, such as wandb makes, is found as a package without a file.
         if found is None or found.origin is None:
-            raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'rl-async[{name}]'")
+            raise UserError(
+                f"tracking.backends: {sys.executable} has no {name}; install it with `pip install 'rl-async[{name}]'`"
+            )
+
+
+def check_logins(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker that is to be online and has no credentials here. Reaches no network."""
+    for name in config.tracking.backends:
         if name in _LOGINS and not config.tracking.offline and not _LOGINS[name]():
             raise ConfigError(
-                f"tracking.offline=false: {name} has no credentials here; `{name} login`, or set {name.upper()}_API_KEY"
+                f"tracking.offline=false: {name} has no credentials here; run `{name} login`, or set "
+                f"{name.upper()}_API_KEY"
             )
 
 

@@ -38,6 +38,7 @@ from rl_async.launcher.child_process import Executor, Lifeline, ThisMachine
 from rl_async.launcher.plan.artifacts import needs_data, needs_model, needs_preparation
 from rl_async.launcher.plan.machine import MachineRecord, check_engines, plan_here, settle_here, write_machine
 from rl_async.launcher.plan.memory import STAGES, model_size
+from rl_async.launcher.plan.outputs import checkpoint_bytes
 from rl_async.launcher.plan.planning import Plan, assign_ports, endpoints
 from rl_async.launcher.plan.tool_schemas import write_tool_schemas
 from rl_async.launcher.run_folder import begun, clear_unused, create, hold, hold_unnamed, note_sources, saved
@@ -532,6 +533,8 @@ def plan_notes(config: RunConfig, folder: Path, planned: Plan, *, verbose: bool)
     if verbose:
         notes += [f"{spec.name}: {shlex.join(['python', *spec.argv[1:]])}" for spec in planned.processes]
     notes.append(f"run folder: {folder}")
+    if needed := checkpoint_bytes(config, folder, model_size(config)):
+        notes.append(f"disk for checkpoints: at least {needed / 2**30:.2f} GiB")
     if needs_data(config):
         notes.append(f"made first: {config.data.make} data for {config.data.path}")
     if needs_model(config):

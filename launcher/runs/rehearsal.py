@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from rl_async.agent_loop.chat_formats.format import ChatFormat
-from rl_async.configs.derived import parts
+from rl_async.configs.derived import files_of, parts, warm_start_of
+from rl_async.configs.schema.data import DataSource
 from rl_async.configs.schema.reward import RewardTerm
 from rl_async.configs.schema.run import RunConfig
-from rl_async.errors import EXIT_USER, ConfigError, RlAsyncError
+from rl_async.errors import EXIT_USER, ConfigError, DataError, RlAsyncError
 from rl_async.launcher.plan.tool_schemas import schemas_of
 from rl_async.launcher.plan.user_code import run_apart
 from rl_async.messages import Task
@@ -62,7 +63,7 @@ def main() -> int:
     """Rehearse the run on standard input; print the findings, or an error as the last line of standard error."""
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=_Trial)
     try:
-        findings = _rehearse(trial.config, trial.whole)
+        findings = rehearse_here(trial.config, trial.whole)
     except RlAsyncError as error:
         print(" ".join(str(error).splitlines()), file=sys.stderr)
         return EXIT_USER
@@ -70,7 +71,8 @@ def main() -> int:
     return 0
 
 
-def _rehearse(config: RunConfig, whole: bool) -> Findings:
+def rehearse_here(config: RunConfig, whole: bool) -> Findings:
+    """Do the work of ``rehearse`` in this process, which the user's code may change."""
     findings = Findings()
     if _own_algorithm(config):
         # Imported only here, since it imports torch.
@@ -98,7 +100,7 @@ def _rehearse(config: RunConfig, whole: bool) -> Findings:
     if whole:
         if not made:
             check_printed(config)
-        findings.lines += _prompt(config, task)
+        findings.lines += [*_prompt(config, task), *_demonstrations(config)]
     asyncio.run(_try_rewards(config, task, whole, findings))
     return findings
 
@@ -163,6 +165,28 @@ def _prompt(config: RunConfig, task: Task) -> Iterator[tuple[str, str]]:
     tools = ", and tools of the environment or of MCP servers" if config.agent.environment or config.agent.mcp else ""
     yield "prompt", f"{len(token_ids)} tokens{tools}:\n{text[:SHOWN]}{cut}"
     yield "answers end", f"at {', '.join(map(tokenizer.decode, chat.stop_token_ids))}"
+
+
+def _demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the number of demonstrations of a warm start that is still to be done, if they are here.
+
+    Raises DataError naming the key for the first that cannot be learned.
+    """
+    makes = warm_start_of(config)
+    if makes is None or Path(config.model.path).exists():
+        return
+    if not all(file.is_file() for file in files_of(makes.demos_path)):
+        return
+    # Imported only here, since they import PyArrow and Transformers.
+    from rl_async.agent_loop.tiny_tokenizer import read_demos
+    from rl_async.agent_loop.training_data import read_chats
+
+    try:
+        tiny = makes.pretrained is None
+        found = read_demos(makes.demos_path) if tiny else [*read_chats(DataSource(path=makes.demos_path))]
+    except DataError as error:
+        raise DataError(f"warm_start.demos_path: {error}") from error
+    yield "warm start", f"{len(found):,} demonstrations, all readable"
 
 
 async def _try_rewards(config: RunConfig, task: Task, whole: bool, findings: Findings) -> None:

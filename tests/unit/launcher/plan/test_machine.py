@@ -169,14 +169,6 @@ def test_engines_are_asked_for_experts_of_models_that_have_some(
     assert flags and set(flags).issubset(engine.argv) == asks
 
 
-def test_trackers_must_be_installed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "wandb" else name)
-    plan_here(float32_config("calculator", ["tracking.backends=[console,tensorboard]"]), tmp_path / "run")
-    with pytest.raises(UserError, match=r"tracking\.backends: .*wandb"):
-        plan_here(float32_config("calculator", ["tracking.backends=[console,wandb]"]), tmp_path / "run")
-
-
 def test_peft_must_be_installed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)

@@ -116,6 +116,8 @@ BAD_LOSSES = [
     ("return (x.logprobs * 0).log()", "not finite"),
     ("return -x.logprobs * x.advantages.mean()", "changes the loss of tokens with what stands at tokens whose mask"),
     ("return (-x.logprobs.square()).cumsum(1).flip(1)", "changes the loss of tokens"),
+    ("return -x.logprobs * x.advantages.mul_(2.0)", "changes x.advantages in place"),
+    ("x.mask[0] = False\n    return -x.logprobs * x.advantages * x.mask", "changes x.mask in place"),
     ("return x.logits", "raised AttributeError on a tiny batch"),
     ("return (x.logprobs - x.logprobs.detach()) * x.advantages.sum()", "changes the gradient of tokens"),
 ]
@@ -142,6 +144,7 @@ def test_a_loss_that_does_not_fit_is_named(write, body: str, message: str) -> No
             "not finite",
         ),
         ("return x.values", "gave a NoneType, not a tensor"),
+        ("return x.token_rewards.mul_(x.mask)", "changes x.token_rewards in place"),
     ],
 )
 def test_an_advantage_that_does_not_fit_is_named(write, body: str, message: str) -> None:
@@ -165,6 +168,7 @@ RULE = "torch.zeros_like(m, dtype=torch.uint8)"
         (f"Corrected(-(t - b).exp(), m, {RULE})", "gave a negative weight"),
         (f"Corrected((t + b).sum(1, keepdim=True).exp().expand_as(t), m, {RULE})", "changes the weight of tokens"),
         (f"Corrected((t - b).exp(), m & (a.max() < 3), {RULE})", "changes the verdict of tokens"),
+        (f"Corrected(t.sub_(b).exp(), m, {RULE})", "changes argument 1 in place"),
     ],
 )
 def test_a_correction_that_does_not_fit_is_named(write, result: str, message: str) -> None:

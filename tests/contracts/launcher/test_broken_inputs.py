@@ -1,0 +1,168 @@
+"""Runs that cannot work, and are refused before they start: the key that is to be changed comes first."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from rl_async.agent_loop.tiny_tokenizer import train_tokenizer
+from rl_async.configs.load import load_config
+from rl_async.errors import EXIT_USER, ConfigError, DataError, UserError
+from rl_async.launcher.cli.__main__ import main
+from rl_async.launcher.plan.machine import plan_here
+from rl_async.launcher.runs.rehearsal import rehearse_here
+
+MINE = """
+import torch
+
+def scalar(x): return -(x.logprobs * x.advantages)[x.mask].mean()
+def per_row(x): return -(x.logprobs * x.advantages).sum(1)
+def nan(x): return -x.advantages * torch.log(x.logprobs)
+def in_place(x): return -x.logprobs * x.advantages.mul_(x.mask)
+def on_a_leaf(x): return -x.advantages * x.logprobs.sub_(x.behaviour)
+def detached(x): return -x.advantages * x.logprobs.detach()
+def unknown_name(x): return x.old_log_probs * 2
+
+def past_the_mask(x): return torch.where(x.scored, x.token_rewards.sum(1), 0.0)[:, None] * x.mask
+def no_number(x): return ((x.rewards - x.rewards.mean()) / (x.rewards * 0))[:, None] * x.mask
+def in_place_rewards(x): return torch.where(x.scored, x.rewards.sub_(0.5), 0.0)[:, None] * x.mask
+
+def raises(solution_str): raise RuntimeError("boom")
+def text(solution_str): return "correct"
+def nothing(solution_str): return None
+def no_such_column(solution_str, extra_info): return extra_info["difficulty"]
+
+class World:
+    def __init__(self, task): self.secret = task.extra["secret"]
+"""
+
+ROW = {"prompt": "what is 2 + 3", "reward_model": {"ground_truth": "5"}, "data_source": "x"}
+FILES = {
+    "rows.jsonl": [ROW] * 3,
+    "other_columns.jsonl": [{"question": "what is 2 + 3", "answer": "5"}] * 3,
+    "empty.jsonl": [],
+    "half.jsonl": [ROW, {"prompt": 7}],
+    "long.jsonl": [ROW, ROW | {"prompt": "1 + " * 2000}],
+}
+# The settings of a run on own rows and an own model, without anything that a preset would make.
+OWN = ["data.path=rows.jsonl", "data.make=null", "data.eval_path=null", "eval.every=0", "model.path=model"]
+OWN += ["warm_start=null", "agent.tools=[]", "model.dtype=float32"]
+
+
+@pytest.fixture(autouse=True)
+def inputs(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with a module, data and three models, and without GPUs or logins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("SWANLAB_API_KEY", "SWANLAB_ROOT", "SWANLAB_SAVE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    Path("mine.py").write_text(MINE)
+    for name, rows in FILES.items():
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(model_folder, "no_template")
+    shutil.copytree(model_folder, "model")
+    train_tokenizer([[{"role": "user", "content": ROW["prompt"]}]], 128).save_pretrained("model")
+    shutil.copytree("model", "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def test_the_run_that_the_others_break_is_accepted(tmp_path: Path) -> None:
+    config = load_config("calculator", OWN)
+    labels = [label for label, _ in rehearse_here(config, whole=True).lines]
+    assert labels == ["data", "prompt", "answers end", "reward"]
+    plan_here(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *(("algorithm.loss", name) for name in ("scalar", "per_row", "nan", "in_place", "on_a_leaf", "detached")),
+        ("algorithm.loss", "unknown_name"),
+        *(("algorithm.advantage", name) for name in ("past_the_mask", "no_number", "in_place_rewards")),
+        ("reward.functions", "no_such_column"),
+        *(
+            # Each starts a process of its own.
+            pytest.param("reward.functions", name, marks=pytest.mark.slow)
+            for name in ("raises", "text", "nothing")
+        ),
+    ],
+)
+def test_a_broken_function_is_named_behind_its_key(key: str, name: str) -> None:
+    value = f"[{{name: mine.py:{name}}}]" if key == "reward.functions" else f"mine.py:{name}"
+    with pytest.raises(ConfigError) as caught:
+        rehearse_here(load_config("calculator", [*OWN, f"{key}={value}"]), whole=True)
+    assert str(caught.value).startswith(f"{key}: mine.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "named"),
+    [
+        ("model.path=no_template", ConfigError, "model.path: no_template"),
+        ("data.path=long.jsonl", DataError, "long.jsonl, row 1"),
+        ("data.path=half.jsonl", DataError, "half.jsonl, row 1"),
+    ],
+)
+def test_what_only_a_reading_of_all_rows_or_a_rendered_prompt_shows(
+    override: str, kind: type[UserError], named: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        rehearse_here(load_config("calculator", [*OWN, override]), whole=True)
+    assert str(caught.value).startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["data.path=other_columns.jsonl"], "data.path: other_columns.jsonl, row 0"),
+        (["data.path=empty.jsonl"], "data.path: empty.jsonl"),
+        (["data.path=missing.jsonl"], "data.path: no file missing.jsonl"),
+        (["model.path=missing"], "model.path: no folder missing"),
+        (["model.path=no_weights"], "model.path: no_weights"),
+        (["tracking.backends=[wandbb]"], "argument 'tracking.backends=[wandbb]'"),
+        (["tracking.backends=[swanlab]", "tracking.offline=false"], "tracking.offline=false: swanlab"),
+        (["agent.tools=[calculater]"], "agent.tools: "),
+        (["rollout.group_size=1"], "algorithm.advantage=grpo"),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer."),
+    ],
+)
+def test_a_missing_input_or_a_setting_that_does_not_fit_is_named_first(
+    overrides: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *overrides])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == EXIT_USER and line.startswith(f"error: {key}") and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.device=gpu", "model.device=gpu"),
+        (
+            "trainer.steps=1000000000 trainer.checkpoint_every=1 trainer.keep_checkpoints=100000000",
+            "launcher.run_dir: ",
+        ),
+    ],
+)
+def test_a_machine_that_is_too_small_is_named(tmp_path: Path, override: str, named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_here(load_config("calculator", [*OWN, *override.split()]), tmp_path / "run")
+    assert str(caught.value).startswith(named)
+
+
+def test_an_environment_that_cannot_begin_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["agent.environment=mine.py:World", "agent.loop=tool_agent", "agent.unprinted_tools=allow"]
+    code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *own])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == EXIT_USER and line.startswith("error: agent.environment: ")
+
+
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        own = ["queue.curve=always", f"queue.port={taken.getsockname()[1]}"]
+        code = main(["launch", "--mode", "disaggregated", "--config", "calculator", "--dry-run", *OWN, *own])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == EXIT_USER and line.startswith("error: queue.port: ")
