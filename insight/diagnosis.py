@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from rl_async.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USER
-from rl_async.insight.live_figures import away_text, given_up_text
+from rl_async.insight.live_figures import away_text, given_up_text, slow_disk_text
 from rl_async.insight.roster import ProcessRecord, describe_exit
 from rl_async.messages import GroupRecord, Inspection
 from rl_async.process.kernel import ENDED, HALTED, describe
@@ -114,6 +114,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     # The median length of the last steps, and a sentence if they are much slower than earlier ones.
     usual_step_s: float | None = None
     slowdown: str = ""
+    # Where they are slower since batches come late: the mean seconds of the parts of an episode that was trained
+    # lately, and the names of the reward functions.
+    episode_s: dict[str, float] = {}
+    rewards: tuple[str, ...] = ()
     # Bytes left in the run's folder and in /dev/shm.
     disk_free: int = 1 << 40
     shm_free: int = 1 << 40
@@ -139,7 +143,6 @@ LINE = 400
 AGAIN, SETTLED_S = 2, 60.0
 # An engine is slow if its answers take longer than this, and SLOW_FACTOR times as long as those of others.
 SLOW_ANSWER_S = 0.2
-SLOW_FLUSH_S = 1.0
 # A younger process may still be importing.
 IMPORTS_S = 20.0
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -172,10 +175,13 @@ def diagnose(seen: Observation) -> Diagnosis:
     if findings:
         return Diagnosis(health="stuck", findings=tuple(findings), waits=waits)
     failed = given_up_text(seen.queue.report.status, None) if seen.queue else ""
-    also = tuple(filter(None, (failed, _slow_disk(seen), _held_up(seen), *_slow_engines(seen), *_without(seen))))
-    slower = seen.slowdown and f"nothing is stuck, but the run is slow: {seen.slowdown}"
-    late = _recovering(seen) or _starting(seen) or _late(seen) or slower
+    disk = slow_disk_text(seen.queue.report.status) if seen.queue else ""
+    also = tuple(filter(None, (failed, _held_up(seen), _slow_part(seen), *_slow_engines(seen), *_without(seen))))
+    slower = seen.slowdown or disk
+    late = _recovering(seen) or _starting(seen) or _late(seen)
+    late = late or (slower and f"nothing is stuck, but the run is slow: {slower}")
     if late:
+        also = (disk, *also) if disk not in late else also
         return Diagnosis(health="slow", findings=(late, *also), waits=waits)
     usual = "" if seen.usual_step_s is None else f", {seen.usual_step_s:.1f} s each"
     fine = f"nothing is wrong: {seen.steps_done} of {seen.steps} steps are trained{usual}"
@@ -551,14 +557,16 @@ def _slow_engines(seen: Observation) -> list[str]:
     return found
 
 
-def _slow_disk(seen: Observation) -> str:
-    """Describe a queue whose disk is slow to flush; empty if it is fast enough."""
-    flush_s = seen.queue.report.status.flush_s if seen.queue else 0.0
-    if flush_s < SLOW_FLUSH_S:
+def _slow_part(seen: Observation) -> str:
+    """Describe the part of an episode that takes most of its time, where batches come late; empty elsewhere."""
+    if not seen.episode_s:
         return ""
+    part = max(seen.episode_s, key=lambda name: seen.episode_s[name])
+    words = {"generate": "answers of engines", "tools": "tool calls", "environment": "its environment"}
+    named = f"its reward ({', '.join(seen.rewards)})" if part == "reward" else words[part]
     return (
-        f"the queue's disk (or its Redis) takes {flush_s:.1f} s to flush, and the queue's answers wait for it: give "
-        "queue.sqlite.folder on a faster disk, or see queue.sqlite.synchronous"
+        f"an episode that was trained lately took {sum(seen.episode_s.values()):.1f} s on average, "
+        f"{seen.episode_s[part]:.1f} s of them for {named}"
     )
 
 

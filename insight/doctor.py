@@ -6,6 +6,7 @@ way and keeps the report.
 """
 
 import asyncio
+import gzip
 import os
 import shutil
 import statistics
@@ -22,7 +23,7 @@ from rl_async.configs.engines import ENGINES
 from rl_async.configs.load import load_resolved
 from rl_async.configs.schema.run import RunConfig
 from rl_async.errors import EngineError, QueueLost, UserError
-from rl_async.files import UNDECODABLE
+from rl_async.files import UNDECODABLE, undamaged
 from rl_async.insight.diagnosis import (
     Deadlines,
     Diagnosis,
@@ -42,7 +43,7 @@ from rl_async.process.http_auth import run_token
 from rl_async.process.kernel import ENDED, GONE, HALTED, REMOTE, ProcStat, age_s, catches, read_stat, state_of, waits_in
 from rl_async.process.role import ASK, Frame, main_thread, py_spy
 from rl_async.process.run_files import read_beats, read_endpoints
-from rl_async.recording import is_whole
+from rl_async.recording import files_of_step, is_whole
 from rl_async.rollout_server.http import EngineHttp
 from rl_async.rollout_server.pool import connect
 from rl_async.transfer_queue.auth.keys import client_keys
@@ -99,10 +100,34 @@ def observe(run: Path, *, stacks: bool = True) -> Observation:
         evaluated_in_part=is_evaluated_in_part(run, roles),
         usual_step_s=statistics.median(usual) if usual else None,
         slowdown=speeds.slowdown,
+        # The rows of the very last step may not be recorded yet.
+        episode_s=_episode_s(run, int(metrics[-2]["step"]), trouble) if speeds.slower_phase == "waiting" else {},
+        rewards=tuple(term.name for term in config.reward.functions),
         disk_free=shutil.disk_usage(run).free,
         shm_free=shutil.disk_usage("/dev/shm").free,
         trouble=tuple(trouble),
     )
+
+
+PARTS = ("generate", "tools", "environment", "reward")
+
+
+class _Timed(msgspec.Struct):
+    timings: dict[str, float] = {}
+
+
+def _episode_s(run: Path, step: int, trouble: list[str]) -> dict[str, float]:
+    """Return the mean seconds of the parts of an episode of this step; empty unless its rows are recorded."""
+    rows: list[_Timed] = []
+    for file in files_of_step(run / "trajectories", step):
+        # The run deletes old files meanwhile.
+        with suppress(FileNotFoundError):
+            try:
+                with undamaged(file), gzip.open(file, "rb") as opened:
+                    rows += [msgspec.json.decode(line, type=_Timed) for line in opened]
+            except UserError as error:
+                trouble.append(f"episodes of step {step}: {error}")
+    return {part: statistics.fmean(row.timings.get(part, 0.0) for row in rows) for part in PARTS} if rows else {}
 
 
 def evaluates_only(roles: Collection[str]) -> bool:

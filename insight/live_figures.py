@@ -32,6 +32,8 @@ NEWEST = 10
 SLOWER, SLOWER_S = 3.0, 1.0
 # At most this many earlier steps are kept, evenly spaced.
 EARLIER = 100
+# A queue whose flush takes this long keeps everybody waiting.
+SLOW_FLUSH_S = 1.0
 PHASES = {"waiting": "waiting for a batch", "training": "training", "syncing": "publishing weights to engines"}
 TIMED = ("step_s", *PHASES, "tokens_per_s")
 
@@ -86,19 +88,33 @@ class Speeds:
         return [seconds for seconds in self._newest["step_s"] if not math.isnan(seconds)]
 
     @property
-    def slowdown(self) -> str:
-        """Describe by how much and by which phase the newest steps are slower than earlier ones; empty if they are not.
+    def slower_phase(self) -> str:
+        """The phase, a key of PHASES, by which the newest steps are slower than earlier ones; empty if they are not.
 
         Longer answers alone do not count, so the tokens per second must have fallen as well.
         """
         if len(self._earlier["step_s"]) < NEWEST:
             return ""
-        before = {name: _median(column) for name, column in self._earlier.items()}
-        now = {name: _median(column) for name, column in self._newest.items()}
+        before, now = self._medians()
         slower = now["step_s"] >= max(SLOWER * before["step_s"], before["step_s"] + SLOWER_S)
         if not (slower and SLOWER * now["tokens_per_s"] <= before["tokens_per_s"]):
             return ""
-        phase = max(PHASES, key=lambda name: now[name] - before[name])
+        return max(PHASES, key=lambda name: now[name] - before[name])
+
+    def _medians(self) -> tuple[dict[str, float], dict[str, float]]:
+        before, now = (
+            {name: _median(column) for name, column in columns.items()} for columns in (self._earlier, self._newest)
+        )
+        return before, now
+
+    @property
+    def slowdown(self) -> str:
+        """Describe by how much and by which phase the newest steps are slower than earlier ones; empty if they are
+        not."""
+        phase = self.slower_phase
+        if not phase:
+            return ""
+        before, now = self._medians()
         return (
             f"steps take {now['step_s']:.1f} s, where earlier ones took {before['step_s']:.1f} s, most of it for "
             f"{PHASES[phase]} ({now[phase]:.1f} s, before {before[phase]:.1f} s)"
@@ -264,6 +280,16 @@ def given_up_text(report: StatusReport | None, record: Record | None) -> str:
         return ""
     last = report.last_failure if report else ""
     return state_book.given_up_text(count, printable(last)) + ("" if last else " (logs/worker-*.log)")
+
+
+def slow_disk_text(report: StatusReport) -> str:
+    """Describe a queue whose disk is slow to flush; empty if it is fast enough."""
+    if report.flush_s < SLOW_FLUSH_S:
+        return ""
+    return (
+        f"the queue's disk (or its Redis) takes {report.flush_s:.1f} s to flush, and the queue's answers wait for it: "
+        "give queue.sqlite.folder on a faster disk, or see queue.sqlite.synchronous"
+    )
 
 
 def nothing_scored_text(report: StatusReport) -> str:

@@ -36,6 +36,7 @@ from rl_async.insight.live_figures import (
     nothing_scored_text,
     position,
     scale_of,
+    slow_disk_text,
     sparkline,
     step_line,
     summary_lines,
@@ -236,6 +237,8 @@ class View:
                 self._remind("away", f"{away_text(report)}: start an agent program (docs/how-to/gateway.md)")
             if report is not None and (text := nothing_scored_text(report)):
                 self._remind("nothing scored", text)
+            if report is not None and (text := slow_disk_text(report)):
+                self._remind("slow disk", text)
             if report is not None and (count := report.counters.get("dead_letters", 0)) > 2 * reported:
                 reported = count
                 self._print(given_up_text(report, None))
@@ -328,6 +331,8 @@ class View:
             table.add_row("failed", failed)
         if self._report is not None and (text := nothing_scored_text(self._report)):
             table.add_row("not scored", text)
+        if self._report is not None and (text := slow_disk_text(self._report)):
+            table.add_row("disk", text)
         for row in role_rows(seen):
             state = next((one.state for one in seen.states if one.name == row.name), "")
             colour = "red" if row.trouble else STATE_COLOURS.get(state, "")

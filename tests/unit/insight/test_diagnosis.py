@@ -273,6 +273,17 @@ def test_a_run_that_has_become_slow_names_its_slow_engine() -> None:
         assert len(diagnose(run(engines=fine)).findings) == 1
 
 
+@pytest.mark.parametrize(
+    ("part", "words"), [("reward", ("5.5 s", "4.0 s", "judge")), ("tools", ("tool calls",)), ("generate", ("engines",))]
+)
+def test_a_run_whose_batches_come_late_names_the_slow_part_of_an_episode(part: str, words: tuple[str, ...]) -> None:
+    usual = {"generate": 0.5, "tools": 0.5, "environment": 0.5, "reward": 0.5}
+    verdict = diagnose(
+        run(slowdown="steps take long", episode_s=usual | {part: 4.0}, rewards=("exact_answer", "judge"))
+    )
+    assert verdict.health == "slow" and len(verdict.findings) == 2 and named(verdict.findings[1], *words)
+
+
 def test_a_wait_is_not_slow_where_steps_take_as_long() -> None:
     assert diagnose(waiting(60.0, inspection(), usual_step_s=45.0)).health == "fine"
 
@@ -354,12 +365,16 @@ def test_an_only_engine_that_ends_again_and_again_is_named_with_its_last_words(e
     assert named(verdict.text, "nothing is generated", "4 restarts")
 
 
-@pytest.mark.parametrize(("flush_s", "findings"), [(5.0, 2), (0.2, 1)])
-def test_a_queue_whose_disk_is_slow_to_flush_is_told(flush_s: float, findings: int) -> None:
+@pytest.mark.parametrize("flush_s", [5.0, 0.2])
+def test_a_queue_whose_disk_is_slow_to_flush_is_slow(flush_s: float) -> None:
     report = inspection()
-    slow = replace(report, status=replace(report.status, flush_s=flush_s))
-    verdict = diagnose(run(queue=ObservedQueue(report=slow)))
-    assert len(verdict.findings) == findings and all(named(text, "5.0 s") for text in verdict.findings[1:])
+    queue = ObservedQueue(report=replace(report, status=replace(report.status, flush_s=flush_s)))
+    verdict = diagnose(run(queue=queue))
+    assert verdict.health == ("slow" if flush_s > 1 else "fine") and len(verdict.findings) == 1
+    assert ("queue.sqlite.folder" in verdict.text) == (flush_s > 1)
+    slowdown = "steps take 4.5 s, where earlier ones took 0.5 s"
+    both = diagnose(run(queue=queue, slowdown=slowdown))
+    assert slowdown in both.text and [named(text, "5.0 s") for text in both.findings[1:]] == [True] * (flush_s > 1)
 
 
 def test_a_first_restart_is_slow_until_it_serves_and_old_restarts_are_fine() -> None:

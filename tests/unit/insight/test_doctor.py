@@ -1,3 +1,5 @@
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from rl_async.errors import UserError
 from rl_async.insight.doctor import is_evaluated, is_evaluated_in_part, launcher_of, observe, oldest_groups
 from rl_async.launcher.run_folder import hold
 from rl_async.messages import GroupRecord
-from rl_async.recording import evaluation_file, write_trajectories
+from rl_async.recording import evaluation_file, trained_file, write_trajectories
 
 
 def test_the_launcher_is_who_holds_the_lock(tmp_path: Path) -> None:
@@ -63,3 +65,27 @@ def test_an_evaluation_is_over_once_all_of_it_is_recorded(tmp_path: Path, whole:
     write_trajectories(evaluation_file(tmp_path, 0, whole=whole), [])
     assert seen(roles) == (whole, not whole)
     assert seen([*roles, "trainer"]) == seen([]) == (False, False)
+
+
+@pytest.mark.parametrize("slow", ["wait_batch", "sync"])
+def test_where_batches_come_late_an_episode_of_a_recorded_step_is_timed(tmp_path: Path, slow: str) -> None:
+    (tmp_path / "processes.json").write_text("[]")
+    (tmp_path / "config.yaml").write_text(dump(load_config("calculator", [])))
+    steps = []
+    for step in range(30):
+        seconds = dict.fromkeys(("wait_batch", "train", "sync"), 0.1)
+        if step >= 20:
+            seconds[slow] = 6.0
+        times = {f"time/{phase}_s": of_phase for phase, of_phase in seconds.items()}
+        steps.append({"step": step, "time/step_s": sum(seconds.values()), "tokens/per_s": 1 / seconds[slow], **times})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    file = trained_file(tmp_path, 28, 0, 0)
+    file.parent.mkdir()
+    timings = ({"generate": 1.0, "reward": 3.0}, {"generate": 2.0, "tools": 1.0, "reward": 5.0})
+    file.write_bytes(gzip.compress("".join(json.dumps({"timings": each}) + "\n" for each in timings).encode()))
+    seen = observe(tmp_path)
+    assert "6." in seen.slowdown and not seen.trouble
+    timed = {"generate": 1.5, "tools": 0.5, "environment": 0.0, "reward": 4.0}
+    assert seen.episode_s == (timed if slow == "wait_batch" else {})
+    file.write_bytes(file.read_bytes()[:-9])
+    assert any(file.name in line for line in observe(tmp_path).trouble) == (slow == "wait_batch")

@@ -155,6 +155,7 @@ def test_a_run_that_is_slower_than_its_own_earlier_steps_is_told_with_the_phase(
     for step in range(steps, steps + 10):
         history.add(line(step, 0.5, **(usual | changes)))
     assert words in history.speeds.slowdown and bool(words) == bool(history.speeds.slowdown)
+    assert bool(history.speeds.slower_phase) == bool(words)
 
 
 def test_a_step_trained_again_after_a_resume_replaces_what_was_abandoned() -> None:
@@ -368,6 +369,13 @@ async def test_a_run_in_which_nothing_is_scored_says_so_before_its_first_step(tm
     assert "12345" in await show(tmp_path, terminal=terminal, report=none)
     assert "12345" not in await show(tmp_path, terminal=terminal, report=msgspec.structs.replace(none, scored=1))
     assert ASK_S + REFRESH_S < 60.0
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_a_queue_whose_disk_is_slow_is_told(tmp_path: Path, terminal: bool) -> None:
+    slow = msgspec.structs.replace(STATUS, flush_s=12345.0)
+    assert "12345" in await show(tmp_path, terminal=terminal, report=slow)
+    assert "disk" not in await show(tmp_path, terminal=terminal, report=msgspec.structs.replace(slow, flush_s=0.5))
 
 
 async def test_without_a_terminal_each_new_step_is_one_line(tmp_path: Path) -> None:
