@@ -658,12 +658,17 @@ def finetune(c: RunConfig) -> str | None:
     for key, other in INSTEAD.items():
         if getattr(c.trainer, key) != getattr(TrainerConfig(), key):
             return f"trainer.{key}={getattr(c.trainer, key)} has no effect on fine-tuning; set {other}"
+    pairs = c.finetune.preferences
+    keys = UNREAD if pairs is None else (*UNREAD, "system", "prompt")
     for source in (*parts(c.data), *eval_parts(c.data)):
-        if unread := [key for key in UNREAD if getattr(source, key) != getattr(DataSource(path=""), key)]:
+        if unread := [key for key in keys if getattr(source, key) != getattr(DataSource(path=""), key)]:
+            what = "conversations" if pairs is None else "pairs as they are"
             return (
-                f"data: {unread[0]} of {source.path} has no effect on fine-tuning, which trains on all conversations "
-                "of all data sets; leave it out"
+                f"data: {unread[0]} of {source.path} has no effect on fine-tuning, which trains on all {what} of all "
+                "data sets; leave it out"
             )
+    if pairs is not None and pairs.label_smoothing and pairs.loss != "sigmoid":
+        return f"finetune.preferences.label_smoothing has no effect with loss={pairs.loss}; use loss=sigmoid, or 0"
     if c.critic is not None:
         return "critic has no effect on fine-tuning (section finetune); leave it out"
     return None

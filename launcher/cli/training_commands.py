@@ -235,10 +235,7 @@ def add_dpo(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    import msgspec
-
     from rl_async.configs.load import load_config
-    from rl_async.configs.schema.data import PreferenceConfig
     from rl_async.launcher.plan.artifacts import needs_preparation
     from rl_async.launcher.sources import fetch_sources
 
@@ -249,13 +246,14 @@ def _sft(arguments: argparse.Namespace) -> int:
         if missing:
             raise UserError(f"missing {', '.join(missing)}; or give --config, a YAML file or a preset")
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
-    config = fetch_sources(load_config(arguments.config, [*overrides, *arguments.overrides]))
+    overrides += arguments.overrides
+    config = load_config(arguments.config, overrides)
     if arguments.preferences:
         if config.finetune is None:
             raise UserError(f"--config: {arguments.config} has no section `finetune`; add --out PATH")
         if config.finetune.preferences is None:
-            own = msgspec.structs.replace(config.finetune, preferences=PreferenceConfig())
-            config = msgspec.structs.replace(config, finetune=own)
+            config = load_config(arguments.config, ["finetune.preferences={}", *overrides])
+    config = fetch_sources(config)
     if config.finetune is not None:
         from rl_async.launcher.runs.finetune import finetune
 

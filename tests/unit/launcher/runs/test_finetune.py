@@ -105,6 +105,19 @@ def test_of_a_pair_the_answers_that_differ_are_learned(
     assert learned == [f"{better}<|im_end|>", f"{worse}<|im_end|>"] and skipped == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("data.path=[{path: p.jsonl, system: brief}]", "data: system of p.jsonl"),
+        ("data.path=[{path: p.jsonl, prompt: '{q}'}]", "data: prompt of p.jsonl"),
+        ("finetune.preferences={loss: ipo, label_smoothing: 0.1}", "finetune.preferences.label_smoothing"),
+    ],
+)
+def test_what_pairs_have_no_use_for_is_refused(given: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, [*BASE, "finetune.preferences={}", given])
+
+
 def test_a_pair_of_which_one_continues_the_other_compares_nothing(tmp_path: Path) -> None:
     longer = [SUM, FIVE, AGAIN, {"role": "assistant", "content": "yes"}]
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": [SUM, FIVE], "rejected": longer}) + "\n")
