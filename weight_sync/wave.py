@@ -36,8 +36,6 @@ TAGS = ("weights", "kv_cache")
 CUT_OFF = "cut off"
 # An engine is slow if its requests take more than SLOW times as long as others', and that costs LATE_S in an update.
 SLOW, LATE_S = 2.0, 0.5
-# Weight of the latest request in the usual length of one.
-NEWEST = 0.25
 # The shortest time between two notes about buckets of one engine.
 BUCKET_NOTE_S = 1.0
 
@@ -113,17 +111,33 @@ class EngineFailed(WeightSyncError):
 
 
 class RequestTimes:
-    """Moving average of how long requests to an engine take, and the number of requests in its latest update."""
+    """The number of requests in an engine's latest update, and how long they took.
+
+    An engine that stands still most of the time answers several requests at once in between, so all count alike, in
+    whichever order they were slow.
+    """
 
     def __init__(self) -> None:
-        self.request_s = 0.0
         self.requests = 0
+        self._earlier_s = self._sum_s = 0.0
+        self._answered = True
+
+    @property
+    def request_s(self) -> float:
+        """The mean of the latest update. An unanswered request, a lower bound, never lowers it."""
+        mean_s = self._sum_s / self.requests if self.requests else self._earlier_s
+        return mean_s if self._answered else max(mean_s, self._earlier_s)
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._earlier_s = self.request_s
+        self.requests, self._sum_s, self._answered = 0, 0.0, True
 
     def took(self, seconds: float, *, answered: bool) -> None:
-        """Record a request. If unanswered, ``seconds`` is only a lower bound, so it never lowers the average."""
+        """Record a request. If unanswered, ``seconds`` is only a lower bound."""
         self.requests += 1
-        if answered or seconds > self.request_s:
-            self.request_s += NEWEST * (seconds - self.request_s)
+        self._sum_s += seconds
+        self._answered = self._answered and answered
 
 
 def slow_ones(members: Sequence["FleetMember"]) -> list["FleetMember"]:
@@ -250,7 +264,7 @@ async def probe(members: Sequence[FleetMember], timeout_s: float) -> tuple[list[
     """
 
     async def ask(member: FleetMember) -> None:
-        member.times.requests = 0
+        member.times.begin()
         if await call(member, "probe", member.control.version(), timeout_s) != member.held:
             member.held = None
         if member.held is None:

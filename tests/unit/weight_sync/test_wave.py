@@ -11,7 +11,7 @@ from rl_async.errors import EngineError, WeightSyncError
 from rl_async.messages import EngineRecord, Version
 from rl_async.weight_sync.buckets import Bucket
 from rl_async.weight_sync.protocol import InitInfo, UpdateInfo
-from rl_async.weight_sync.wave import BucketShipment, FleetMember, transfer
+from rl_async.weight_sync.wave import BucketShipment, FleetMember, RequestTimes, slow_ones, transfer
 from tests.support.weights import make_buckets
 
 V1 = Version(0, 1)
@@ -136,3 +136,33 @@ async def test_where_an_engine_failed_as_well_the_engine_is_named() -> None:
     sender = Sender(refuses=2)
     outcome = await transfer([member(Engine(sender, {}, fails=1))], BucketShipment(sender, BUCKETS), V1, DEADLINE_S)
     assert [failure.engine_id for failure in outcome.failures] == ["e"]
+
+
+def updated(engine: FleetMember, *seconds: float) -> None:
+    engine.times.begin()
+    for each in seconds:
+        engine.times.took(each, answered=True)
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_an_engine_is_slow_whichever_request_of_an_update_it_keeps_waiting(at: int) -> None:
+    """As one that stands still nine tenths of the time does, which answers the other requests in between."""
+    quick, halting = member(Engine(Sender(), {})), member(Engine(Sender(), {}))
+    updated(quick, *[0.01] * 8)
+    updated(halting, *[0.9 if number == at else 0.01 for number in range(8)])
+    assert slow_ones([quick, halting]) == [halting]
+    updated(halting, *[0.01] * 8)
+    assert slow_ones([quick, halting]) == []
+
+
+def test_an_unanswered_request_never_makes_an_engine_seem_quicker() -> None:
+    times = RequestTimes()
+    times.took(1.0, answered=True)
+    usual = times.request_s
+    for answered, changes in ((False, False), (True, True)):
+        times.begin()
+        times.took(0.01, answered=answered)
+        assert (times.request_s < usual) == changes
+    times.begin()
+    times.took(9.0, answered=False)
+    assert times.request_s > usual
