@@ -33,6 +33,7 @@ KEYS = (
     Key("inference.vllm.quantization", "rollout.quantization"),
     Key("trainer.model.cp", "trainer.sequence_parallel"),
     Key("trainer.dp_replicate", "trainer.replicas"),
+    Key("trainer.model.dp_replicate", "trainer.replicas"),
     Key("trainer.model.fsdp_cpu_offload", "trainer.cpu_offload"),
     Key("trainer.model.lora.rank", "trainer.lora.rank"),
     Key("trainer.model.lora.alpha", "trainer.lora.alpha", convert=int),
@@ -45,6 +46,8 @@ ADAM_KEYS = (
     Key(f"{OPTIMIZER}.betas1", "trainer.beta1", 0.9),
     Key(f"{OPTIMIZER}.betas2", "trainer.beta2", 0.999),
 )
+# No gradient has a norm like this.
+UNCLIPPED = 1e9
 _ENGINE = "an engine's own settings; rollout.engine_args passes flags on"
 NO_COUNTERPART = {
     "orchestrator.concurrency": "concurrent episodes are bounded by agent.concurrency, and start with it",
@@ -82,6 +85,8 @@ def write(file: Path, more: list[str]) -> str:
     model = (sections.get("trainer") or {}).get("model") or {}
     t.put("trainer.activation_checkpointing", "ac" in model or "ac_offloading" in model, "trainer.model.ac")
     rows, group = t.number("orchestrator.batch_size", 128), t.number("orchestrator.group_size", 1)
+    if group == 1:
+        t.unknown.append("rollout.group_size: prime-rl takes 1, with which every advantage of its grpo is 0; 8 or more")
     t.put("data.train_batch_groups", max(rows // group, 1), "orchestrator.batch_size", "orchestrator.group_size")
     t.put("trainer.minibatches", 1, "trainer")
     t.put("rollout.engine", "vllm", "inference")
@@ -116,6 +121,8 @@ def _devices(t: Translation) -> None:
             per_replica = split or t.number("inference.deployment.num_nodes", 1)
         gpus = int(per_replica) * t.number("deployment.num_infer_replicas", 1) * each
         t.put("trainer.ranks", nodes * each, "deployment.num_train_nodes")
+        if together := t.take("deployment.nodes_per_fsdp_group"):
+            t.put("trainer.replicas", max(nodes // int(together), 1), "deployment.nodes_per_fsdp_group")
     else:
         gpus = t.number("deployment.num_infer_gpus", 1)
         t.put("trainer.ranks", t.number("deployment.num_train_gpus", 1), "deployment.num_train_gpus")
@@ -160,8 +167,18 @@ def _optimizer(t: Translation) -> None:
         )
     if modules := t.take("trainer.model.lora.target_modules"):
         t.put("trainer.lora.targets", modules, "trainer.model.lora.target_modules")
-    if t.take("trainer.scheduler.type") == "linear":
+    schedule = t.take("trainer.scheduler.type")
+    if schedule == "linear":
         t.notes.append("trainer.scheduler: linear falls in the last decay_steps alone there; written: constant")
+    if schedule in ("linear", "cosine"):
+        t.put("trainer.warmup_steps", t.number("trainer.scheduler.warmup_steps", 10), "trainer.scheduler.type")
+    # prime-rl itself switches the clip off with either.
+    offloaded, deepep = "trainer.model.full_offload", "trainer.model.ep_comm_backend"
+    if t.take(offloaded, False) or t.take(deepep) == "deepep":
+        t.put("trainer.grad_clip", UNCLIPPED, offloaded, deepep)
+    if t.given.get("ckpt.interval") and not t.given.get("ckpt.keep_last"):
+        kept = our_default("trainer.keep_checkpoints")
+        t.notes.append(f"ckpt.keep_last: all checkpoints are kept there; trainer.keep_checkpoints keeps {kept}")
     if not t.given.get("ckpt.interval"):
         t.put("trainer.checkpoint_every", 0, "ckpt")
 
@@ -249,9 +266,19 @@ def _play(t: Translation, source: dict[str, Any]) -> None:
         f"data.path: write the tasks of {name} there, and install it for agent.environment_hosts.python "
         "(docs/how-to/environments.md)"
     )
-    gates = (source.get("curriculum") or {}).get("gates") or {}
-    if any(gate.get("type") == "advantage_range" for gate in gates.values()):
-        t.put("algorithm.shaping.dynamic_sampling", True, "orchestrator.train.source")
+    curriculum = source.get("curriculum") or {}
+    key = "orchestrator.train.source"
+    ranges = [gate for gate in (curriculum.get("gates") or {}).values() if gate.get("type") == "advantage_range"]
+    if ranges:
+        t.put("algorithm.shaping.dynamic_sampling", True, key)
+    if any(gate.get("reject_min") or gate.get("reject_max") for gate in ranges):
+        t.notes.append(f"{key}.curriculum: only groups without any advantage are drawn anew here, whatever the range")
+    sampler = (curriculum.get("sampler") or {}).get("type", "standard")
+    if options is not None and sampler == "standard":
+        # Tasks come in the order of the taskset, which may have shuffled them itself.
+        t.put("data.shuffle", False, key)
+    elif sampler != "standard":
+        t.notes.append(f"{key}.curriculum.sampler={sampler}: tasks are drawn alike here; see queue.sampling")
     for key in ("sampling", "group_size", "algo"):
         if source.get(key) is not None:
             t.notes.append(f"orchestrator.train.source.{key}={source[key]}: give it for the whole run")

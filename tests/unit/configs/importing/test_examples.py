@@ -303,6 +303,28 @@ def test_a_toml_of_prime_rls_of_august_2026(tmp_path: Path) -> None:
     assert (found["trainer.lora.rank"], found["trainer.lora.targets"]) == (8, ["q_proj"])
     assert (found["rollout.quantization"], found["trainer.sequence_parallel"]) == ("fp8", 4)
     assert (found["trainer.checkpoint_every"], found["tracking.backends"]) == (0, ["wandb"])
+    assert found["data.shuffle"] is False and "trainer.grad_clip" not in found
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ("trainer.scheduler.type=cosine", "trainer.warmup_steps", 10),
+        ("trainer.scheduler.type=linear", "trainer.warmup_steps", 10),
+        ("trainer.model.full_offload=true", "trainer.grad_clip", 1e9),
+        ("trainer.model.ep_comm_backend=deepep", "trainer.grad_clip", 1e9),
+        ("trainer.model.dp_replicate=2", "trainer.replicas", 2),
+        ("deployment.nodes_per_fsdp_group=1", "trainer.replicas", 2),
+    ],
+)
+def test_further_keys_of_prime_rls(tmp_path: Path, given: str, key: str, value: Any) -> None:
+    assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, given)[key] == value
+
+
+def test_prime_rls_warmup_counts_only_with_a_schedule_that_has_one(tmp_path: Path) -> None:
+    schedule = ["trainer.scheduler.type=cosine", "trainer.scheduler.warmup_steps=3"]
+    assert ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL, *schedule)["trainer.warmup_steps"] == 3
+    assert "trainer.warmup_steps" not in ours(tmp_path, "prime-rl", "rl.toml", PRIME_RL)
 
 
 def test_lengths_of_prime_rls_parts(tmp_path: Path) -> None:
